@@ -59,8 +59,6 @@ class Location:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One mistake: what is wrong, where, and what to write instead."""
-
     what: str
     where: Location | None = None
     hint: str = ""

@@ -28,10 +28,9 @@ REWARD_PARTS = "reward_parts"  # column in which `score` writes the value of eac
 class Layout:
     """Assignment of rows to ranks, and how the ranks split a model between them.
 
-    Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on. These split each layer's
-    matrices `tp` ways (neighbours), each row's tokens `cp` ways and the layers `pp` ways (furthest apart). `ep` cuts
-    the experts of a layer across the ranks of `dp` and `cp`. `rows` is how many rows each share has, in proportion;
-    empty: all alike. `early`: rows are dealt to the shares as they come.
+    Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on, which split each layer's
+    matrices `tp` ways (neighbours), each row's tokens `cp` ways, the layers `pp` ways (furthest apart); `ep` cuts
+    experts across dp and cp. `rows` of each share are in proportion (empty: alike), or `early`, as they come.
     """
 
     dp: int
@@ -85,9 +84,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Columns that a task gets from one producer: an edge of the DAG. `kind` is "local" (same layout, by reference),
-    "all_to_all" (layouts differ) or "dock" (another group ran the producer). Bytes are estimates at the run's longest
-    rows, without ids and lengths."""
+    """Columns that a task gets from one producer: "local" (same layout, by reference), "all_to_all" or "dock" (another
+    group ran it). Bytes are estimates at the run's longest rows."""
 
     producer: str
     columns: tuple[str, ...]

@@ -210,7 +210,6 @@ def _device(members: Sequence[DeviceProbe]) -> dict[str, Any]:
 
 def _pairs(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> \
         dict[Ends, list[LinkProbe]]:
-    """Return the links between the machines of two blocks, by the blocks' first ranks."""
     pairs = {}
     for index, one in enumerate(blocks):
         for other in blocks[index + 1:]:
@@ -242,7 +241,6 @@ def _zones(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mappi
 
 def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe],
              zones: Mapping[int, str]) -> dict[str, Any]:
-    """Return `links` of a zone and `paths` between zones: medians over their pairs of machines."""
     joined: dict[tuple[str, ...], list[dict[str, float]]] = {}
     for ends, measured in _pairs(blocks, devices, links).items():
         names = tuple(sorted({zones[end] for end in ends}))

@@ -67,8 +67,7 @@ def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = Non
 
 
 def load(folder: str | os.PathLike[str]) -> RunHandle:
-    """Return a run that has been started elsewhere, whether it goes on or not. Raises InvalidInput: `folder` is no
-    run's folder."""
+    """Return a run that has been started elsewhere, going on or not. Raises InvalidInput: it is no run's folder."""
     path = Path(folder)
     if not (path / "launch.json").is_file():
         raise InvalidInput(f"{path} is not the folder of a run: it has no launch.json")
@@ -114,7 +113,6 @@ class RunHandle:
 
     @property
     def validation(self) -> DataFrame:
-        """Answers to the validation sets."""
         return self._table("validation.jsonl")
 
     @property
@@ -138,12 +136,8 @@ class RunHandle:
         return path
 
     def wait(self, seconds: float | None = None) -> RunHandle:
-        """Wait for the end of a run that `run` has started; an interrupt ends the wait, not the run.
-
-        Raises:
-            RunFailed: it has ended before its last step.
-            TimeoutError: it goes on after `seconds`.
-        """
+        """Wait for the end of a run that `run` has started; an interrupt ends the wait, not the run. Raises RunFailed:
+        it ended before its last step; TimeoutError: it goes on after `seconds`."""
         if self.process is None:
             raise DistflowError(f"{self.folder} was not started by this process, which cannot wait for it; `running` "
                                 "says whether it goes on")

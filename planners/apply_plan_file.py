@@ -22,8 +22,7 @@ AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --r
 
 
 def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
-    """Return the run with the layouts and groups of the plan in a file; mistakes about these then point there. Raises
-    InvalidInput: it is a plan for something else, for other ranks, or one that ranks cannot run."""
+    """Return the run with a plan file's layouts and groups. Raises InvalidInput if ranks cannot run that."""
     problem = problem_of(spec)
     plan = read_plan_file(source, digests_of(spec, problem))
     mistakes = list(_check(spec, problem, plan, source, ranks))
@@ -43,7 +42,6 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
 
 
 def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
-    """Yield what cannot be run."""
     devices = sum(problem.hardware.all)
     if ranks != devices:
         yield Diagnostic(f"the plan is for the {devices} devices of cluster `{spec.cluster.name}`, and {ranks} "
@@ -144,9 +142,8 @@ def _rows(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> list[in
 
 
 def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
-    """Return the layouts of nodes that run no model: they divide rows as the first node that they follow does, so that
-    rows stay where they are; the ranks of a share that splits its model have equal parts. Runs with groups divide what
-    arrives evenly instead."""
+    """Return the layouts of nodes without a model: rows stay where the first node that they follow has them, divided
+    among the ranks of a share that splits its model. Runs with groups divide what arrives evenly."""
     found = dict(layouts)
     while True:
         more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])
@@ -158,7 +155,6 @@ def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
 
 
 def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
-    """Return the run's source with the plan's locations for what the plan says."""
     def moved(spots: dict) -> dict:
         found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
         found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}

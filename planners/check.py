@@ -27,7 +27,6 @@ _SAYS = {"lm": "a vocabulary (head: lm)", "value": "one number for each token (h
 
 
 def check_heads(spec: Spec, bound: dict[str, Contract], roles: list[str]) -> list[Diagnostic]:
-    """Return mistakes for functions on roles with the other head, and for heads that models' folders cannot give."""
     found = [_of_node(spec, node, contract) for node, contract in bound.items()]
     found += [_of_folder(spec, role) for role in roles]
     return [mistake for mistake in found if mistake]
@@ -111,7 +110,6 @@ def _doubtful(spec: Spec, node: str, key: str) -> bool:
 
 
 def _check_node_roles(spec: Spec) -> tuple[set[str], list[Diagnostic]]:
-    """Return the nodes whose role does not exist, and the mistakes."""
     nameless, mistakes, dag = set(), [], spec.dag
     for name, node in dag.nodes.items():
         function = spec.functions.get(node.function or "")
@@ -148,7 +146,6 @@ def _check_copies(spec: Spec) -> list[Diagnostic]:
 
 
 def _check_training(spec: Spec, bound: dict[str, Contract], nameless: set[str]) -> list[Diagnostic]:
-    """Check that nodes train the roles that are declared `trained`, and no others."""
     mistakes, dag, source = [], spec.dag, spec.dag_source
     training = {}
     for name, node in dag.nodes.items():
@@ -169,8 +166,6 @@ def _check_training(spec: Spec, bound: dict[str, Contract], nameless: set[str]) 
 
 
 def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
-    """Check that a DAG uses a model, and validation has one that is trained and answers; skipped while roles are
-    `unknown`."""
     types = {node.type for node in spec.dag.nodes.values()}
     if unknown or spec.dag_source.recovered:
         return []
@@ -187,7 +182,6 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
 
 
 def _check_run_roles(spec: Spec) -> list[Diagnostic]:
-    """Check that each role that computes has a model; a role that the DAG does not know is probably misspelt."""
     mistakes, source = [], spec.run_source
     # A run file may serve several DAGs; the command line is meant for this one.
     ordered = {path[1]: spot for path, spot in source.keys.items() if len(path) > 1 and path[0] == "roles"
@@ -225,9 +219,7 @@ _SCORED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"
 
 
 def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """Return mistakes for nodes whose role scores another one's responses at another temperature: log-probabilities
-    could not be compared, and a divergence between them would be wrong. A node's own temperature is compared with that
-    of the nodes whose log-probabilities it reads, and of those that read its own."""
+    """Return mistakes for nodes that compare log-probabilities of different temperatures: divergences are wrong."""
     mistakes: dict[str, Diagnostic] = {}
     own = {node: setting_value(spec, node, contract, _SETTING) for node, contract in bound.items()
            if _SETTING in contract.settings}
@@ -248,8 +240,7 @@ def check_temperatures(spec: Spec, bound: dict[str, Contract], flows: dict[str, 
 
 def _unlike(spec: Spec, node: str, bound: dict[str, Contract], own: dict[str, float | None],
             flow: NodeColumns) -> dict[str, Diagnostic]:
-    """Find the writers whose log-probabilities have another temperature than the node that reads them, where one of the
-    two has a temperature of its own. A COMPUTE node has none: what it reads must be of one temperature."""
+    """Find writers of log-probabilities at another temperature than their reader's, if one of the two has its own."""
     given = {column.producer: _at(spec, column.producer, own) for column in flow.reads
              if column.parameter.endswith(_LOGPROBS) and column.producer in bound}
     if own.get(node) is None and bound[node].marks.type == "COMPUTE":
@@ -268,7 +259,6 @@ def _unlike(spec: Spec, node: str, bound: dict[str, Contract], own: dict[str, fl
 
 
 def _at(spec: Spec, node: str, own: dict[str, float | None]) -> float | None:
-    """Return a node's temperature: its own, else that of its role."""
     settings = _in_force(spec, spec.dag.nodes[node].role)
     return own.get(node) if own.get(node) is not None or settings is None else _temperature(settings)
 

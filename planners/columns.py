@@ -59,8 +59,7 @@ SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
                  "token_rewards"}
-"""Parameters about a response's tokens, as are those that end in `_logprobs`. All that a node reads must be of the same
-responses."""
+"""Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,6 @@ class _Tracer:
         return NodeColumns(tuple(reads), self.written[node], fan, self.fans[node], repeats, forms)
 
     def check_writers(self) -> None:
-        """Check that two nodes that write one column run in a known order."""
         for column, nodes in self.writers.items():
             if column in (KEEP, REWARD_PARTS):
                 continue  # each drops rows, or reports parts of rewards; no node reads the column
@@ -226,7 +224,6 @@ class _Tracer:
         self.mistakes.append(Diagnostic(what, where, hint))
 
     def _check_fields(self) -> None:
-        """Check that no field of the data has the name of a column that every dataset gives."""
         for index, name in enumerate(self.spec.run.data.columns):
             if name in SOURCE_FORMS or (name == "images" and self.spec.run.data.images):
                 what = f"`data.columns` names `{name}`, but every dataset gives a column of that name"
@@ -283,7 +280,6 @@ class _Tracer:
         return right
 
     def _check_names(self, node: str) -> bool:
-        """Check that a node writes no column twice, and none of the dataset."""
         right, names = True, self.written[node]
         for column in dict.fromkeys(names):
             what, hint = f"node `{node}` writes column `{column}` twice", "Give each another name under `writes:`."

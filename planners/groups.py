@@ -35,13 +35,10 @@ class GroupCut:
     """Trainer nodes that run on prompts as they arrive."""
     chain: tuple[str, ...]
     trainer: int
-    """Ranks that train."""
     replicas: int
-    """Independent rollouts."""
     model: Layout
     """Layout of one rollout's model."""
     sampling: frozenset[str]
-    """Roles that sample."""
 
     @property
     def samplers(self) -> dict[str, Layout]:
@@ -56,13 +53,11 @@ class GroupCut:
                 "ranks over which that of a rollout is split do not divide them",)
 
     def elsewhere(self, training: bool) -> frozenset[str]:
-        """Return the nodes that one half does not run."""
         return self.nodes if training else frozenset(self.chain) - self.nodes
 
 
 def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
         ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
-    """Return which node runs where, and the mistakes in that."""
     nodes: set[str] = set()
     mistakes = []
     sampling = [node for node in chain if node in bound and bound[node].samples]
@@ -91,7 +86,6 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
 
 
 def joined(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
-    """Return both halves as one plan: every task where it runs."""
     first = halves.trainer
     own = {task.node: task for task in trainer.chain(0)}
     for task in rollout.tasks:
@@ -147,8 +141,7 @@ def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
            nodes: set[str]) -> frozenset[str]:
-    """Return the trainer's nodes that need not wait for a whole step. Nodes behind a filter run on the rows that it
-    leaves, and nodes behind a role's training need its new weights."""
+    """Return the trainer's nodes that need not wait for a step: behind no filter and no role's training."""
     ahead = {node for node in nodes if KEEP not in flows[node].writes}
     fused: set[str] = set()
     trained: set[str] = set()
@@ -172,7 +165,6 @@ def _crossing(node: str, nodes: set[str], flows: dict[str, NodeColumns]) -> tupl
 
 
 def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bool:
-    """Whether some node that samples needs it."""
     needed = {column.producer for other in sampling for column in flows[other].reads}
     while more := {column.producer for other in needed - {SOURCE} for column in flows[other].reads} - needed:
         needed |= more
@@ -195,8 +187,7 @@ def _too_late(spec: Spec, node: str, late: str) -> Diagnostic:
 
 
 def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """Check that all columns that cross belong to rows from which the rows of the last repetition stem, with which they
-    travel."""
+    """Check that all columns that cross belong to rows that stem from the same ones as the last repetition's."""
     finest = max(crossing, key=lambda node: len(flows[node].out_fan), default="")
     for node in crossing:
         fan = flows[node].out_fan
@@ -208,7 +199,6 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
 
 
 def _check_colocated(spec: Spec, sampling: list[str], nodes: set[str], chain: list[str]) -> list[Diagnostic]:
-    """Check that ranks that train have the roles that sample, in mode semi_sync."""
     there = {spec.dag.nodes[node].role for node in chain
              if node not in nodes and spec.dag.nodes[node].type in ENGINE_TYPES}
     alone = [node for node in sampling if spec.dag.nodes[node].role not in there]
@@ -220,7 +210,6 @@ def _check_colocated(spec: Spec, sampling: list[str], nodes: set[str], chain: li
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
-    """Return how many ranks train, the layout of a rollout's model, and the mistakes in that."""
     wanted, mode = spec.run.groups.rollout, spec.run.mode
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
@@ -243,7 +232,6 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
 
 
 def _unfit(ranks: int, count: int, width: int) -> str:
-    """Say what is wrong with so many ranks that sample, each model on `width` of them."""
     if count >= ranks:
         return "which leaves none to train"
     if count % width:
@@ -252,7 +240,6 @@ def _unfit(ranks: int, count: int, width: int) -> str:
 
 
 def _check_role(spec: Spec, sampling: list[str], split: str) -> list[Diagnostic]:
-    """Check that one role samples, if its model is split."""
     if len({spec.dag.nodes[node].role for node in sampling}) < 2:
         return []
     what = "several roles sample, and ranks that share a model, as `layouts` wants it, follow one of them"

@@ -55,7 +55,6 @@ def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
 
 
 def _answers(spec: Spec, node: str, contract: Contract) -> Any:
-    """Return how many rows a node is told to make of one; of a setting that is wrong, what stands there."""
     recovered, repeats = ("nodes", node, "with") in spec.dag_source.recovered, contract.marks.repeats
     return None if recovered or not repeats else setting_value(spec, node, contract, repeats)
 

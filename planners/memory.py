@@ -52,8 +52,7 @@ Layouts = dict[tuple[str, bool], Layout]
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
              training: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains and
-    infers."""
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
@@ -77,8 +76,7 @@ def needed(items: Iterable[MemoryItem]) -> int:
 
 
 def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnostic]:
-    """Return a mistake if the memory items do not fit the cluster's ranks, naming the largest, and one for each engine
-    whose weights alone are larger than its share of a rank."""
+    """Return a mistake if memory items do not fit a rank, and one for each engine whose weights exceed its share."""
     limit = spec.cluster.memory_gib
     total = needed(items)
     if limit is None or not items:
@@ -94,7 +92,6 @@ def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnosti
 
 
 def _beyond_share(spec: Spec, items: Iterable[MemoryItem], limit: float) -> Iterator[Diagnostic]:
-    """Yield a mistake for weights of an engine with a share: they are an item of their own only if too large for it."""
     for weights in items:
         role, _, kind = weights.name.partition(": ")
         settings = spec.settings_of(role)
@@ -130,12 +127,10 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
 
 
 def _in_phase(item: MemoryItem) -> MemoryItem:
-    """Return the memory item in its phase, for a role that swaps."""
     return replace(item, phase=SAMPLING if ": rollout" in item.name else TRAINING)
 
 
 def _width(shape: Shape, settings: RoleRun) -> int:
-    """Return the bytes of a number in the forward pass."""
     return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
@@ -159,7 +154,6 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
 
 def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int,
              has_adapters: bool) -> list[MemoryItem]:
-    """Return the items of weights and cache; with adapters, the weights are those that it trains with."""
     generation, limit = settings.generation, spec.cluster.memory_gib
     weights = [] if has_adapters else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
@@ -207,7 +201,6 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
-    """Return how many parameters a rank computes with."""
     experts = shape.expert_parameters
     if engine == "megatron":
         experts = -(-experts // (layout.tp * layout.ep))

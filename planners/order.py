@@ -14,14 +14,8 @@ if TYPE_CHECKING:  # its import takes 0.1 s, which help need not wait for
 
 
 def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[DiGraph, set[str], list[Diagnostic]]:
-    """Return an acyclic graph with an edge from each dependency to the node that waits for it, the nodes whose
-    dependencies are wrong, and the mistakes in them.
-
-    Impossible dependencies are left out, so that the rest can be checked.
-
-    Args:
-        writers: the node that writes each column, for dependencies that name a column by mistake.
-    """
+    """Return an acyclic graph from dependencies to the nodes that wait for them, the nodes with wrong ones (left out of
+    it), and the mistakes. `writers`: the node that writes each column that a dependency may name by mistake."""
     import networkx as nx
 
     graph = nx.DiGraph()
@@ -61,11 +55,8 @@ def _unknown(dag: Dag, node: str, dependency: str, where: Location, writers: Map
 
 
 def _least_wanted(dag: Dag, source: YamlSource, cycle: list[str]) -> tuple[str, str]:
-    """Return the edge (node, dependency) of a cycle that was most likely not meant.
-
-    A node that waits for a training node probably wants its new weights, which come by themselves in the next step;
-    else it is the edge that points furthest down the file.
-    """
+    """Return the edge (node, dependency) of a cycle that is least likely meant: one that waits for training, whose new
+    weights come by themselves in the next step; else the one that points furthest down the file."""
     def unlikeliness(edge: tuple[str, str]) -> tuple[bool, int]:
         lines = [source.location(("nodes", end), key=True).line for end in edge]
         return dag.nodes[edge[1]].type == "MODEL_TRAIN", lines[1] - lines[0]
@@ -92,12 +83,9 @@ def _without(dag: Dag, node: str, dependency: str) -> str:
 
 
 def serialize(dag: Dag, graph: DiGraph) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Return all nodes in the order in which every rank runs them, and the dependencies added to force it.
-
-    Depth order as in DistFlow §4.2. Within a depth, COMPUTE nodes need no model and go first; the others are
-    grouped by role, and the groups are ordered so that over the whole chain models change as rarely as depth
-    order allows (exact: dynamic programming over the role that ends each depth). Ties go to the smaller id.
-    """
+    """Return all nodes in the order in which every rank runs them, and the dependencies added to force it: by depth
+    (DistFlow §4.2), COMPUTE nodes first, then grouped by role such that over the whole chain models change as rarely as
+    depth order allows (exact, dynamic programming). Ties go to the smaller id."""
     import networkx as nx
 
     levels = [sorted(level) for level in nx.topological_generations(graph)]

@@ -23,8 +23,6 @@ _WHOLE = Layout(1).split
 
 @dataclass(frozen=True)
 class _LayoutRequest:
-    """Layout that the run file requests for a node."""
-
     node: str
     role: str
     engine: tuple[str, bool] | None
@@ -37,12 +35,8 @@ class _LayoutRequest:
 
 def place_nodes(spec: Spec, ranks: int, sampling: set[str],
                 elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Diagnostic]]:
-    """Return the layout of each node, and mistakes for the layouts that `ranks` cannot host.
-
-    Args:
-        sampling: the nodes that sample.
-        elsewhere: the nodes that another group runs; here are only rows of theirs.
-    """
+    """Return the layout of each node, and mistakes for those that `ranks` cannot host. `sampling`: the nodes that
+    sample; `elsewhere`: those that another group runs, of which only rows are here."""
     mistakes, source = _check_ranks(spec, ranks), spec.run_source
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
@@ -73,7 +67,6 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
 
 def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout],
                     ranks: int) -> list[Diagnostic]:
-    """Check that the ranks over which a role is sharded divide into its replicas."""
     found = {}
     for request in requests:
         own = spec.run.roles.get(request.role)
@@ -91,7 +84,6 @@ def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[st
 
 def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sampling: set[str],
                    ranks: int) -> dict[tuple[str, bool], Layout]:
-    """Return the layout of the model of each engine, by role and whether it is the one that samples."""
     return {(role, samples): whole([layouts[name] for name, node in spec.dag.nodes.items()
                                     if node.role == role and node.type in ENGINE_TYPES
                                     and (name in sampling) == samples], ranks)
@@ -119,7 +111,6 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
-    """Check that a node may split its model as requested, and as the others of its engine."""
     where = spec.run_source.location(("layouts", request.node))
     split = {size: count for size, count in (request.split or {}).items() if count > 1}
     if request.engine is None and split:

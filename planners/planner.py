@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from distflow.config.load import Spec
 from distflow.contracts.signature import Contract
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task, Transfer
+from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of
 from planners.columns import NodeColumns
@@ -19,8 +19,7 @@ from planners.resampling import after_drawing, draws_of
 
 
 def plan(spec: Spec, ranks: int) -> Plan:
-    """Return the plan of a DAG and a run for `ranks` ranks (DistFlow §4). Deterministic: every rank computes the same.
-    Raises InvalidInput: with every mistake found, those of loading included."""
+    """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
     if spec.run.mode == "sync":
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
@@ -35,8 +34,6 @@ def plan(spec: Spec, ranks: int) -> Plan:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Parts of a plan that do not depend on ranks."""
-
     bound: dict[str, Contract]
     chain: list[str]
     added: tuple[tuple[str, str], ...]
@@ -81,10 +78,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     source = _source_layout(draft.chain, flows, layouts)
     tasks = _tasks(spec, draft, layouts, source)
-    dock: tuple[Transfer, ...] = ()
+    dock = crossings(spec, halves, flows, bound) if halves else ()
     early = None
-    if halves:
-        dock = crossings(spec, halves, flows, bound)
     if halves and training and halves.fused:
         early = Plan(spec.dag.name, spec.run.mode, ranks, of_early(tasks, halves), source, dock=dock)
         early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
@@ -131,7 +126,6 @@ def _generating(spec: Spec, bound: dict[str, Contract]) -> set[str]:
 
 
 def _inputs(spec: Spec) -> str:
-    """Return a digest of the DAG and the run, without file paths, which may differ between machines."""
     run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
     for role in run["roles"].values():
         role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None

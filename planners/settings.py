@@ -12,7 +12,6 @@ from distflow.errors import Diagnostic
 
 
 def check_settings(spec: Spec, node: str, contract: Contract) -> list[Diagnostic]:
-    """Return mistakes for unknown and missing settings, values of the wrong type or outside their bounds."""
     wrong: dict[str, list[Diagnostic]] = {}
     given, source, repeats = spec.dag.nodes[node].settings, spec.dag_source, contract.marks.repeats
     for each in check_given(given, contract.settings, f"function `{contract.name}`", "with: {SETTING}"):

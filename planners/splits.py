@@ -10,7 +10,6 @@ from distflow.errors import Diagnostic
 
 
 def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Diagnostic]:
-    """Return the mistakes of a split. `engine`: its role, and whether it is the one that samples."""
     role, samples = engine
     settings, shape = spec.settings_of(role), spec.shape_of(role)
     if settings is None:
@@ -31,7 +30,6 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
 
 
 def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Diagnostic]:
-    """What the role asks for and cannot have with a model that is split."""
     settings, seeing, shape = spec.run.roles.get(role), spec.run.data.images is not None, spec.shape_of(role)
     if settings is None:
         return
@@ -51,7 +49,6 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
 
 
 def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:
-    """What `count` ways do not divide, and what would."""
     wide = [("units in its feed-forward layers", shape.widening)] if shape.widening else []
     parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads), *wide],
              "pp": [("layers", shape.layers)], "ep": [("experts", shape.experts)], "cp": []}[size]

@@ -31,8 +31,6 @@ class DockEdge:
 
 @dataclass(frozen=True)
 class DockVolume:
-    """Bytes of a step through the dock, without ids, lengths and metadata, which were 1% of rows of 512 tokens."""
-
     edges: tuple[DockEdge, ...]
     shards: int
 
@@ -58,7 +56,6 @@ def through_dock(spec: Spec, plan: Plan, shards: int) -> DockVolume:
 
 
 def _edges(spec: Spec, plan: Plan) -> Iterator[DockEdge]:
-    """Yield the columns put, in the order of the chain, each followed by the nodes that fetch them."""
     lineage, forms, (bound, *_) = RowLineage(plan.tasks, plan.source), {}, bind(spec)
     readers: dict[str, dict[str, list[str]]] = {}
     for task in plan.tasks:
@@ -77,7 +74,6 @@ def _edges(spec: Spec, plan: Plan) -> Iterator[DockEdge]:
 
 
 def _written(lineage: RowLineage, bound: dict[str, Contract], column: Column) -> str:
-    """Return the form that a column's producer declares; empty if it declares none."""
     returns = bound[column.producer].returns if column.producer in bound else ()
     return plain_form(returns[lineage.tasks[column.producer].writes.index(column.name)]) if returns else ""
 
@@ -120,8 +116,7 @@ def derive(spec: Spec, node: str, flows: dict[str, NodeColumns], layouts: dict[s
 
 
 def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
-    """Return the tasks with the bytes of rows that go to several shares: a prompt goes wherever some of its samples
-    are, and samples of equal length are dealt out in turn."""
+    """Return the tasks with the bytes of rows of which several shares have samples."""
     lineage, result = RowLineage(tasks, source), []
     for task in tasks:
         group, arriving = lineage.unit(task.layout), []
@@ -136,10 +131,7 @@ def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
 
 
 def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
-    """Return how many of `size` bytes that change their layout leave or reach each rank, when all rows are alike.
-
-    A rank of both layouts keeps its part of its own share.
-    """
+    """Return how many of `size` bytes that change their layout leave or reach each rank, when all rows are alike."""
     ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
     has, gets = ({rank: _part(layout, rank) for rank in ranks} for layout in (origin, target))
     return {rank: size * (has[rank] + gets[rank] - 2 * has[rank] * gets[rank]) for rank in ranks}

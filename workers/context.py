@@ -56,7 +56,6 @@ class RankContext:
 
     @property
     def group(self) -> Group | None:
-        """This rank's group; None in mode sync."""
         return self.plan.group_of(self.store.rank)[0]
 
     @property
@@ -107,12 +106,10 @@ class RankContext:
         return LiveConfig(self.path, self.role)
 
     def reloaded(self, number: int) -> RankContext:
-        """Return this context with the settings since the change of this number."""
         return self if number <= self.known_change else self._reread()
 
     def agreed(self, number: int) -> RankContext:
-        """Return `reloaded`'s result once all ranks of the restart group have read the same settings, or raise
-        Disagreement."""
+        """Return `reloaded`'s result once the whole restart group has read the same settings, or raise Disagreement."""
         context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
             mine = digest(context.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"
@@ -166,8 +163,7 @@ class RankContext:
 
 def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
              elastic: ElasticAgent | None = None) -> RankContext:
-    """Connect to the other ranks, and check that all have the same plan. `folder` and `resume` are those of rank 0;
-    `alone`: nothing will be trained, so that groups need no dock."""
+    """Connect to the other ranks; check that plans agree. `alone`: nothing is trained, groups need no dock."""
     store = Store(spec.run.wait_limit, elastic.poll, elastic.present) if elastic else Store(spec.run.wait_limit)
     store.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(store.broadcast("folder", str(folder)))
@@ -195,8 +191,7 @@ def _device(store: Store) -> str:
 
 
 def _gpus() -> int:
-    """Count the GPUs, in a process of its own: without NVML torch calls CUDA, and a process that has called CUDA cannot
-    be forked into workers that use it."""
+    """Count the GPUs in a process of its own: one that has called CUDA cannot be forked into workers that use it."""
     count = spawn(lambda: _COUNTED + torch.cuda.device_count()).wait() - _COUNTED
     if count < 0:
         raise EngineError("the GPUs of this machine could not be counted; the output above says why. "

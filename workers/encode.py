@@ -36,8 +36,7 @@ class ImageEncoder:
     folder: Path  # paths in the data are relative to it
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record]) -> tuple[Ragged, Ragged]:
-        """Return the records' questions by the chat template, and of each record its images, of each image its lines,
-        of each line its pixels [width, 3] (uint8)."""
+        """Return the questions by the chat template, and the images as lines of pixels [width, 3] (uint8)."""
         prompts, pixels = [], []
         for record in records:
             images = [self.image_processor.pixels(image)
@@ -63,7 +62,6 @@ class ImageEncoder:
 
 
 def image_encoder_of(role: RoleEngines, data: Data, path: Path) -> ImageEncoder | None:
-    """Return the image encoder for the data at `path`; None if the data has no images."""
     if data.images is None:
         return None
     assert role.image_processor, "the planner refuses images for a model without an image processor"
@@ -97,9 +95,8 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
             image_encoder: ImageEncoder | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
-    """Return a function that encodes questions by the tokenizer's chat template (without one, as they are, on a line of
-    their own), and answers with an end token. A prompt longer than `max_prompt_tokens` loses its beginning, a target
-    its end; the metrics count them."""
+    """Return a function that encodes questions by the chat template, if there is one, and answers with an end token. Of
+    longer prompts than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them."""
     require_template(tokenizer, data)
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
@@ -125,15 +122,11 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
                for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
-    return _ragged([row[-data.max_prompt_tokens :] for row in prompts]), None, cut
-
-
-def _ragged(rows: list[list[int]]) -> Ragged:
-    return Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows])
+    kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
+    return Ragged.from_rows(kept), None, cut
 
 
 def data_file(spec: Spec, name: str) -> Path:
-    """Return the path of data that was found when the run file was loaded."""
     path = spec.data_path(name)
     assert path is not None
     return path

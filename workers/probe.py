@@ -70,7 +70,6 @@ def _name(device: torch.device) -> str:
 
 
 def _tflops(device: torch.device) -> dict[str, float]:
-    """Measure products of square matrices that take some milliseconds, by dtype."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         size = 256

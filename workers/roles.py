@@ -50,7 +50,6 @@ class RoleEngines:
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
                  meshes: Meshes, spec: Spec, stream: int | None):
-        """`stream`: number of the role's random numbers, unique among roles that sample; None if it does not."""
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.kind, self.config = type(model), model.config
@@ -114,7 +113,6 @@ class RoleEngines:
         return key_of(self.seed, self.draw, self.stream) if self.stream else key_of(self.seed, self.draw)
 
     def of_draw(self, draw: int) -> RoleEngines:
-        """Return a copy of the role that samples for a draw of prompts."""
         other = copy.copy(self)
         other.draw = other.step = draw
         return other
@@ -160,7 +158,6 @@ class RoleEngines:
         return self.engine.update(batch, loss_of, temperature, self.step, together)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks' rows."""
         return self.engine.total(values)
 
     def encode(self, answers: list[str]) -> Ragged:
@@ -168,7 +165,6 @@ class RoleEngines:
         return encode_targets(self.tokenizer, self.max_target_tokens, answers)
 
     def decode(self, tokens: Ragged) -> list[str]:
-        """Return the text of each row, without special tokens."""
         return [str(self.tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in tokens.rows
                 if isinstance(row, Tensor)]
 

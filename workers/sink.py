@@ -49,7 +49,6 @@ class Sink:
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
                  validator: Validator | None, save: Callable[[int], None], trained: Mapping[str, RoleEngines],
                  devices: int):
-        """`unconcluded`: the last step before a restart may lack its validation."""
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
         loggers = loggers_of(spec.run.log)
@@ -124,7 +123,6 @@ class Sink:
         return last
 
     def flush(self) -> None:
-        """Write what is buffered, before another worker goes on."""
         if self.folder and self.progress:
             self.folder.tensorboard.flush()
             self.loggers.close()
@@ -141,8 +139,7 @@ class Sink:
             self.progress.close()
 
     def _report(self) -> str:
-        """Write the report in a process of its own, which may fail without the run. Return what to do with it; empty if
-        there is none."""
+        """Write the report in a process of its own. Return a line of how to see it; empty if there is none."""
         timeline.current().write()
         paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
@@ -171,8 +168,7 @@ class Sink:
             partial.rename(self.path / "best")
 
     def _validate(self, step: int) -> bool:
-        """Validate. Return whether the run ends for it, the same on all ranks: the model has reached `stop_at`, or was
-        no better for as long as `patience` says."""
+        """Validate. Return whether all ranks end the run: at `stop_at`, or no better for `patience` times."""
         settings = self.run.validation
         if self.validator is None or settings is None:
             return False

@@ -23,7 +23,6 @@ MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan",
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all verbs."""
     parser = argparse.ArgumentParser(prog="distflow", description="RL post-training with no controller process.")
     parser.add_argument("--version", action="version", version=f"distflow {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")

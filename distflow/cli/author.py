@@ -85,8 +85,7 @@ def new(options: argparse.Namespace) -> int:
 
 
 def _files(algorithm: str, name: str) -> dict[str, str]:
-    """Return the files of a new algorithm. Raises InvalidInput: no such algorithm is shipped, or it has no reward of
-    its own."""
+    """Return the files of a new algorithm. Raises InvalidInput: it is not shipped, or has no reward of its own."""
     dag = find_yaml(algorithm, "", "DAG").read_text(encoding="utf-8")
     if not _SCORE.search(dag):
         begin = sorted(file.stem for file in SHIPPED.glob("*.yaml") if _SCORE.search(file.read_text(encoding="utf-8")))
@@ -141,7 +140,6 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options and arguments of a parser and of its verbs."""
     found = []
     for action in parser._actions:
         found.append(action)

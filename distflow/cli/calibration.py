@@ -24,8 +24,7 @@ _LEAST = 3
 
 
 def spec_of(options: argparse.Namespace) -> Spec:
-    """Return the spec to plan: the DAG and the cluster that are named, else those of the last run. Raises InvalidInput:
-    there is no such run, or it was started without a cluster file."""
+    """Return the named DAG and cluster, else the last run's. Raises InvalidInput if that has none."""
     folder = _folder(options.runs[-1])
     kept = folder / "cluster.yaml"
     if not options.cluster and not kept.is_file():
@@ -61,7 +60,6 @@ class Calibration:
         return True, summary + f"A better plan takes {gain:.0%} less; the threshold is {threshold:.0%}:\n"
 
     def report(self, folders: Sequence[str]) -> Iterator[str]:
-        """Yield lines with the seconds of each run's tasks and iteration: measured, predicted before and after."""
         for folder, run in zip(folders, self.runs):
             yield from ("", f"{folder}: seconds measured, and predicted before and after calibration")
             before, after = self._predictions(run)
@@ -83,8 +81,7 @@ class Calibration:
 
 
 def calibration(spec: Spec, folders: Sequence[str]) -> Calibration:
-    """Calibrate the cost model for `spec` by the timings of runs. Raises InvalidInput: runs are of another DAG, mode or
-    cluster, or have too few steps; with the mistakes of all."""
+    """Calibrate the cost model by runs. Raises InvalidInput with the mistakes of all: another DAG, too few steps, …."""
     from planners.heterogeneous.calibration import calibrated
     from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.workload import problem_of

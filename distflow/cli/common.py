@@ -28,19 +28,13 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True)
 class Verb:
-    """A command of `distflow`. `main` returns the exit code."""
-
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     main: Callable[[argparse.Namespace], int]
 
 
 def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table: fitted into a terminal, and plain text with a line for each row anywhere else.
-
-    Args:
-        right: the columns that are aligned to the right, by index.
-    """
+    """Return the lines of a table: fitted into a terminal, else one for each row. `right`: columns flush right."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -70,11 +64,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:
-    """Return the spec and the plan that the options ask for; raise every mistake at once.
-
-    Args:
-        obey: place the run as the plan file of `--plan` says, if there is one.
-    """
+    """Return the spec and the plan that the options ask for; raise every mistake at once. `obey`: follow `--plan`."""
     from planners import plan
 
     if options.dag and options.dag_file:
@@ -104,11 +94,8 @@ def rank_count(options: argparse.Namespace, spec: Spec) -> int:
 
 
 def gpu_count(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """Return the number of NVIDIA GPUs that processes started here may use; 0 if there are none.
-
-    CUDA_VISIBLE_DEVICES limits them, as in torch: entries after the first one that names no GPU do not
-    count. Asks the driver, not torch, whose import takes seconds.
-    """
+    """Return the number of NVIDIA GPUs that processes started here may use, as torch would, without its import of
+    seconds: CUDA_VISIBLE_DEVICES counts up to an entry that names no GPU."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         named = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         unusable = [index for index, each in enumerate(named) if not re.match(r"\s*(\d+|GPU-|MIG-)", each)]

@@ -60,13 +60,11 @@ class Conversion:
     reference: bool = True
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, which is converted by that; `default` if it is not given or null."""
         self.taken.add(key)
         value = self.given.get(key)
         return default if value is None else value
 
     def copy(self, keys: Mapping[str, str], prefix: str = "") -> None:
-        """Take values over as they are: `keys` to settings, or to arguments if they begin with `with:`."""
         for key, ours in keys.items():
             if (value := self.get(prefix + key)) is not None:
                 target = self.arguments if ours.startswith("with:") else self.settings
@@ -351,14 +349,12 @@ def _loggers(done: Conversion, key: str) -> None:
 
 
 def _without_validation_data(done: Conversion) -> None:
-    """Leave validation out where the file names no problems for it."""
     if "validation.data" not in done.settings:
         for key in [key for key in done.settings if key.startswith("validation.")]:
             del done.settings[key]
 
 
 def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
-    """Return the shipped DAG with the conversion's arguments; without a reference if nothing needs it."""
     dag = yaml.safe_load((SHIPPED / f"{done.algorithm}.yaml").read_text(encoding="utf-8"))
     dag["name"] = name
     if not done.reference and "reference" in dag["nodes"]:
@@ -373,7 +369,6 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
 
 
 def _siirl_dag(file: Path, name: str, nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the DAG for siiRL's nodes. Raises InvalidInput: a node does what has no function here."""
     critic = any(node.get("node_role") == "CRITIC" for node in nodes)
     made, used = {}, set()
     for node in nodes:
@@ -397,7 +392,6 @@ def _siirl_dag(file: Path, name: str, nodes: list[dict[str, Any]]) -> dict[str, 
 
 
 def _dag_text(dag: dict[str, Any], file: Path) -> str:
-    """Return a DAG file, with a line for each role and node."""
     lines = [f"# From {file.name}.", f"name: {dag['name']}"]
     for part in ("roles", "nodes"):
         lines.append(f"{part}:")

@@ -43,7 +43,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _curve(folder: Path) -> Iterator[str]:
-    """Draw the held-out accuracy over the steps, as bars."""
     summary = json.loads((folder / "summary.json").read_text())
     yield f"\nheld-out accuracy of {folder}"
     for each in summary["accuracy"]["heldout"]:
@@ -53,7 +52,6 @@ def _curve(folder: Path) -> Iterator[str]:
 
 
 def _answers(folder: Path) -> Iterator[str]:
-    """Show what the model answered to the first held-out questions before GRPO, and after it."""
     lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
     for line in lines:
@@ -68,7 +66,6 @@ def _answers(folder: Path) -> Iterator[str]:
 
 
 def _further(folder: Path) -> Iterator[str]:
-    """Name what to look at next."""
     distflow, tensorboard = _command("distflow"), _command("tensorboard")
     yield "\nwhere to look next"
     for line, what in ((f"{tensorboard} --logdir {folder.parent}", "curves and samples; docs/metrics.md explains them"),

@@ -24,8 +24,7 @@ from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
 
 _PATIENCE = 300.0
-"""Seconds that the rewards of one problem's answers may take: all are earned in one step, far larger than those that
-the limit of a run is for. A call's own timeout is the run's."""
+"""Seconds for the rewards of a problem's answers, which are all earned in one step. A call has the run's timeout."""
 _OF_ROLE = ("generation", "dtype", "rollout")
 _NOT_OF_DATA = ("train", "batch")
 
@@ -77,7 +76,6 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
-    """Return how records are read: as the run has it, and as `--set data.…` says."""
     given = dict(model.data)
     for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
         given[name.removeprefix("data.")] = parse_value(value, f"--set {name}={value}")
@@ -114,7 +112,6 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
 
 
 def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
-    """Let the DAG `evaluate` answer all problems in one step. Returns the exit code."""
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
     dag["imports"], nodes = model.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
@@ -162,11 +159,8 @@ def _report(result: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class EvaluationSubject:
-    """What is evaluated: a model, and the settings under which it was trained.
-
-    `role` and `data` are parts of a run file, `reward` the settings of the `score` node, `validation` files by name,
-    and `search` the folders of the modules in `imports`.
-    """
+    """What is evaluated: a model, and settings of its training: parts `role` and `data` of a run file, the `score`
+    node's `reward`, `validation` files by name, and the folders `search` of `imports`."""
 
     role: dict[str, Any]
     data: dict[str, Any] = field(default_factory=dict)
@@ -177,8 +171,7 @@ class EvaluationSubject:
 
 
 def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
-    """Return the model to evaluate from a run's folder, or from a model folder and the run file `run`. Raises
-    InvalidInput: it is neither, the run has no model yet, or has several and `role` names none of them."""
+    """Return the model in a run's folder, or in a model folder with the run file `run`. Raises InvalidInput."""
     folder = Path(name)
     if (folder / "launch.json").is_file():
         return _of_run(folder, role)

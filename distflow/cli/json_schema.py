@@ -29,7 +29,6 @@ Schema = dict[str, Any]
 
 
 def schema(name: str) -> Schema:
-    """Return the schema of a kind of file: one of `KINDS`."""
     kind = KINDS[name]
     found = kind.model_json_schema(by_alias=True)
     models = {model.__name__: model for model in _documents(kind)}
@@ -66,7 +65,6 @@ def _describe(part: Schema, model: type[Document]) -> None:
 
 
 def descriptions(kind: type[Document]) -> dict[str, str]:
-    """Return the text below each field of a document's source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # pyright: ignore[reportAttributeAccessIssue]
     return {field.target.id: str(text.value.value) for field, text in zip(body, body[1:])
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
@@ -74,8 +72,7 @@ def descriptions(kind: type[Document]) -> dict[str, str]:
 
 
 def _add_functions(node: Schema) -> None:
-    """Offer the built-in functions, and for each of them its settings. A function of the user's own may have any name
-    and settings."""
+    """Offer the built-in functions with their settings; a user's own may have any name and settings."""
     contracts = dict(sorted(built_in().items()))
     node["properties"]["function"] = {
         "description": "A built-in function, one of this DAG's imports, or MODULE:FUNCTION.",

@@ -32,12 +32,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 def torchrun(ranks: int, arguments: list[str], quiet: bool = False, shutdown_timeout: float | None = None) -> int:
     """Print the torchrun line and run it, with a store that only this machine reaches. Return its exit code; 128 and
-    the signal's number after a signal.
-
-    Args:
-        quiet: print nothing but errors.
-        shutdown_timeout: `robust.shutdown_timeout` of the run; default: that of any run.
-    """
+    the signal's number after a signal. `quiet` prints errors alone; `shutdown_timeout` is the run's."""
     path = ROOT / "distflow" / "launch.py"
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     line = ["--nproc-per-node", str(ranks), str(shown), *arguments]
@@ -47,7 +42,6 @@ def torchrun(ranks: int, arguments: list[str], quiet: bool = False, shutdown_tim
 
 
 def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) -> int:
-    """Run torchrun with these arguments, as `torchrun` above does."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ,
                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{shutdown_timeout + _MARGIN:.0f}"}
     program = [sys.executable, "-P", str(ROOT / "workers" / "loopback.py"), *line]
@@ -70,8 +64,6 @@ def _exit_code(code: int, received: int) -> int:
 
 
 class _Signals:
-    """Forwards signals of this process to torchrun."""
-
     def __init__(self) -> None:
         self.process: Child | None = None
         self.first, self.at = 0, 0.0

@@ -122,10 +122,7 @@ def replan(options: argparse.Namespace) -> int:
 
 
 def _refuse_search_options(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        InvalidInput: options of the search are given, but plans that can be run are few and all enumerated.
-    """
+    """Raise InvalidInput for options of the search where plans that can be run are few and all enumerated."""
     others = {"--solver ilp": options.solver == "ilp", "--seconds": options.seconds is not None,
               "--within": options.within > 0}
     if any(others.values()):

@@ -10,7 +10,6 @@ from distflow.plan import ROLLOUT, Plan, Task, Transfer
 
 
 def describe(plan: Plan, spec: Spec) -> Iterator[str]:
-    """Yield the plan as lines of text."""
     yield f"{plan.name} on {plan.ranks} rank{'s' * (plan.ranks > 1)}, mode {plan.mode}, digest {plan.digest}"
     yield from _chain(plan, spec.run.data.batch)
     yield from ("", "transfers")

@@ -110,8 +110,7 @@ def inject(options: argparse.Namespace) -> int:
 
 
 def _worker_pid(folder: Path, rank: int) -> int:
-    """Return the process id of a rank's worker. Raises InvalidInput: the rank has no worker, or none on this
-    machine."""
+    """Return the process id of a rank's worker. Raises InvalidInput: there is none on this machine."""
     events = [event for event in read(folder) if event["event"] in ("worker ready", "worker ended")]
     last = {event["rank"]: event for event in events}
     if rank not in last:
@@ -148,8 +147,7 @@ def scale(options: argparse.Namespace) -> int:
 
 
 def _rollout_replicas(folder: Path) -> tuple[int, bool]:
-    """Return how many rollouts the run was started with, and whether its trainer ranks sample too. Raises InvalidInput:
-    it has none, or is no run."""
+    """Return the rollouts at the start, and whether trainer ranks sample too. Raises InvalidInput: no rollouts."""
     planned = read_plan(folder)
     replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout"]
     if not replicas:
@@ -189,10 +187,7 @@ def change_settings(options: argparse.Namespace) -> int:
 
 
 def _require_unfinished(folder: Path, settings: list[str]) -> None:
-    """
-    Raises:
-        InvalidInput: the run has come to its end, so that no process is left to read its settings.
-    """
+    """Raise InvalidInput if the run has come to its end: no process is left to read its settings."""
     if (folder / SUMMARY).is_file():
         wanted = " ".join(f"--set {text}" for text in settings)
         raise InvalidInput(f"{folder} has come to its end ({SUMMARY} is there), so that nothing would read these "
@@ -200,10 +195,7 @@ def _require_unfinished(folder: Path, settings: list[str]) -> None:
 
 
 def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:
-    """
-    Raises:
-        InvalidInput: the run file has no settings of a named role, so that the new one would replace those it copies.
-    """
+    """Raise InvalidInput if a role has no settings in the run file: the new one would replace those it copies."""
     without = {text: path[1] for text, path in paths.items()
                if path[0] == "roles" and len(path) > 1 and path[1] not in spec.run.roles}
     if without:

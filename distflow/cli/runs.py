@@ -73,8 +73,7 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    """Return the number of ranks that the run had last, unless the options name another. Raises InvalidInput: this
-    machine has GPUs, but fewer; or the run's plan.json is damaged."""
+    """Return the number of ranks that the run had, unless options name another. Raises InvalidInput: too few GPUs."""
     if options.ranks is not None or options.cluster or any(each.startswith("ranks=") for each in options.overrides):
         return rank_count(options, spec)
     ranks = read_plan(Path(options.resume))["ranks"]

@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class SlurmJob:
-    """Job of a run on several machines. `given` are options of sbatch, as KEY=VALUE; the script has others' defaults.
-    """
+    """Job of a run on several machines. `given`: options of sbatch as KEY=VALUE; others have the script's defaults."""
 
     def __init__(self, given: list[str]):
         self.template = _TEMPLATE.read_text(encoding="utf-8")
@@ -37,19 +36,13 @@ class SlurmJob:
         self.machines, self.gpus = (_number(key, self.sbatch[key]) for key in ("nodes", "gpus-per-node"))
 
     def ranks(self, asked: int | None) -> int:
-        """Return how many ranks the run has: as many as are asked for, else one for each GPU."""
         if asked is None and not self.gpus:
             raise InvalidInput("--slurm gpus-per-node=0: say how many ranks all machines together have on CPUs:  "
                                f"--ranks {2 * self.machines}")
         return self.machines * self.gpus if asked is None else asked
 
     def script(self, spec: Spec, plan: Plan, name: str | None, arguments: list[str]) -> str:
-        """Return the text of the script.
-
-        Args:
-            name: of the run; default: one that has the job's number in it.
-            arguments: of launch.py, but for the name.
-        """
+        """Return the script. `name`: of the run; default: one with the job's number. `arguments`: of launch.py."""
         each, left = divmod(plan.ranks, self.machines)
         if left:
             raise InvalidInput(f"{plan.ranks} ranks on {self.machines} machines: each starts equally many. Write  "
@@ -83,7 +76,6 @@ def _number(key: str, value: str) -> int:
 
 
 def _filled(template: str, sbatch: dict[str, str], settings: dict[str, str]) -> str:
-    """Return the template with these options of sbatch, and with these values of its settings."""
     lines = [f"#SBATCH --{key}{'=' * bool(value)}{value}\n" for key, value in sbatch.items()
              if (key, value) != ("gpus-per-node", "0")]
     text = _HEAD.sub(lambda _: "".join(lines), template, count=1)

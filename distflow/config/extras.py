@@ -10,8 +10,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def pip_line(extra: str, root: Path = _ROOT) -> str:
-    """Return the shell command that installs an extra of setup.cfg, for a checkout (`root` has setup.cfg) or a package.
-    """
+    """Return the shell command that installs an extra of setup.cfg, for a checkout at `root` or a package."""
     if not (root / "setup.cfg").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
     return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"

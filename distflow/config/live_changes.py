@@ -1,5 +1,4 @@
-"""Which settings `distflow set` may change in a running job, which groups they concern, and why the others are
-fixed."""
+"""Which settings `distflow set` may change in a running job, for which groups, and why the others are fixed."""
 
 from __future__ import annotations
 

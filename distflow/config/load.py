@@ -48,8 +48,6 @@ T = TypeVar("T")
 
 @dataclass
 class Spec:
-    """DAG, run and cluster that belong together, with their sources for messages that name lines."""
-
     dag: Dag
     run: Run
     dag_source: YamlSource
@@ -75,7 +73,6 @@ class Spec:
         return find(name, "data", self.folder)
 
     def _absolute(self, name: str, kind: str) -> str:
-        """Return a path as the run's folder keeps it; unchanged if it is a mistake, since there is nothing."""
         return str((find(name, kind, self.folder) or Path(name)).absolute())
 
     def lineage(self, role: str) -> list[str]:
@@ -193,7 +190,6 @@ def _override(dag: YamlSource, run: YamlSource, text: str) -> None:
 
 
 def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:
-    """Return a mistake for each node or role whose name cannot be used: every later message and metric needs it."""
     mistakes = []
     for kind, names in (("nodes", dag.nodes), ("roles", dag.roles)):
         for name in names:
@@ -208,7 +204,6 @@ def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:
 
 
 def _check_models(spec: Spec) -> None:
-    """Find the shape of each model, except for roles that only other DAGs have."""
     for role, settings in spec.run.roles.items():
         model = settings.model
         if model is None or role not in spec.dag.roles:

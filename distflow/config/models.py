@@ -94,7 +94,6 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
 
 
 def _conflicting_batch_invariance(spec: Spec) -> list[Diagnostic]:
-    """Return a mistake if roles disagree on a setting of vLLM's that all engines of a process share."""
     invariant = {role: settings.generation.batch_invariant for role, settings in spec.run.roles.items()
               if settings.rollout == "vllm" and role in spec.dag.roles}
     if len(set(invariant.values())) < 2:
@@ -279,8 +278,7 @@ def _of_embedded_vision(vision: dict[str, Any]) -> Linears:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a safetensors file from its header (8 bytes of length, then JSON); {} for a
-    truncated one, which loading the model reports."""
+    """Return the shapes in a safetensors file's header; {} for a truncated one, which loading reports."""
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
     try:
@@ -337,7 +335,6 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute for a token: all but those of experts that the router leaves out."""
         idle = 1 - self.experts_per_token / self.experts if self.experts else 0
         return self.parameters - int(idle * self.expert_parameters)
 
@@ -394,7 +391,6 @@ def _feed_forward(config: dict[str, Any], hidden: int) -> int:
 
 
 def _vision_parameters(vision: dict[str, Any], hidden: int) -> int:
-    """Return the parameters of the image encoder to a few percent: layers, patch embedding, mergers to `hidden`."""
     width, inner = vision["hidden_size"], vision["intermediate_size"]
     matrices = 3 if vision.get("hidden_act") == "silu" else 2  # gated or not
     patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2

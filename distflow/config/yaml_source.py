@@ -54,7 +54,6 @@ class YamlSource:
         return Location(self.file)
 
     def override(self, path: tuple[str, ...], value: Any, text: str) -> None:
-        """Set one value as `--set` does; mistakes about it then point at the command line."""
         mapping = self.data
         for depth, part in enumerate(path[:-1], 1):
             if mapping.get(part) is None:
@@ -83,8 +82,7 @@ def parse_value(text: str, shown: str) -> Any:
 
 
 def read(path: Path, shown: str | None = None) -> YamlSource:
-    """Parse a file. Duplicate keys are added to the source's `mistakes`, and the first value is taken. Raises
-    InvalidInput if the file cannot be read, or is not YAML."""
+    """Parse a file; duplicate keys become its `mistakes`. Raises InvalidInput if it cannot be read, or is not YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -194,9 +192,8 @@ D = TypeVar("D", bound=Document)
 
 
 def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]]:
-    """Validate a source against a kind of document. Return the document (None if no guess makes it valid) and all
-    mistakes. Wrong values are replaced by guesses, whose paths are added to `recovered`, so that later checks find
-    mistakes too."""
+    """Validate a source. Return the document (None if no guess makes it valid) and all mistakes. Wrong values are
+    replaced by guesses, in `recovered`, so that later checks go on."""
     data, mistakes = copy.deepcopy(source.data), list(source.mistakes)
     for round_ in range(_ROUNDS):
         try:
@@ -213,7 +210,6 @@ def check(kind: type[D], source: YamlSource) -> tuple[D | None, list[Diagnostic]
 
 
 def _is_misspelt(kind: type[Document], problems: list[Any], item: Any) -> bool:
-    """Return whether a missing key is there but misspelt: then the misspelling is the mistake to report."""
     return item["type"] == "missing" and any(
         other["type"] == "extra_forbidden" and other["loc"][:-1] == item["loc"][:-1]
         and nearest(other["loc"][-1], _fields_at(kind, other["loc"][:-1])) == item["loc"][-1] for other in problems)

@@ -78,9 +78,8 @@ def node(
 ) -> Callable[[F], F]:
     """Make a function usable as `function:` of a node; its signature is its contract.
 
-    Positional parameters are the columns that it reads (optional if they have a default), keyword-only ones the
-    settings of `with:`. A model function's first parameter is its role's engine. The arguments are those of
-    `NodeMarks`, as plain values, so that they are known without importing the module.
+    Positional parameters are the columns that it reads (optional with a default), keyword-only ones the settings of
+    `with:`. A model function's first parameter is its role's engine. Arguments: see `NodeMarks`; plain values.
     """
     marks = NodeMarks(_tuple(writes), type, keep_together, repeats, refills, _tuple(default_for), requires or {},
                       belongs_to or {}, only_with or {}, refuses or {}, head, samples, row_wise)

@@ -16,7 +16,6 @@ SHIPPED = "distflow.recovery.detectors"
 
 
 def check_detectors(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return a mistake for each unknown detector, unknown setting and value of a wrong type."""
     if not spec.run.robust.detectors:
         return []
     known = {each.name: each for module in (SHIPPED, *spec.dag.imports) for each in definitions(module, "detector")}

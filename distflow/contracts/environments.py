@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,8 +46,7 @@ class EnvironmentContract(Signature):
 
 
 def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return the mistakes in names and settings of environments; put those that exist into `spec.environments`, by
-    node."""
+    """Return the mistakes in environments and their settings; put those that exist into `spec.environments`."""
     mistakes: list[Diagnostic] = []
     for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
         try:
@@ -61,7 +59,8 @@ def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
 def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list[Diagnostic]:
     path = ("nodes", node, "with")
     where = spec.dag_source.location((*path, setting))
-    kind, known = find_environment(value, [*_modules(spec)])
+    modules = {*spec.dag.imports, *(contract.module for contract in spec.functions.values())}
+    kind, known = find_environment(value, [*modules - {contract.module for contract in built_in().values()}])
     if kind is None:
         return [Diagnostic(f"node `{node}`: there is no environment `{value}`", where,
                            did_you_mean(value.rpartition(":")[2], sorted(known), "Environments"))]
@@ -74,9 +73,7 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
 def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that the node's environment reads too."""
     kind = spec.environments.get(node)
-    known = {read.name for read in contract.reads}
-    extra = tuple(Read(column, "list[str]") for column in kind.columns.values() if column not in known) if kind else ()
-    return dataclasses.replace(contract, reads=contract.reads + extra) if extra else contract
+    return contract.reading(Read(column, "list[str]") for column in kind.columns.values()) if kind else contract
 
 
 def load_environment(name: str) -> type:
@@ -99,8 +96,7 @@ def environment_contract(environment: type) -> EnvironmentContract:
 
 
 def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
-    """Return the environment of that name (or `module:Name`), else None and the names of all known ones; a module is
-    imported only if no source shows the name."""
+    """Return the environment of that name (or `module:Name`), else None and all known names."""
     module, separator, own = name.rpartition(":")
     modules = [module] if separator else [*shipped_modules(), *modules]
     found = {kind.name: kind for each in modules for kind in environments_in(each)}
@@ -116,11 +112,6 @@ def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract
 def shipped_modules() -> list[str]:
     folder = module_file(SHIPPED).parent  # type: ignore[union-attr]
     return [f"{SHIPPED}.{path.stem}" for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
-
-
-def _modules(spec: CheckedSpec) -> set[str]:
-    built = {contract.module for contract in built_in().values()}
-    return ({contract.module for contract in spec.functions.values()} | set(spec.dag.imports)) - built
 
 
 def environments_in(module: str) -> list[EnvironmentContract]:
@@ -145,8 +136,7 @@ def _of_definition(definition: Definition) -> EnvironmentContract | None:
 
 def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,
                    named_at: tuple[str, ...]) -> list[Diagnostic]:
-    """Return what is wrong with the settings at `path` of the DAG. `whose` is as "environment `Lookup`", `named_at` the
-    path of the setting that names it."""
+    """Return what is wrong with the settings at `path`. `whose`: as "environment `Lookup`", which `named_at` names."""
     given = spec.dag.nodes[path[1]].settings.get(path[-1])
     wrong = check_given(given if isinstance(given, dict) else {}, signature.settings, whose,
                         f"with: {{…, {path[-1]}: {{SETTING}}}}")

@@ -22,7 +22,6 @@ PARAMETERS = ("logprobs", "old_logprobs", "advantages", "lengths")
 
 
 def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return what is wrong with the losses that nodes name, and with the settings that they get."""
     return [mistake for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION)
             for mistake in _check_named(spec, node, value, name)]
 

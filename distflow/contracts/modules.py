@@ -82,7 +82,6 @@ def _decorated(module: str, path: Path | None) -> tuple[tuple[str, Definition], 
 
 
 def _imported_names(body: list[ast.stmt]) -> dict[str, str]:
-    """Return name → what it stands for, of the imports at the top of a module."""
     names = {}
     for item in body:
         if isinstance(item, ast.ImportFrom):
@@ -122,8 +121,7 @@ def where_looked_for(module: str) -> str:
 
 
 def check_imports(module: str, path: Path) -> list[Diagnostic]:
-    """Return a mistake for each missing module that a user's module, or one of its package, imports when it is loaded.
-    Imports inside a function, a condition or a `try` may be missing on purpose."""
+    """Return a mistake for each missing module that a user's module, or its package, always imports when loaded."""
     mistakes, known, left = [], {module}, [(module, path)]
     while left:
         name, file = left.pop()
@@ -154,7 +152,6 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield (module, line, text) of the top-level imports of a file; nothing if it is not Python."""
     try:
         body, lines = _body(module, path), path.read_text(encoding="utf-8").splitlines()
     except InvalidInput:

@@ -182,13 +182,9 @@ def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
 
 def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its rewards read too."""
-    reads = {read.name: read for read in contract.reads}
-    for setting in contract.settings.values():
-        if setting.annotation == ANNOTATION:
-            value = spec.dag.nodes[node].settings.get(setting.name, setting.value)
-            for read in _columns_of(read_recipe(value)[0], spec.rewards):
-                reads.setdefault(read.name, read)
-    return replace(contract, reads=tuple(reads.values()))
+    recipes = (read_recipe(spec.dag.nodes[node].settings.get(setting.name, setting.value))[0]
+               for setting in contract.settings.values() if setting.annotation == ANNOTATION)
+    return contract.reading(read for recipe in recipes for read in _columns_of(recipe, spec.rewards))
 
 
 def shipped_rewards() -> dict[str, RewardContract]:
@@ -220,7 +216,6 @@ def reward_contract(function: Any) -> RewardContract:
 
 
 def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
-    """Yield the settings that hold recipes; validation's comes last."""
     for node, item in spec.dag.nodes.items():
         contract = spec.functions.get(item.function) if item.function else _default(spec, item)
         for name, value in item.settings.items():
@@ -273,7 +268,6 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
 
 
 def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    """Return a mistake for each column that validation's reward reads from a node: validation runs none."""
     known = [*_PER_SAMPLE.values(), *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),

@@ -99,8 +99,7 @@ class Setting:
         return []
 
     def wrong(self, value: Any, example: str) -> tuple[str, str] | None:
-        """Return what is wrong with a value, as `must be …, not …`, and a hint made of `example`; None if nothing is.
-        """
+        """Return what is wrong with a value (`must be …, not …`) and a hint made of `example`; None: nothing."""
         errors = self.errors(value)
         if not errors:
             return None
@@ -134,8 +133,7 @@ class Setting:
 
 
 def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str, ast.expr]) -> Setting:
-    """Return a setting from its parsed parameter. Raises Unreadable if that takes an import, or no value or default
-    fits."""
+    """Return the setting of a parameter. Raises Unreadable: it needs an import, or no value or default fits."""
     text = ast.unparse(argument.annotation) if argument.annotation else ""
     if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
         text = ast.unparse(_Expansion(aliases).visit(ast.parse(text, mode="eval").body))
@@ -172,8 +170,6 @@ def _items(node: ast.Subscript) -> list[ast.expr]:
 
 
 class _Expansion(ast.NodeTransformer):
-    """Annotation with the names of the module's own aliases replaced, and without quotes."""
-
     def __init__(self, aliases: dict[str, ast.expr]):
         self.aliases = aliases
 
@@ -198,8 +194,6 @@ class _Expansion(ast.NodeTransformer):
 
 
 class _Bare(ast.NodeTransformer):
-    """Annotation without what `Annotated` adds."""
-
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if _name(node.value) == "Annotated":
             return self.visit(_items(node)[0])
@@ -244,7 +238,6 @@ def _kind(node: ast.expr | None) -> Any:
 
 
 def _fields(node: ast.Subscript) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each `Field` of an `Annotated`; texts beside them document and do not count."""
     for item in _items(node)[1:]:
         if isinstance(item, ast.Constant) and isinstance(item.value, str):
             continue

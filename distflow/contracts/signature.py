@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -90,6 +90,13 @@ class Contract(Signature):
         repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
         return repeats and self.marks.type in ENGINE_TYPES
 
+    def reading(self, more: Iterable[Read]) -> Contract:
+        """Return the contract with further columns; those that it reads already stay as they are."""
+        reads = {read.name: read for read in self.reads}
+        for read in more:
+            reads.setdefault(read.name, read)
+        return dataclasses.replace(self, reads=tuple(reads.values()))
+
 
 def built_in() -> dict[str, Contract]:
     """Return the contracts of all shipped functions, by name."""
@@ -135,8 +142,7 @@ def _marks(definition: Definition) -> decorators.NodeMarks | None:
 
 
 def read_signature(definition: Definition) -> Signature:
-    """Return the signature of a function, or that of a class's `__init__`, from its source. Raises InvalidInput if an
-    annotation cannot be read without an import, or a default does not fit it."""
+    """Return the signature of a function, or of a class's `__init__`. Raises InvalidInput if it needs an import."""
     return _flawless(*_of_definition(definition))
 
 
@@ -151,7 +157,6 @@ def _flawless(signature: Signature, wrong: list[Diagnostic]) -> Signature:
 
 
 def _of_definition(definition: Definition) -> tuple[Signature, list[Diagnostic]]:
-    """Return a signature from source, and a mistake for each setting of it that cannot be read."""
     item, where = definition.item, (definition.name, definition.module, definition.where)
     if not isinstance(item, ast.ClassDef):
         return _signature(*where, item.args, item.returns, ast.get_docstring(item), definition.aliases)
@@ -329,8 +334,7 @@ def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) ->
 
 
 def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
-    """Return the contracts of all functions that the DAG may name, by name; add to `mistakes`. The DAG file's folder
-    and the current one are added to `sys.path`."""
+    """Return the contracts of all functions that the DAG may name; add to `mistakes`, and to `sys.path`."""
     for folder in (str(Path(source.file).resolve().parent), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import string
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,6 @@ def _refuse_more(name: str, form: str | None, conversion: str | None) -> None:
 
 
 def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
-    """Return a mistake for each setting that should be a template and is none."""
     mistakes = []
     for node, name, value in _templates(spec):
         try:
@@ -44,11 +42,8 @@ def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
 
 def with_template_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its templates name too."""
-    known = {read.name: read for read in contract.reads}
-    for owner, _, value in _templates(spec):
-        for name in _readable(value) if owner == node else ():
-            known.setdefault(name, Read(name, "list[str]"))
-    return dataclasses.replace(contract, reads=tuple(known.values()))
+    return contract.reading(Read(name, "list[str]") for owner, _, value in _templates(spec) if owner == node
+                            for name in _readable(value))
 
 
 def _readable(template: str) -> list[str]:

@@ -33,12 +33,11 @@ _ONE_BY_ONE = 16
 
 
 def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
-    """Return the share of each unit, [units] int64, for `weights` [units] of tokens. `fixed` [units]: the share that a
-    unit has already, -1 for none.
+    """Return the share of each unit, [units] int64, for `weights` [units] of tokens; `fixed` [units]: that it has
+    already, or -1.
 
-    Longest processing time first (Graham 1969): the heaviest unit goes to the lightest share; the heaviest share is
-    then at most 4/3 of the optimum. Many similar units are dealt out instead: then it is at most 1% above the mean.
-    Ties go to the lower unit, to the share with fewer units, to the lower share, so that every rank computes the same.
+    Longest processing time first (Graham 1969), at most 4/3 of the optimum; many similar units are dealt out, at most
+    1% above the mean. Ties go to lower units and shares, so that every rank computes the same.
     """
     sizes = weights.numpy()
     return torch.from_numpy(_assign(sizes, _heaviest_first(sizes), shares, _fixed(sizes, fixed)))
@@ -67,8 +66,7 @@ def _greedy(sizes: np.ndarray, order: np.ndarray, shares: int, fixed: np.ndarray
 
 
 def _deal(sizes: np.ndarray, order: np.ndarray, shares: int) -> np.ndarray | None:
-    """Deal units out forth and back, like cards, and only the lightest one by one. None if there are too few units, or
-    a share becomes too heavy."""
+    """Deal units forth and back, the lightest one by one. None if there are too few, or a share gets too heavy."""
     many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
     if many <= 0:
         return None
@@ -85,12 +83,8 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
                 parts: Sequence[int] = ()) -> Tensor:
     """Assign units as `assign` does, at most 1% heavier, leaving as many as that allows on their machine.
 
-    Each machine fills its shares with its own units, heaviest first, as long as their loads stay within 1% of the
-    heaviest share that `assign` reaches; the rest goes to the lightest share of all. If that ends heavier, `assign`
-    decides.
-
-    machines: [shares]; at: [units], -1 if it does not matter; parts: [shares], the work that each is to have, in
-    proportion, if shares differ.
+    `machines`: [shares]; `at`: [units], -1 if it does not matter; `parts`: [shares], the work that each is to have, in
+    proportion. Each machine fills its shares, heaviest units first; the rest goes to the lightest share of all.
     """
     if parts:
         return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
@@ -112,8 +106,7 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
 
 
 def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
-    """Return the share of each of a machine's units, heaviest first; -1 for one that does not fit. `taken`: (load,
-    units, share) of each of the machine's shares."""
+    """Return the shares of a machine's units, heaviest first; -1: does not fit. `taken`: (load, units, share)."""
     result = np.full(len(sizes), -1)
     if not any(count for _, count, _ in taken):
         fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
@@ -184,7 +177,6 @@ def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: 
 
 
 def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
-    """Deal to as many hands as there are parts; None if a share becomes too heavy."""
     dealt = _deal(sizes, order, int(parts.sum()))
     if dealt is None:
         return None
@@ -218,7 +210,6 @@ class ShardAssignment(NamedTuple):
     shares: np.ndarray
 
     def destinations(self, lineage: RowLineage, producer: str, layout: Layout) -> Destinations:
-        """Return the function from ids of a producer's rows to pairs of a row and a share."""
         fan, unit = lineage.of(producer), lineage.unit(layout)
         if len(fan) < len(unit):
             times = lineage.times(unit[len(fan) :])
@@ -309,8 +300,7 @@ class RowCounts:
 
 
 def _merged(table: np.ndarray) -> np.ndarray:
-    """Merge the columns of equal (level, id), in ascending order: tokens are added, the share is the one that any of
-    the rows has, and the machine, if there is one, is that of the most tokens."""
+    """Merge columns of equal (level, id), ascending: tokens are added, the machine is that of the most tokens."""
     level, unit = table[:2]
     if ((level[1:] > level[:-1]) | (level[1:] == level[:-1]) & (unit[1:] > unit[:-1])).all():
         return table  # the usual case: ranks have rows one after the other

@@ -24,13 +24,10 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Ragged column: `values` [T, …] holds all rows back to back, `lengths` [B] (int64) the number of elements of each.
-
-    The elements may be ragged themselves, as the tokens of each turn of a conversation or the pixels of each image:
-    `values` is then a Ragged of T rows. Raises `ColumnError` if the lengths do not add up to T.
-    """
+    Ragged elements (tokens of each turn, pixels of each image): `values` is a Ragged of T rows. Raises `ColumnError` if
+    lengths do not add up to T."""
 
     values: Any
-    """A Tensor [T, …], or a Ragged of T rows."""
     lengths: Tensor
 
     def __post_init__(self) -> None:
@@ -63,7 +60,6 @@ class Ragged:
 
     @property
     def rows(self) -> list[Any]:
-        """Each row as a view."""
         if isinstance(self.values, Tensor):
             return list(self.values.split(self.lengths.tolist()))
         ends = self.offsets.tolist()
@@ -127,11 +123,8 @@ def decode_text(column: Ragged) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows with ids. `ids` [B] (int64) are unique in a step; the columns' rows stand in the same order.
-
-    A row that a node repeats `k` times becomes the rows `id * k` … `id * k + k - 1`, so that a row's origin is known
-    from its id alone.
-    """
+    """Rows with ids [B] (int64), unique in a step; columns' rows stand in the same order. A row that a node repeats `k`
+    times becomes the rows `id * k` … `id * k + k - 1`, so that its origin is known from its id."""
 
     ids: Tensor
     columns: dict[str, ColumnData] = field(default_factory=dict)
@@ -171,8 +164,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """Return all rows, one batch after the other. Raises `ColumnError` if their columns differ in name, form or
-        shape."""
+        """Return all rows, one batch after the other. Raises `ColumnError` if columns differ in name, form or shape."""
         names = list(batches[0].columns)
         for batch in batches:
             if batch.columns.keys() != set(names):
@@ -199,8 +191,7 @@ class Batch:
             for name, tensor in tensors.items() if name != _IDS and name not in lengths})
 
     def to_tensordict(self) -> TensorDict:
-        """Return a TensorDict of B rows: dense columns as they are, ragged ones as jagged nested tensors, uncopied.
-        Raises `ColumnError` if a column is nested: a jagged tensor has one ragged dimension."""
+        """Return B rows: ragged columns as jagged tensors, uncopied. Raises `ColumnError` if one is nested."""
         try:
             from tensordict import TensorDict  # optional
         except ImportError:
@@ -216,9 +207,8 @@ class Batch:
                           for name, value in entries.items()}, len(rows))
 
     def to_arrow(self) -> pa.Table:
-        """Return a table of B rows: a ragged column is a list, elements with a shape are lists of fixed size. Views,
-        except for booleans. Each field's metadata has the shape, and the type where Arrow lacks it (bfloat16 travels
-        as int16)."""
+        """Return a table of B rows, views but for booleans: ragged columns are lists, shapes lists of fixed size. A
+        field's metadata has its shape, and its type where Arrow lacks it (bfloat16 travels as int16)."""
         import pyarrow as pa  # most processes never use it
 
         fields, arrays = [pa.field(_IDS, pa.int64())], [pa.array(self.ids.numpy())]

@@ -11,12 +11,10 @@ from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
-"""Limits of the records that are read before the start, evenly spread, and of those whose images are read; a bad record
-among the others ends the run later."""
+"""Limits of the records, and of those with images, that are read before the start; others fail later."""
 _PASSES = 100
 _ROWS = 1_000_000
-"""A step that makes more passes over the data than this, and asks more questions, is a mistake: it would probably never
-end. To train on a few questions again and again is a way to try things."""
+"""More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
 
 
 def check_data(spec: Spec) -> list[str]:
@@ -30,11 +28,11 @@ def check_data(spec: Spec) -> list[str]:
         records = open_records(path)
         if number == 0:
             notes += _check_batch(spec, len(records))
-        shares = -(-len(records) // _CHECKED)
-        empty = check_records(records, fields_of(spec.run.data, own), shares=shares, rewarded=rewarded)
+        nth = -(-len(records) // _CHECKED)
+        empty = check_records(records, fields_of(spec.run.data, own), nth, rewarded)
         if empty:
             instead = "others take their place" if number == 0 else "they are left out"
-            read = len(range(0, len(records), shares))
+            read = len(range(0, len(records), nth))
             notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
                          f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
         if spec.run.data.images:

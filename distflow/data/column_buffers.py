@@ -50,7 +50,6 @@ class ColumnBuffer:
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """Elements of each row [rows]."""
         return self.bounds[1:] - self.bounds[:-1]
 
 
@@ -94,8 +93,6 @@ def column_of(form: ColumnForm, buffers: list[tuple[Tensor, np.ndarray]]) -> Col
 
 
 class RowRuns(NamedTuple):
-    """Runs of rows that are consecutive at both ends: from the `first` to the `last` of the copied rows."""
-
     first: np.ndarray
     last: np.ndarray
 
@@ -108,8 +105,7 @@ def runs_of(here: np.ndarray, there: np.ndarray) -> RowRuns:
 
 def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
               counts: np.ndarray, width: int, runs: RowRuns) -> None:
-    """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
-    `target` ([bytes] uint8). A run is one copy."""
+    """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` to element `target_at[i]`, in runs."""
     if 0 < width <= _FEW_BYTES and len(runs.first) > 1 and len(source) == len(source) // width * width \
             and bool((counts == 1).all()):
         kind = np.dtype(f"V{width}")
@@ -123,5 +119,4 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
 
 
 def raw(tensor: Tensor) -> np.ndarray:
-    """Return the bytes of a tensor, [bytes] uint8; a view where possible."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
@@ -40,20 +39,17 @@ _Draw = tuple[StepColumns, dict[Layout, ShardAssignment], KeptRows]
 class Databuffer:
     """One rank's view of its group's databuffer.
 
-    A rank outside a layout takes part in its transfers and holds zero rows of it. Of the ranks that share one model
-    (tensor parallel), the first puts rows for all of them. Rows stand in the order of their ids. A wait for another
-    rank ends after `limit` seconds.
+    A rank outside a layout takes part in its transfers and holds zero rows of it; of ranks that share one model, the
+    first puts rows for all. Rows stand in the order of their ids. A wait for another rank ends after `limit` seconds.
     """
 
-    def __init__(self, plan: Plan, rank: int, metrics: Metrics, group: dist.ProcessGroup | None = None,
-                 limit: float = 600.0):
+    def __init__(self, plan: Plan, rank: int, metrics: Metrics, limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
         self.lineage = RowLineage(plan.tasks, plan.source)
-        self.redistributor = Redistributor(rank, metrics, limit, group)
+        self.redistributor = Redistributor(rank, metrics, limit)
         self.source_layout = plan.source
         self.step_columns: StepColumns = {}
         self.assignments: dict[Layout, ShardAssignment] = {}
-        """By layout: made by the first transfer to it, kept for the step."""
         self.moved: set[tuple[str, str, Layout]] = set()
         """(producer, column, layout) redistributed in this draw; the same on every rank."""
         self.drawn: range | None = None
@@ -64,8 +60,7 @@ class Databuffer:
         self.draws = 0
 
     def start(self, batch: Batch, drawn: range | None = None) -> None:
-        """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, for the messages of
-        timeouts."""
+        """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, named by timeouts."""
         self.draws, self.earlier = 0, None
         self.redistributor.moved = 0
         self._begin(batch, drawn)

@@ -25,8 +25,7 @@ Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
 
 class WithoutEmpty:
-    """Records in which each one with an empty field is replaced by the next one without. Without an index, so that
-    opening stays quick and each rank finds the same ones."""
+    """Records in which each with an empty field is replaced by the next without; no index, so that opening is quick."""
 
     def __init__(self, records: Records, fields: Fields):
         self.records, self.fields = records, fields
@@ -68,8 +67,7 @@ class Dataloader:
         self.position = 0
 
     def next(self) -> Batch:
-        """Return the next step's rows of this share: none for a rank without a share, perhaps none if ranks outnumber
-        rows."""
+        """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows."""
         start, self.position = self.position, self.position + self.batch
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))

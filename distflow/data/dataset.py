@@ -59,7 +59,6 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
 
 
 def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
-    """Read the images of some records. Raises `InvalidInput` at the first that cannot be read."""
     for index in indices:
         try:
             open_images(records.get([index])[0], field, folder)
@@ -86,8 +85,7 @@ class Records(Protocol):
 
 
 def open_records(path: Path) -> Records:
-    """Open a .jsonl or .parquet file or a folder that `datasets` saved. Raises `InvalidInput` if there are no records.
-    """
+    """Open a .jsonl or .parquet file, or a folder that `datasets` saved. Raises `InvalidInput` if it has no records."""
     kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
@@ -104,8 +102,7 @@ def open_records(path: Path) -> Records:
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields that each record must have. Those of `texts` are text or numbers, as the answer is; `tools` may be
-    missing."""
+    """Fields that each record must have; of `texts`, text or numbers, as the answer. `tools` may be missing."""
 
     question: str
     texts: Sequence[str] = ()
@@ -130,19 +127,17 @@ def fields_of(data: Data, own: Iterable[str]) -> Fields:
     return Fields(data.question, (data.answer, *own), data.tools, data.strict)
 
 
-def check_records(records: Records, fields: Fields, share: int = 0, shares: int = 1,
+def check_records(records: Records, fields: Fields, nth: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
-    """Read every `shares`-th record from `share` on and require that its fields can be used; return the indices of
-    records with an empty field, unless the fields are strict.
-
-    What is wrong with one field of many records is one mistake, shown at the first of them; so is if all that were read
-    have an empty field. `rewarded`: by field, the values for which there is a reward; others are mistakes.
-    """
+    """Require of every `nth` record that its fields can be used; return the indices of those with an empty field,
+    unless the fields are strict. One field wrong in many records is one mistake. `rewarded`: by field, the values for
+    which there is a reward; others are mistakes."""
     mistakes: list[Diagnostic] = []
     known: set[tuple[str, str]] = set()
     empty: list[int] = []
-    for start in range(share, len(records), shares * _BLOCK):
-        indices = range(start, min(start + shares * _BLOCK, len(records)), shares)
+    read = range(0, len(records), nth)
+    for start in range(0, len(read), _BLOCK):
+        indices = read[start : start + _BLOCK]
         for index, record in _read_block(records, indices, mistakes):
             if not fields.strict and fields.empty(record):
                 empty.append(index)
@@ -152,7 +147,7 @@ def check_records(records: Records, fields: Fields, share: int = 0, shares: int 
         if len(mistakes) >= _SHOWN:
             last = dataclasses.replace(mistakes[_SHOWN - 1], hint="There may be more behind it.")
             raise InvalidInput([*mistakes[: _SHOWN - 1], last])
-    if empty and not mistakes and len(empty) == len(range(share, len(records), shares)):
+    if empty and not mistakes and len(empty) == len(read):
         mistakes += _check_record(records, empty[0], records.get(empty[:1])[0], fields, known)
     if mistakes:
         raise InvalidInput(mistakes)
@@ -210,8 +205,6 @@ def _requirement(record: Record, name: str, fields: Fields) -> str:
 
 
 class JsonLines:
-    """Dataset of one JSON object per line; blank lines are skipped."""
-
     def __init__(self, path: Path):
         self.path = path
         data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)

@@ -30,13 +30,12 @@ _COLLECTIVE, _LATE, _ENDED = ("gloo", "nccl", "c10d", "store"), ("timed out", "t
 """Phrases in the message of a collective that failed because of another rank; its type is RuntimeError at best."""
 
 
-def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int], group: dist.ProcessGroup | None = None) -> Tensor:
-    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i`, for each rank in turn, and return what
-    the ranks sent here, `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as `gather` and
-    `barrier` do."""
+def exchange(outgoing: Tensor, sizes: list[int], arriving: list[int]) -> Tensor:
+    """Send the next `sizes[i]` bytes of `outgoing` ([bytes] uint8) to rank `i`; return what ranks sent here,
+    `arriving[i]` bytes from rank `i`. One collective. Raises `RankMissing`, as all here."""
     received = torch.empty(sum(arriving), dtype=torch.uint8)
     with peer_errors():
-        dist.all_to_all_single(received, outgoing, arriving, sizes, group=group)
+        dist.all_to_all_single(received, outgoing, arriving, sizes)
     return received
 
 
@@ -45,8 +44,7 @@ _payload_size: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakK
 
 
 def gather(payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return every rank's payload on every rank, in rank order. For metadata: small, and of any length on each rank.
-    One collective if the payloads are about as long as they were last time, two if one is longer."""
+    """Return all payloads by rank: metadata of any length; one collective if about as long as last time, else two."""
     group = group or default_group()
     if group.size() == 1:
         return [payload]
@@ -82,10 +80,9 @@ def _gathered(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes
     return [part.numpy().tobytes() for part in everyone]
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait until every rank of the group has called this, on the CPU."""
+def barrier() -> None:
     with peer_errors():
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1))
 
 
 @contextlib.contextmanager

@@ -61,30 +61,29 @@ class HostPeer:
 
 
 class HostGroup:
-    """One rank's access to all others. Every rank of the group creates one and makes the same calls in the same order.
+    """One rank's access to all others; every rank creates one and makes the same calls in the same order.
 
-    machines: for each rank of the group, the first rank of its machine. secret: of the group, for the names of what
-    its ranks share. Any call raises `RankMissing` if a rank died, or did not come within `limit` seconds; one of this
-    machine is named.
+    machines: by rank, the first rank of its machine. secret: for the names of what ranks share. Any call raises
+    `RankMissing` if a rank died, or did not come within `limit` seconds.
     """
 
-    def __init__(self, rank: int, limit: float, group: dist.ProcessGroup | None = None):
+    def __init__(self, rank: int, limit: float):
         self.rank, self.limit, self.round = rank, limit, 0
         self.received: dict[tuple[int, int], int] = {}
         """(rank, round): the size of a message that a peer has left."""
         self.descriptors = _Descriptors()
-        self.secret = b"".join(gather_values(secrets.token_bytes(16), group))
+        self.secret = b"".join(gather_values(secrets.token_bytes(16)))
         self.memory, name = memory_name("mailbox", self.secret), machine_name()
         mine = [create_memory(self.memory, 0) for _ in range(2)] if name else []
         self.mailboxes = [self.descriptors.keep(address.descriptor) for address in mine]
         self.doorbell, bell = map(self.descriptors.keep, os.pipe())
         for mailbox in self.mailboxes:
             os.pwrite(mailbox, _OWNER.pack(rank, bell, os.fstat(bell).st_ino), 0)
-        announced = gather_values([name, mine], group)
+        announced = gather_values([name, mine])
         names = [name or f"rank {number}" for number, (name, _) in enumerate(announced)]
         found = self._open_peers({number: mailboxes for number, (other, mailboxes) in enumerate(announced)
                                   if other == name != "" and number != rank})
-        isolated = {names[number] for number, failed in enumerate(gather_values(found is None, group)) if failed}
+        isolated = {names[number] for number, failed in enumerate(gather_values(found is None)) if failed}
         names = [f"rank {number}" if name in isolated else name for number, name in enumerate(names)]
         self.peers = found if found and name not in isolated else {}
         self.machines = [names.index(name) for name in names]
@@ -92,8 +91,8 @@ class HostGroup:
         leaders = sorted(set(self.machines))
         self.on_one_machine = len(leaders) == 1
         leads = rank in leaders and not self.on_one_machine
-        self.leaders = self._group(leaders, group or default_group()) if leads else None
-        barrier_far(group)  # no rank closes what another has yet to open
+        self.leaders = self._group_of(leaders) if leads else None
+        barrier_far()  # no rank closes what another has yet to open
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank: whatever msgpack knows."""
@@ -117,7 +116,6 @@ class HostGroup:
         return pack(["", {rank: message for part in parts for rank, message in part.items()}])
 
     def barrier(self) -> None:
-        """Wait until every rank of this machine has called this."""
         self._gather_here(b"")
 
     def _gather_here(self, payload: bytes, limit: float | None = None) -> dict[int, bytes]:
@@ -171,8 +169,9 @@ class HostGroup:
         return HostPeer(rank, (one, other), self.descriptors.keep(bell),
                         self.descriptors.keep(os.pidfd_open(first.process)))
 
-    def _group(self, leaders: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def _group_of(self, leaders: list[int]) -> dist.ProcessGroup:
         """Make the group of leaders. Not by `new_group`, which all processes of the run would have to call."""
+        group = default_group()
         number = _group_counts[group] = _group_counts.get(group, 0) + 1
         store = PrefixStore(f"leaders/{number}", _get_process_group_store(group))
         limit = datetime.timedelta(seconds=self.limit)

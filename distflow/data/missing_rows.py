@@ -18,9 +18,8 @@ _SHOWN, _RANKS_SHOWN = 5, 4
 
 def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
                  drawn: range | None, rank: int, missing: Sequence[int]) -> str:
-    """Describe which rows of `producer` the ranks `missing` owe; if none is known to be missing, those of all others.
-    assignment: of the layout `origin` in which the producer wrote them, None for the dataset's own. drawn: the rows of
-    the dataset in this step, of all shares. rank: the one that waits."""
+    """Describe which rows of `producer` the ranks `missing` owe to `rank`; if none is known, those of all others.
+    `assignment`: of the layout `origin`; `drawn`: the step's rows of the dataset, of all shares."""
     owners = [other for other in range(origin.first, origin.last + 1) if origin.leads(other) and other != rank]
     asked = list(missing) or owners
     expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other)
@@ -32,7 +31,6 @@ def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment:
 
 def expected_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
                   drawn: range | None, rank: int) -> np.ndarray | None:
-    """Return the ids [rows] of the producer's rows that a rank has by its share; None if that cannot be known."""
     fan, unit, share = lineage.of(producer), lineage.unit(origin), origin.share(rank)
     if share is None or not origin.leads(rank):
         return np.empty(0, dtype=np.int64)

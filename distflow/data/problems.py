@@ -15,8 +15,7 @@ Message = dict[str, Any]
 
 
 def messages_of(record: Record, data: Data) -> list[Message]:
-    """Return a record's question as chat messages, with the system prompt, unless it has its own, and the suffix that
-    the run file adds to the last user message."""
+    """Return the question as chat messages, with the run file's system prompt (unless it has its own) and suffix."""
     asked = record[data.question]
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     messages = [_message(each) for each in asked]
@@ -59,8 +58,7 @@ def is_empty(value: Any) -> bool:
 
 
 def is_empty_question(value: Any) -> bool:
-    """Return whether a question is empty: as other fields, or no message, or messages without text and parts. What has
-    a wrong form is not empty: `wrong_question` reports it."""
+    """Return whether a question has no text and no parts. A wrong form is not empty: `wrong_question` reports it."""
     return not any(_has_content(each) for each in value) if isinstance(value, list) else is_empty(value)
 
 
@@ -110,7 +108,6 @@ def _message(message: Message) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove the keys that Parquet adds as null to each mapping; templates ask whether a key is there."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

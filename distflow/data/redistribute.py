@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.batch import Batch
@@ -56,8 +55,7 @@ class PoolNotice(NamedTuple):
 
 
 def choose(notices: Sequence[PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
-    """Return for each owner that wants some bytes its smallest spare buffer of at least that size, None if it has none;
-    every rank finds the same."""
+    """Return for each owner its smallest spare buffer of the wanted bytes, or None; the same on every rank."""
     read = {address for notice in notices for address in notice.reads}
     return {owner: min((address for address in notices[owner].spare if address.size >= size and address not in read),
                        key=lambda address: (address.size, address.inode), default=None)
@@ -65,8 +63,7 @@ def choose(notices: Sequence[PoolNotice], wanted: Mapping[int, int]) -> dict[int
 
 
 class RowMemory:
-    """Shared memory of the ranks of a machine (DistFlow §6.2): a buffer belongs to one rank, the others write rows into
-    it, and the rows are used in place."""
+    """Shared memory of a machine's ranks: a buffer's owner uses rows in place that others wrote (DistFlow §6.2)."""
 
     def __init__(self, secret: bytes):
         name = memory_name("rows", secret)
@@ -83,7 +80,6 @@ class RowMemory:
         self.pool.add(int(size * _SLACK))
 
     def open(self, address: MemoryAddress) -> np.ndarray:
-        """Return a buffer of this machine, [bytes] uint8."""
         return self.pool.spare[address] if address in self.pool.spare else self.mapped.open(address)
 
     def lease(self, address: MemoryAddress, size: int) -> Tensor:
@@ -110,7 +106,6 @@ class RowNotice(NamedTuple):
 
 
 def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
-    """Return a rank's notice as bytes, and the buffers that it describes."""
     buffers = {name: buffers_of(column) for name, column in batch.columns.items()}
     forms, numbers = [], {}
     for name, column in batch.columns.items():
@@ -141,8 +136,7 @@ def _forms(packed: bytes) -> tuple[dict[str, ColumnForm], dict[str, list[int]]]:
 
 
 def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
-    """Return the form of each column; ranks without elements are ignored if another has some. Raises `ColumnError` if
-    the ranks' columns, or the type or shape of their elements, differ."""
+    """Return the form of each column; ranks without elements are ignored. Raises `ColumnError` if they differ."""
     holders = [rank for rank, notice in enumerate(notices) if len(notice.ids)] or [0]
     names = notices[holders[0]].forms
     for rank in holders:
@@ -166,10 +160,8 @@ def _agree(name: str, notices: Sequence[RowNotice], holders: list[int]) -> Colum
 
 
 class BufferPart(NamedTuple):
-    """One buffer of a column as it arrives. Per pair: `counts` elements, from element `at` of its share's buffer.
-
-    Share `i`'s buffer lies at byte `starts[i]` of its memory and has `sizes[i]` bytes, in elements of `width` bytes.
-    """
+    """One buffer of a column as it arrives: per pair `counts` elements, from element `at` of its share's buffer, which
+    has `sizes[i]` bytes from byte `starts[i]`, in elements of `width` bytes."""
 
     width: int
     counts: np.ndarray
@@ -179,11 +171,8 @@ class BufferPart(NamedTuple):
 
 
 class Route:
-    """Routes of all rows: pairs of a row and a share, by share and then by id.
-
-    holder, position, ids: [pairs]: the rank that has the row, its index in that batch, its id. `bounds` [shares + 1]:
-    share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`. `totals` [shares]: bytes of a share's memory.
-    """
+    """Pairs [pairs] of a row and a share, by share and then by id: `holder` is the rank that has the row, `position`
+    its index there. Share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`, of `totals[i]` bytes."""
 
     def __init__(self, notices: Sequence[RowNotice], forms: dict[str, ColumnForm], destinations: Destinations,
                  shares: int):
@@ -229,7 +218,6 @@ class Route:
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """Bytes of each row [pairs]."""
         alike: dict[int, list[BufferPart]] = {}
         for part in (part for parts in self.parts.values() for part in parts):
             alike.setdefault(id(part.counts), []).append(part)
@@ -271,8 +259,7 @@ Buffers = dict[str, list[ColumnBuffer]]
 
 
 class Destination(NamedTuple):
-    """Memory that receives a share's rows: that of its first rank on each machine that has ranks of it. None if the
-    share has no bytes."""
+    """Memory that receives a share's rows: that of its first rank on each machine; None if it has no bytes."""
 
     share: int
     rank: int
@@ -280,13 +267,13 @@ class Destination(NamedTuple):
 
 
 class Redistributor:
-    def __init__(self, rank: int, metrics: Metrics, limit: float, group: dist.ProcessGroup | None = None):
-        self.rank, self.metrics, self.limit, self.group = rank, metrics, limit, group
+    def __init__(self, rank: int, metrics: Metrics, limit: float):
+        self.rank, self.metrics, self.limit = rank, metrics, limit
         self.moved = 0
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
-        return HostGroup(self.rank, self.limit, self.group)
+        return HostGroup(self.rank, self.limit)
 
     @functools.cached_property
     def memory(self) -> RowMemory:
@@ -296,13 +283,9 @@ class Redistributor:
              find_destinations: Callable[[list[bytes]], Destinations], edge: str) -> Batch:
         """Return the rows that `layout` assigns to this rank, by id, with their columns; every rank must call it.
 
-        Args:
-            held: this rank's rows; ids and lengths are on the CPU.
-            find_destinations: from all ranks' payloads to the destinations of rows in `layout`; the same on every rank.
-            edge: what the bytes are counted for in the metrics.
-
-        Raises:
-            ColumnError: on every rank: rows without a destination or held twice, or columns that do not fit together.
+        `held`: this rank's rows, ids and lengths on the CPU; `find_destinations`: from all payloads to destinations,
+        alike on every rank; `edge`: what bytes count for in metrics. Raises ColumnError on every rank: rows without a
+        destination or held twice, or columns that do not fit together.
         """
         raw, buffers = announce(held, self.memory.notice())
         payloads = self.host_group.gather([raw, payload])
@@ -343,7 +326,6 @@ class Redistributor:
 
     def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, destinations: list[Destination],
               machines: list[int], memory: dict[Destination, np.ndarray]) -> None:
-        """Send the rows that cross between machines in one all-to-all; each part holds one buffer after the other."""
         far = {each.rank: each.share for each in destinations if machines[each.rank] != machines[self.rank]}
         sizes = [int(sent[far[rank]]) if rank in far else 0 for rank in range(len(machines))]
         outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
@@ -359,7 +341,7 @@ class Redistributor:
         if mine is not None:
             there = np.array(machines) == machines[self.rank]
             arriving = np.where(there, 0, route.received(mine.share, len(machines))).tolist()
-        received, position = exchange(torch.from_numpy(outgoing), sizes, arriving, self.group).numpy(), 0
+        received, position = exchange(torch.from_numpy(outgoing), sizes, arriving).numpy(), 0
         for rank, size in enumerate(arriving):
             if mine is None or not size:
                 continue

@@ -24,16 +24,12 @@ class KeptRows:
         return torch.unique(self.ids // lineage.times(self.fan[level:]))
 
     def among(self, lineage: RowLineage, ids: Tensor, fan: Lineage) -> Tensor:
-        """Return which of the rows `ids` remain, [rows] bool.
-
-        A finer row remains with the row that it stems from, a coarser one as long as any of its rows remains, and a row
-        of another branch as long as the row that both stem from.
-        """
+        """Return which of the rows `ids` remain, [rows] bool: with the row that they stem from, as long as any of their
+        rows remains, or, of another branch, with the row that both stem from."""
         level = len(common([self.fan, fan]))
         return torch.isin(ids // lineage.times(fan[level:]), self.ancestors(lineage, level))
 
     def of(self, lineage: RowLineage, batch: Batch, fan: Lineage) -> Batch:
-        """Return the rows of `batch` that remain; the batch itself if all do."""
         stay = self.among(lineage, batch.ids, fan)
         return batch if bool(stay.all()) else batch.select(stay.nonzero().squeeze(1))
 
@@ -43,6 +39,5 @@ class KeptRows:
 
 
 def joined(first: Batch, second: Batch) -> Batch:
-    """Return the rows of two draws, of which `first` has the smaller ids."""
     filled = [batch for batch in (first, second) if len(batch)]
     return Batch.concat(filled) if filled else second  # a rank without rows may lack the columns too

@@ -28,7 +28,6 @@ from planners.heterogeneous.problem import (
     GENERATE,
     DeviceSubset,
     Grouping,
-    Hardware,
     Measured,
     ModelTask,
     Placement,
@@ -48,8 +47,7 @@ class MeasuredReplica(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measured run of that folder's `name`: `problem` has the lengths of its rows, `seconds` are those of an iteration;
-    strategies and shares are by task."""
+    """Measured run. `seconds` are of an iteration; strategies and shares are by task."""
 
     name: str
     problem: Problem
@@ -66,8 +64,7 @@ class MeasuredRun:
 
     def layout(self, costed: CostedProblem, number: int,
                shares: tuple[MeasuredReplica, ...] | None = None) -> TaskLayout | None:
-        """Return a task's layout in this run, costed by a cost model; of `shares` only, if given. The rows of the
-        model's problem are divided as they were. None if it does not fit, though it ran."""
+        """Return a task's layout in this run (or of `shares`) by a cost model; None if it does not fit there."""
         of = self.shares[number] if shares is None else shares
         scale = costed.problem.tasks[number].rows / self.problem.tasks[number].rows
         return costed.costs.layout(number, self.strategies[number], tuple(Replicas(share.stages, 1) for share in of),
@@ -89,23 +86,19 @@ class MeasuredRun:
 
 def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],
                  seconds: float, name: str = "a run") -> MeasuredRun:
-    """Return the measured run in mode sync; `timings` are medians over the steps by task and rank, `seconds` that of a
-    step."""
-    device_group_of = [device_group
-                       for device_group, devices in enumerate(problem.hardware.all) for _ in range(devices)]
+    """Return the measured run in mode sync; `timings` are medians over the steps, by task and rank."""
+    device_group_of = [device_group for device_group, own in enumerate(problem.hardware.ranks) for _ in own]
     shares = tuple(_shares(task, layouts[task.name], timings, device_group_of) for task in problem.tasks)
     problem = replace(problem, tasks=tuple(map(with_run_lengths, problem.tasks, problem.tasks, shares)))
     ranks = [range(layouts[task.name].first, layouts[task.name].last + 1) for task in problem.tasks]
     grouping = _grouping(ranks)
-    subsets = tuple(_subset(problem.hardware, device_group_of, {rank for task in group for rank in ranks[task]})
-                    for group in grouping)
+    subsets = tuple(problem.hardware.subset({rank for task in group for rank in ranks[task]}) for group in grouping)
     strategies = tuple(_strategy(task, layouts[task.name]) for task in problem.tasks)
     return MeasuredRun(name, problem, strategies, shares, grouping, subsets, seconds)
 
 
 def with_run_lengths(task: ModelTask, before: ModelTask, shares: tuple[MeasuredReplica, ...]) -> ModelTask:
-    """Return a task with the lengths of a run in which it was `before`. Prompts keep their lengths; responses keep
-    theirs relative to the longest allowed. Without measured tokens the lengths stay unknown."""
+    """Return a task with a run's lengths, of responses relative to the longest allowed; unknown without tokens."""
     rows = sum(share.timing.rows for share in shares)
     if not rows:
         return task
@@ -148,11 +141,6 @@ def _grouping(ranks: list[range]) -> Grouping:
                         for group in nx.connected_components(graph)))
 
 
-def _subset(hardware: Hardware, device_group_of: list[int], ranks: set[int]) -> DeviceSubset:
-    return tuple(sum(device_group_of[rank] == device_group for rank in ranks)
-                 for device_group in range(len(hardware.device_groups)))
-
-
 def _strategy(task: ModelTask, layout: Ranks) -> Strategy:
     """Return the strategy, with micro-batches as engines cut them: by tokens at the measured lengths."""
     tokens = task.read if task.kind == GENERATE else task.whole
@@ -174,8 +162,7 @@ _MOMENT = 1e-4  # seconds of a pass with which passes are counted
 
 @dataclass(frozen=True)
 class Observed:
-    """Measurement of a share and the cost model's terms for it: seconds of the device by itself, its roofline, and its
-    passes. `kind`: the type of its device."""
+    """Measurement of a share, and the cost model's terms for it: seconds without network, roofline, passes."""
 
     own: float
     roofline: float

@@ -126,8 +126,6 @@ class CostModel:
         return self.ideal(number, subset) + self._crossing(number, device_groups_of(subset))
 
     def _crossing(self, number: int, groups: DeviceGroups) -> float:
-        """Estimate what training on several device groups sends over the slowest link between them: for each update the
-        gradients of one of eight stages, or the activations of all rows if the groups have different stages."""
         task = self.problem.tasks[number]
         if task.kind != TRAIN or len(groups) < 2:
             return 0.0
@@ -147,7 +145,6 @@ class CostModel:
         return self.tasks[number].fits(self._device_groups[group], strategy, stage)
 
     def _experts(self, number: int, groups: frozenset[int], strategy: Strategy) -> float:
-        """Return the seconds of tokens to their experts and back, forward, and for training backward."""
         task = self.problem.tasks[number]
         nbytes = strategy.micro * task.computed * task.hidden * task.width * task.experts_per_token
         return (4 if task.kind == TRAIN else 2) * self.network.experts(groups, strategy, nbytes)
@@ -173,7 +170,6 @@ class CostModel:
         return partial(_pipeline, full, least, strategy.micro, task.mini_batches, task.epochs)
 
     def _passing(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...]) -> PipelinePass:
-        """Return the pass of a micro-batch through the stages, for training forward and back."""
         task = self.problem.tasks[number]
         stages = [count * self._layer(number, group, strategy) for group, count in zip(kind.stages, layers)]
         hops = self._hops(kind, strategy, strategy.micro * task.computed * task.hidden * task.width)
@@ -186,9 +182,8 @@ class CostModel:
                 for source, target in zip(stages, stages[1:])] or [0.0]
 
     def _generates(self, number: int, strategy: Strategy, kind: Replicas, layers: tuple[int, ...], rows: Rows) -> Rows:
-        """Return the seconds of prefill in micro-batches, then of a step for each token of the response, the stages
-        taking turns with as many parts of the rows. Rows that have ended free their slots, so the mean number of rows
-        in a step is smaller by the mean response's length over the longest."""
+        """Return the seconds of prefill, then of a step for each token, the stages taking turns with parts of the rows;
+        the mean step has fewer rows than the first, by the mean response's length over the longest."""
         cost, task = self.tasks[number], self.problem.tasks[number]
         per_row = task.hidden * task.width
         stages = list(zip(kind.stages, layers))
@@ -218,7 +213,6 @@ class CostModel:
         return int(found)
 
     def _updates(self, number: int, strategy: Strategy, stages: list[frozenset[int]], layers: tuple[int, ...]) -> float:
-        """Return the seconds of the gradients' all-reduce (4 bytes each) and of the optimizer, each stage by itself."""
         cost, task = self.tasks[number], self.problem.tasks[number]
         slowest = 0.0
         for groups, count in zip(stages, layers):
@@ -264,8 +258,7 @@ class Objective:
         return max(self.ends(grouping, subsets, durations), default=0.0)
 
     def ends(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> list[float]:
-        """Return in mode sync when each task is done and its weights are where they are used; in async each group's
-        period."""
+        """Return in sync when each task is done and its weights are where they are used; in async groups' periods."""
         group_of = {task: index for index, group in enumerate(grouping) for task in group}
         device_groups = [device_groups_of(subset) for subset in subsets]
         if self.problem.mode != SYNC:

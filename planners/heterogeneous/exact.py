@@ -52,9 +52,8 @@ MAX_SUBSETS = 20_000  # limit of the list of subsets
 
 
 class DurationGrid:
-    """Durations of tasks on all subsets, with an axis for each device group; infinite where a task does not fit. Since
-    devices may stay idle, it is filled by a running minimum along each axis. Raises InvalidInput for too many subsets.
-    """
+    """Durations of tasks on all subsets, an axis for each device group; infinite where a task does not fit. Devices may
+    stay idle: a running minimum along each axis. Raises InvalidInput for too many subsets."""
 
     def __init__(self, costed: CostedProblem, cutoff: float = math.inf):
         self.costed, self.cutoff = costed, cutoff
@@ -138,8 +137,7 @@ class Program:
         return max(ends)
 
     def _columns(self, index: int) -> list[tuple[DeviceSubset, dict[int, float]]]:
-        """Return the subsets that a group may have, with its tasks' seconds there: those that may undercut the cutoff,
-        without those that are larger than others on the same device groups for no gain."""
+        """Return the subsets that may undercut the cutoff, with their tasks' seconds, without useless larger ones."""
         group, turns, table = self.grouping[index], int(self.turns[self.grouping[index][0]]), self.grid.durations
         times = table[list(group), turns]
         whole, found = self._whole(), []
@@ -153,9 +151,8 @@ class Program:
                 found.append((self.grid.subset(tuple(position)), seconds))
         return found
 
-    def solve(self, seconds: float | None = None) -> tuple[tuple[DeviceSubset, ...] | None, float]:
-        """Return the subsets of an answer that undercuts the cutoff (None: there is none, or none was found within
-        `seconds`), and a bound. Raises InvalidInput without scipy."""
+    def solve(self) -> tuple[tuple[DeviceSubset, ...] | None, float]:
+        """Return the subsets of an answer below the cutoff, if any, and a bound. Raises InvalidInput: no scipy."""
         Bounds, LinearConstraint, milp, coo_array = _scipy()
         rows, integral = self._constraints()
         entries = [(row, column, value) for row, terms in enumerate(rows.terms) for column, value in terms.items()]
@@ -165,9 +162,8 @@ class Program:
         upper[0] = 1 - _BETTER
         cost = np.zeros(len(integral))
         cost[0] = 1.0
-        options = {"mip_rel_gap": 0.0, **({"time_limit": seconds} if seconds else {})}
         result = milp(cost, integrality=integral, bounds=Bounds(0, upper),
-                      constraints=LinearConstraint(matrix, rows.low, rows.high), options=options)
+                      constraints=LinearConstraint(matrix, rows.low, rows.high), options={"mip_rel_gap": 0.0})
         bound = self.cutoff * (1.0 if result.status == 2 else result.mip_dual_bound or 0.0)
         return (None if result.x is None else self._chosen(result.x)), bound
 
@@ -304,11 +300,11 @@ class Proof:
 
 
 def prove(problem: Problem, warm: Placement | None = None, stop: Callable[[], bool] = lambda: False,
-          seconds_each: float | None = None, costed: CostedProblem | None = None) -> Iterator[Proof]:
+          costed: CostedProblem | None = None) -> Iterator[Proof]:
     """Yield ever better bounds and placements, until both are the same; `stop` is asked after each program. `warm` is
-    an answer to start from; `seconds_each` limits HiGHS for one program. Raises InvalidInput for too many subsets."""
+    an answer to start from. Raises InvalidInput for too many subsets."""
     run = _Proof(costed or CostedProblem(problem), warm)
-    for _ in run.steps(seconds_each):
+    for _ in run.steps():
         yield run.state()
         if stop():
             return
@@ -325,23 +321,22 @@ class _Proof:
         best = self.best.seconds if self.best else math.inf
         return Proof(self.best, min([best, self.undecided, *self.left[:1]]), len(self.left), self.programs)
 
-    def steps(self, seconds_each: float | None) -> Iterator[None]:
-        """Decide one grouping after the other, the most promising first."""
+    def steps(self) -> Iterator[None]:
         ahead = sorted((Program(self.grid, grouping, math.inf if not self.best else self.best.seconds).relaxed(),
                         grouping) for grouping in groupings(self.costed.problem))
         self.left = [bound for bound, _ in ahead]
         for bound, grouping in ahead:
             if self.best is None or bound < self.best.seconds:
-                self._decide(grouping, seconds_each)
+                self._decide(grouping)
             self.left.pop(0)
             yield
 
-    def _decide(self, grouping: Grouping, seconds_each: float | None) -> None:
+    def _decide(self, grouping: Grouping) -> None:
         program = Program(self.grid, grouping, self.best.seconds if self.best else self._first(grouping))
         if program.hopeless or math.isinf(program.cutoff):
             return
         self.programs += 1
-        subsets, bound = program.solve(seconds_each)
+        subsets, bound = program.solve()
         found = self._placement(grouping, subsets) if subsets else None
         if found and (self.best is None or found.seconds < self.best.seconds):
             self.best = found
@@ -349,8 +344,6 @@ class _Proof:
             self.undecided = min(self.undecided, bound)
 
     def _first(self, grouping: Grouping) -> float:
-        """Return a cutoff that no good placement of this grouping exceeds, for the program's scale; used without an
-        answer."""
         table = self.grid.durations
         longest = [float(times[times < math.inf].max(initial=0.0)) for times in table.reshape(len(table), -1)]
         moved = sum(self.costed.objective.moved(frozenset(range(len(self.grid.shape))),

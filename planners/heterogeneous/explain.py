@@ -29,7 +29,6 @@ _GIB = 2**30
 
 
 def impossible(costed: CostedProblem) -> list[Diagnostic]:
-    """Return a mistake for each engine that no layout on the whole cluster has room for."""
     everything, found = costed.problem.hardware.all, {}
     for number, task in enumerate(costed.problem.tasks):
         if task.memory_item not in found and costed.layouts.best(number, everything, False) is None:
@@ -156,7 +155,6 @@ def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
 
 
 def owners(problem: Problem, placement: Placement) -> list[int | None]:
-    """Return the group of each rank; None of one that idles."""
     found: list[int | None] = [None] * sum(problem.hardware.all)
     for group, ranks in enumerate(ranks_of(problem, placement.subsets)):
         for rank in ranks:

@@ -45,15 +45,13 @@ class Network:
         return self._inside[group]
 
     def slices(self, group: int, tp: int, nbytes: float) -> float:
-        """Return the seconds of an all-reduce among the slices of a layer, inside a machine: a ring, 2(n-1) messages of
-        1/n each (Thakur et al. 2005, §4.4)."""
+        """Return the seconds of an all-reduce among a layer's slices, as a ring (Thakur et al. 2005, §4.4)."""
         link = self._inside[group]
         return 2 * (tp - 1) * (link.latency + nbytes / tp / link.bandwidth)
 
     def hop(self, source: int, target: int, run: int, strategy: Strategy, nbytes: float) -> float:
         """Return the seconds of a micro-batch's activations to the next stage (Narayanan et al. 2021, §3.2). `run`
-        consecutive stages are in this device group; as many as one machine has slices for stay inside it. What leaves
-        it shares its link with the shares of the same machine."""
+        consecutive stages are in this device group; what leaves a machine shares its link with the shares there."""
         group = self._device_groups[source]
         if source == target and (group.machines == 1 or run * strategy.tp <= group.each):
             return self._inside[source].seconds(nbytes)
@@ -61,9 +59,8 @@ class Network:
         return self._between[source][target].seconds(nbytes * beside)
 
     def gradients(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of an all-reduce among a stage's shares: the bytes of a ring, the latency of two trees,
-        at the slowest link of the widest spanning tree (Patarasuk and Yuan 2009; NCCL's trees). The slices of a machine
-        share its link."""
+        """Return the seconds of an all-reduce among a stage's shares: bytes of a ring, latency of two trees, slowest
+        link of the widest tree, shared by a machine's slices (Patarasuk and Yuan 2009; NCCL's trees)."""
         if strategy.dp == 1:
             return 0.0
         link, crossing = self._spans(groups, strategy.dp * strategy.tp)
@@ -129,7 +126,6 @@ class Roofline:
         self._flop = 2 * task.computing / task.layers
 
     def batch(self, number: int, group: DeviceGroup, strategy: Strategy, tokens: float, context: float) -> float:
-        """Return the seconds of one layer on one micro-batch, all of whose tokens are known."""
         task, shares, tp = self.task, self._shares, strategy.tp
         trains = task.kind == TRAIN
         passes = (4 if task.recompute else 3) if trains else 1
@@ -140,8 +136,7 @@ class Roofline:
         return passes * self._pass(group, roof) + sums
 
     def decode(self, number: int, group: DeviceGroup, tp: int, rows: Rows) -> Rows:
-        """Return the seconds of one layer for the next token of each of `rows`: it reads its weights once (of experts,
-        the chosen ones) and the cache of every row, at half of the response's length."""
+        """Return the seconds of one layer for the next token of each of `rows`: reads weights once, and all caches."""
         task, shares = self.task, self._shares
         context = self._context
         asked = np.minimum(1.0, rows * task.experts_per_token / task.experts) if task.experts else 1.0
@@ -154,15 +149,13 @@ class Roofline:
         return group.slowdown * (self.task.measured.launch + self.task.measured.times * roof)
 
     def state(self, strategy: Strategy) -> float:
-        """Return the bytes of one layer on a device as long as the task is resident."""
         task = self.task
         own = (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
         return own * (task.width + _OWN + _DIVIDED / strategy.dp) if task.kind == TRAIN else own * task.width
 
     def kept(self, strategy: Strategy, stage: int) -> tuple[float, float]:
-        """Return the bytes of activations on a device: for each of its layers, and beside them. A stage of a training
-        pipeline holds a micro-batch for itself and one for each later stage (Narayanan et al. 2021, §2.2); recomputed
-        layers keep their inputs only."""
+        """Return the bytes of activations for each layer, and beside them. A stage of a training pipeline holds a
+        micro-batch for itself and each later stage (Narayanan et al. 2021, §2.2); of recomputed layers, inputs."""
         task = self.task
         tokens = strategy.micro * task.prompt if task.kind == GENERATE else \
             min(strategy.micro * task.tokens, max(task.micro_tokens, task.tokens))
@@ -189,7 +182,6 @@ class Roofline:
         return beside + layers * each
 
     def cache(self, tp: int) -> float:
-        """Return the bytes of the cache of one layer for one row at its longest."""
         return self.task.kv * self.task.tokens / tp
 
     def swap(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
@@ -206,8 +198,7 @@ class Roofline:
         return group.slowdown * self.task.measured.times * 2 * nbytes / (group.bandwidth * self._shares.memory)
 
     def ideal(self, devices: list[tuple[DeviceGroup, int]]) -> float:
-        """Return a lower bound on the seconds of any layout on these devices: all busy at their peak, without a
-        message, weights read once for a token of all rows. Infinite if they have too little memory together."""
+        """Return a lower bound on the seconds of any layout on these devices; infinite if memory is too little."""
         task, shares = self.task, self._shares
         room = sum(self.room(group) * count for group, count in devices)
         each = task.width + (_OWN + _DIVIDED if task.kind == TRAIN else 0)
@@ -238,7 +229,6 @@ class Roofline:
         return self.task.seen + self.task.answer / 2
 
     def _flops(self, tokens: float, seen: float) -> float:
-        """Return the FLOP of all layers for so many tokens of each row that attend to `seen` tokens."""
         return self.task.layers * self.task.rows * tokens * (self._flop + seen * self.task.hidden)
 
 

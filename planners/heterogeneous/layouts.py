@@ -103,8 +103,7 @@ def _alike(runs: list[tuple[int, int]], pp: int, dp: int) -> Arrangement:
 
 
 def orders(blocks: DeviceSubset, hardware: Hardware) -> list[tuple[int, ...]]:
-    """Return orders of the device groups that have blocks: all of few; of more, by zone, speed and memory, both ways.
-    """
+    """Return orders of the device groups that have blocks: all if few, else by zone, speed and memory, both ways."""
     used = [group for group, count in enumerate(blocks) if count]
     if len(used) <= _ORDERED:
         return list(permutations(used))
@@ -160,8 +159,7 @@ class LayoutSearch:
         return min(map(partial(self.costs.estimate, self._like[task]), self.parts(self._like[task], subset)))
 
     def _parts_of(self, task: int, subset: DeviceSubset) -> list[DeviceSubset]:
-        """Return the subset and parts of it, most promising first: any part of a small subset, and of a large one whole
-        device groups, in a few ways."""
+        """Return parts of a subset, most promising first: any of a small one, whole device groups of a large one."""
         groups = self.problem.hardware.device_groups
         used = sorted((group for group, count in enumerate(subset) if count), key=lambda group: groups[group].peak)
         if not used or not self.problem.freedom.assignment:
@@ -175,15 +173,13 @@ class LayoutSearch:
         return sorted(parts, key=partial(self.costs.estimate, task))[:_PARTS]
 
     def rough(self, task: int, subset: DeviceSubset, shared: bool) -> TaskLayout | None:
-        """Return the fastest layout on the most promising part of the subset, in the order of the cluster file: a first
-        look, at a fraction of the cost. On a cluster of few devices, the best one."""
+        """Return the fastest layout on the most promising part of the subset: a first look that costs little."""
         if sum(self.problem.hardware.all) <= FEW:
             return self.best(task, subset, shared)
         task = self._like[task]
         return fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))[shared]
 
     def exactly(self, task: int, subset: DeviceSubset) -> Pair:
-        """Return the fastest layouts on the whole subset: alone, and taking turns. Equal tasks share them."""
         key = (self._like[task], subset)
         if key not in self._exactly:
             self._exactly[key] = fastest(self._search(*key))
@@ -305,11 +301,9 @@ class CostedProblem:
         return Placement(grouping, tuple(subsets), tuple(found), self.objective.seconds(grouping, subsets, durations))
 
     def placement(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> Placement | None:
-        """Return the placement with the best layouts for these subsets; None if a task fits nowhere."""
         return self._with(self.layouts.best, grouping, subsets)
 
     def seconds(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        """Return the seconds of the best layouts on these subsets; infinite if a task fits nowhere."""
         found = self.placement(grouping, subsets)
         return found.seconds if found else math.inf
 
@@ -326,7 +320,6 @@ class CostedProblem:
         return self._without_layouts(self.ideal_of, grouping, subsets)
 
     def estimate(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        """Return the ideal plus what training must send over the slowest links of its device groups."""
         return self._without_layouts(self.estimate_of, grouping, subsets)
 
     def _without_layouts(self, seconds: Callable[[int, DeviceSubset], float], grouping: Grouping,
@@ -335,7 +328,6 @@ class CostedProblem:
         return math.inf if math.inf in durations else self.objective.seconds(grouping, subsets, durations)
 
     def shares(self, grouping: Grouping) -> list[float]:
-        """Return each group's share of the seconds, by its tasks' ideal times on the whole cluster."""
         everything = self.problem.hardware.all
         times = [sum(self.ideal_of(task, everything) for task in group) for group in grouping]
         total = sum(times)

@@ -43,28 +43,20 @@ def _task(problem: Problem, layout: TaskLayout) -> dict[str, Any]:
 
 
 def ranks_of(problem: Problem, subsets: tuple[DeviceSubset, ...]) -> list[list[int]]:
-    """Return the ranks of each subset. Of alike machines the largest subsets take theirs first, so that parts of a
-    machine fill what whole ones leave."""
+    """Return the ranks of each subset; of alike machines the largest subsets take theirs first, to stay whole."""
     found: list[list[int]] = [[] for _ in subsets]
-    first = 0
-    for device_group, devices in enumerate(problem.hardware.all):
-        free = first
+    for device_group, ranks in enumerate(problem.hardware.ranks):
+        free = ranks.start
         for index in sorted(range(len(subsets)), key=lambda index: -subsets[index][device_group]):
             found[index] += range(free, free + subsets[index][device_group])
             free += subsets[index][device_group]
-        first += devices
     return found
 
 
 def placement_of(problem: Problem, plan: PlacedPlan) -> Placement:
     index = {task.name: number for number, task in enumerate(problem.tasks)}
     grouping = tuple(tuple(index[name] for name in group.tasks) for group in plan.groups)
-    starts, first = [], 0
-    for devices in problem.hardware.all:
-        starts.append(range(first, first + devices))
-        first += devices
-    subsets = tuple(tuple(sum(rank in device_group for rank in group.ranks) for device_group in starts)
-                    for group in plan.groups)
+    subsets = tuple(problem.hardware.subset(group.ranks) for group in plan.groups)
     layouts = tuple(_layout(problem, plan.tasks[task.name]) for task in problem.tasks)
     return Placement(grouping, subsets, layouts, plan.seconds)
 

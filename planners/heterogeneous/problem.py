@@ -14,8 +14,10 @@ The subsets of the groups do not overlap. Tensor parallelism stays inside a mach
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
@@ -59,9 +61,8 @@ class DeviceGroup:
 
     @cached_property
     def counts(self) -> DeviceSubset:
-        """Numbers of devices that a subset may take, ascending: of one machine any; of several whole machines, or a
-        part that divides those larger than itself, so that whatever adds up to no more than all devices fits the
-        machines."""
+        """Numbers of devices that a subset may take, ascending: of one machine any; of several, whole ones or a part
+        that divides larger parts, so that subsets that add up to all devices fit the machines."""
         if self.machines == 1:
             return tuple(range(self.each + 1))
         parts, part = [], self.each
@@ -82,12 +83,18 @@ class Hardware:
     def all(self) -> DeviceSubset:
         return tuple(device_group.devices for device_group in self.device_groups)
 
+    @property
+    def ranks(self) -> tuple[range, ...]:
+        """Ranks of each device group, in the order of the cluster file."""
+        return tuple(range(last - count, last) for count, last in zip(self.all, accumulate(self.all)))
+
+    def subset(self, ranks: Collection[int]) -> DeviceSubset:
+        return tuple(sum(rank in own for rank in ranks) for own in self.ranks)
+
 
 class Measured(NamedTuple):
-    """Measurements of a task; without runs rows count at their longest. `times`: seconds over those of the roofline.
-    `launch`: seconds of each pass of a micro-batch, or of a token of all rows, through a layer. Tokens of a row: mean
-    `prompt` and `response`, `read` of a prompt that several rows share, `longest` of the responses generated together.
-    """
+    """Measurements of a task. `times`: seconds over the roofline's; `launch`: seconds to start a pass through a layer.
+    Tokens of a row: mean `prompt` and `response`, `read` of a shared prompt, `longest` of a batch."""
 
     times: float = 1.0
     launch: float = 0.0
@@ -138,7 +145,6 @@ class ModelTask:
 
     @property
     def answer(self) -> float:
-        """Mean tokens of a response."""
         return self.response if self.measured.response is None else self.measured.response
 
     @property
@@ -192,9 +198,8 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Freedom:
-    """Decisions that a solver may take: the `groupings` to choose from, tp and pp of all tasks (`cut`), and whether to
-    choose otherwise than a homogeneous system. Without `assignment` every group spans all device groups evenly, shards
-    in the cluster file's order; without `balance` shares have equal rows and layers."""
+    """Decisions that a solver may take: `groupings`, tp and pp of all tasks (`cut`). Without `assignment` groups span
+    all device groups evenly, in the cluster file's order; without `balance` shares have equal rows and layers."""
 
     groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
@@ -265,12 +270,10 @@ def device_groups_of(subset: DeviceSubset) -> DeviceGroups:
 
 
 def shared(problem: Problem, group: tuple[int, ...]) -> bool:
-    """Return whether tasks with different engines take turns in a group."""
     return len({problem.tasks[task].memory_item for task in group}) > 1
 
 
 def turns_of(problem: Problem, grouping: Grouping) -> list[bool]:
-    """Return of each task whether it takes turns with other engines."""
     turns = {task: shared(problem, group) for group in grouping for task in group}
     return [turns[task] for task in range(len(problem.tasks))]
 

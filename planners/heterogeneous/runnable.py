@@ -50,19 +50,13 @@ def _groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ..
         return
     sampling = tuple(task for task in tasks if problem.tasks[task].kind == GENERATE)
     training = tuple(task for task in tasks if task not in sampling)
-    starts = accumulate(hardware.all, initial=0)
-    counts = sorted({start + count
-                     for start, device_group in zip(starts, hardware.device_groups) for count in device_group.counts})
+    counts = sorted({ranks.start + count for ranks, device_group in zip(hardware.ranks, hardware.device_groups)
+                     for count in device_group.counts})
     for count in counts[1:-1]:
-        first = _first(hardware.all, count)
+        first = hardware.subset(range(count))
         rest = tuple(every - taken for every, taken in zip(hardware.all, first))
         halves = sorted([(training, first), (sampling, rest)])
         yield tuple(group for group, _ in halves), tuple(subset for _, subset in halves)
-
-
-def _first(devices: DeviceSubset, count: int) -> DeviceSubset:
-    before = accumulate(devices, initial=0)
-    return tuple(min(max(count - start, 0), has) for start, has in zip(before, devices))
 
 
 def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
@@ -81,7 +75,6 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset,
             turns: bool) -> dict[int, TaskLayout] | None:
-    """Return the layouts of tasks that compute with one engine, with the engine split in the best way."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
         found = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}

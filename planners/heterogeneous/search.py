@@ -92,8 +92,7 @@ def proportional(hardware: Hardware, shares: Sequence[float]) -> Split:
 
 
 def whole_device_groups(hardware: Hardware, groups: int, random: np.random.Generator, most: int) -> list[Split]:
-    """Return splits that give each device group to one group, or to none: all if they are few, else a random sample
-    without idle ones."""
+    """Return splits that give each device group to one group or none: all if they are few, else a random sample."""
     device_groups = hardware.device_groups
     if (groups + 1) ** len(device_groups) <= most:
         owners = list(product(range(groups + 1), repeat=len(device_groups)))
@@ -146,9 +145,8 @@ def random_split(hardware: Hardware, groups: int, random: np.random.Generator) -
 
 
 def adjacent_splits(hardware: Hardware, split: Split) -> Iterator[Split]:
-    """Yield the splits of a local search step: a group gives or takes devices of a device group, as few as possible or
-    all, idle ones included; all groups leave a device group; two groups exchange what they have of two device groups.
-    """
+    """Yield the splits of a local search step: a group gives or takes devices, few or all, idle ones included; all
+    leave a device group; two groups exchange what they have of two device groups."""
     columns = [list(column) for column in zip(*split)]
     for index, device_group in enumerate(hardware.device_groups):
         for changed in _given(device_group, columns[index]):
@@ -212,8 +210,6 @@ _MAPPINGS = 1000  # assignments of tasks to subsets that are enumerated, at most
 
 @dataclass(frozen=True)
 class Progress:
-    """Best placement so far (None: none fits yet), a lower bound, and layouts costed."""
-
     placement: Placement | None
     bound: float
     evaluations: int
@@ -249,7 +245,6 @@ class _Search:
         self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
 
     def steps(self) -> Iterator[Placement | None]:
-        """Yield the best placement after each costly step."""
         arms = sorted(((value, grouping, splits) for grouping in self.groupings
                        for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
         left, rounds, ended = arms[:_ARMS], 1, []

@@ -14,12 +14,12 @@ from distflow.config.run import RoleRun
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Coefficients, Edge, ModelTask, Problem
+from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
 from planners.planner import plan
 from planners.transfers import through_dock
 
 
-def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
+def problem_of(spec: Spec) -> Problem:
     """Return the joint problem; modes with groups of ranks are planned as async. Raises InvalidInput without a plan,
     machines in the cluster file, or known sizes of a model."""
     if not spec.cluster.machines:
@@ -38,11 +38,10 @@ def problem_of(spec: Spec, coefficients: Coefficients | None = None) -> Problem:
     mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
-                   _syncs(model_tasks), mode, coefficients or Coefficients())
+                   _syncs(model_tasks), mode)
 
 
 def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
-    """Return the settings of each role and the sizes of its model."""
     found = {}
     for role in sorted({task.role for task in tasks}):
         settings, shape = spec.settings_of(role), spec.shape_of(role)
@@ -71,7 +70,6 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
 
 
 def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge, ...]:
-    """Return the dependencies, through nodes of type COMPUTE too, with the bytes of each."""
     index = {task.node: number for number, task in enumerate(tasks)}
     read: dict[str, dict[str, int]] = {}
     for edge in through_dock(spec, single_rank_plan, 1).edges:

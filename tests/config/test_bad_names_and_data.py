@@ -76,13 +76,12 @@ def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:
     assert str(caught.value).endswith("There may be more behind it.\n\n10 mistakes.")
 
 
-def test_each_rank_finds_the_mistakes_of_its_share(tmp_path: Path) -> None:
+def test_some_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?"}\n' * 5000 + "{\n" + '{"question": "1 + 1?"}\n')
     records = open_records(tmp_path / "one.jsonl")
-    for share in (0, 1):
-        check_records(records, Fields("question"), share, 3)
+    check_records(records, Fields("question"), 3)
     with pytest.raises(InvalidInput, match=r"one\.jsonl:5001: not valid JSON"):
-        check_records(records, Fields("question"), 2, 3)
+        check_records(records, Fields("question"), 2)
 
 
 def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

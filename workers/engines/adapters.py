@@ -72,9 +72,7 @@ class BaseEngine:
 
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
-
-    `weights` holds the whole adapters and value head by their names after `attach`.
-    """
+    `weights`: whole adapters and value head, by their names after `attach`."""
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
     missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}

@@ -24,8 +24,7 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
                   tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
-    """Return the tokens of a question (text or chat messages) by the chat template, or line by line without one. A
-    final message of the assistant is continued."""
+    """Return the tokens of a question (text or chat messages). A final message of the assistant is continued."""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     with tokenizer_lock:
         if not tokenizer.chat_template:
@@ -45,11 +44,9 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 
 
 class Between:
-    """Tokens between a sampled answer and the next one: the template's text around an observation by `role`.
-
-    Derived once from a conversation with known texts, so that no sampled token is decoded and encoded again. Special
-    tokens in an observation's text are encoded as plain text. Raises InvalidInput: the template cannot render such a
-    conversation; proposes the other role."""
+    """Tokens between a sampled answer and the next one: the template's text around an observation by `role`, derived
+    once from a known conversation, so that no sampled token is encoded again. Special tokens of observations are plain
+    text. Raises InvalidInput: the template cannot render such a conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user"):

@@ -84,10 +84,8 @@ def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", laye
                 heads: int = 4, kv_heads: int = 2, head_dim: int = 32, intermediate: int | None = None,
                 mixture: tuple[int, int] | None = None, max_positions: int = 256, pad_token_id: int = 0,
                 bos_token_id: int = 1, eos_token_id: int = 2) -> PreTrainedModel:
-    """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone.
-
-    `mixture`: (experts of a layer, experts of a token) in place of feed-forward layers of width `intermediate`.
-    """
+    """Build a float32 causal language model on the CPU, with weights drawn from `seed` alone. `mixture`: (experts of a
+    layer, experts of a token) in place of feed-forward layers of width `intermediate`."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
     if head_dim < MIN_HEAD_DIM:

@@ -60,7 +60,6 @@ class ExternalRollout(Rollout):
         return session
 
     def sleep(self) -> None:
-        """Free all memory of weights and caches on a GPU; on a CPU the libraries keep it."""
         if any(session.turns for session in self.sessions):
             raise EngineError(f"{self.library} cannot sleep while rows are under way: end their turns first, or  "
                               "abort()")
@@ -110,8 +109,7 @@ def end_turn(row: SampledRow, tokens: list[int], logprobs: list[float], versions
 
 def cache_on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype,
                  block: int = 1) -> tuple[int, int]:
-    """Return a paged cache's (tokens, bytes per token): enough for all rows at full length, at most 4 GiB, at least two
-    rows. A row takes a multiple of `block` tokens."""
+    """Return a paged cache's (tokens, bytes per token): all rows at full length, at most 4 GiB, at least two rows."""
     text = config.get_text_config()
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * size * dtype.itemsize

@@ -65,8 +65,7 @@ def _pieces(gradient: Tensor) -> int:
 
 
 def recompute(layer: nn.Module) -> None:
-    """Checkpoint the layer's activations: keep its input alone and recompute the rest (Chen et al. 2016). transformers'
-    own checkpointing disables the cache, and with it the shared prompt."""
+    """Recompute all but the layer's input (Chen et al. 2016); unlike transformers' own, it keeps the cache."""
     number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
     layer.forward = functools.partial(_checkpoint, layer.forward, number)
 
@@ -85,8 +84,7 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: C
 
 
 def compiled(layer: nn.Module) -> None:
-    """Compile the layer for inputs of any length, except attention, which indexes the cache by its layer, and experts,
-    which get a different number of tokens at each call."""
+    """Compile the layer, but not attention, which indexes the cache by layer, or experts, whose rows vary."""
     for name, part in layer.named_children():
         if name != "self_attn" and not hasattr(part, "experts"):
             part.forward = torch.compile(part.forward, dynamic=True)
@@ -94,11 +92,6 @@ def compiled(layer: nn.Module) -> None:
 
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once: gathering by layer saves too little memory for its messages."""
-
-def _is_small(model: nn.Module, whole: set[nn.Parameter]) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter not in whole) <= _SMALL
-
-
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -117,7 +110,8 @@ class FSDPEngine(Trainer):
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
-        layers, small = decoder_layers(model), _is_small(model, set(whole))
+        parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
+        layers, small = decoder_layers(model), parameters <= _SMALL
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.policy = HEADS[head](model, chunks=4 if small else 1, context=context)
@@ -189,7 +183,6 @@ class FSDPEngine(Trainer):
     @torch.no_grad()
     def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
                images: Ragged | None = None) -> list[Tensor]:
-        """Return the head's outputs on the CPU; those of placeholders come last."""
         shown = {} if images is None else {"images": images}
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **shown})
         pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]

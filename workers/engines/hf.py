@@ -178,7 +178,6 @@ class Decoding(Session):
         versions.masked_fill_(to_come, self.version)
 
     def _is_stopped(self, stop: StopStrings) -> Tensor:
-        """Return [slots] whether the newest token of a row completes a stop text."""
         stopped = torch.zeros_like(self.state["live"])
         live = self.state["live"].nonzero().squeeze(1)
         last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
@@ -308,7 +307,6 @@ class Decoding(Session):
         self._start(rows, pasts, slots, count)
 
     def _start(self, rows: list[SampledRow], pasts: list[Past], slots: Tensor, count: int) -> None:
-        """Resize the state to `count` slots and initialise those of the given rows."""
         limits = torch.tensor([row.limit for row in rows], device=self.device)
         first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
         ids = torch.tensor([row.id for row in rows], device=self.device)

@@ -33,9 +33,7 @@ from workers.engines.vision import ImageProcessor, attach_images
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model, float32 on the CPU, and its tokenizer; an embedded one is built from the run's seed and data.
-
-    `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other model.
-    """
+    `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other model."""
     if model.path:
         folder = _existing(find(model.path, "models", spec.folder), model.path)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -84,7 +82,6 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _tokenizer_of(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on the first records of the training data, so that every rank builds the same."""
     data = spec.run.data
     records, fields = open_records(_existing(spec.data_path(data.train), data.train)), fields_of(data, data.columns)
     first = (record for record in records.get(range(min(len(records), 2000))) if not fields.empty(record))

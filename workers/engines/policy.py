@@ -24,8 +24,7 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 
 class SharedPrompt(nn.Module):
     """Base of the heads: a transformers model with one forward pass for training and inference. Responses are computed
-    in up to `chunks` pieces of similar length, which saves padding; it must be 1 where layers communicate when
-    called."""
+    in up to `chunks` pieces, to save padding; 1 where layers communicate when called."""
 
     after_last = 0  # 1 for a head that is also applied after the last token of each response
 
@@ -139,7 +138,6 @@ def last_states(model: PreTrainedModel, tokens: Tensor, only_last: bool, **place
 
 
 def _expand(cache: Cache, prompt_of: Tensor) -> Cache:
-    """Return a copy of the cache with a row for each response."""
     lent = copy.copy(cache)
     lent.layers = [copy.copy(layer) for layer in cache.layers]
     lent.batch_select_indices(prompt_of)

@@ -45,7 +45,6 @@ class SampledRow:
     began: int = 0  # when the engine took up the turn, in the timeline's microseconds; 0: it has not
 
     def begin(self) -> None:
-        """Note that the engine has taken up the turn."""
         self.began = timeline.now()
 
     def resume(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
@@ -61,7 +60,6 @@ class SampledRow:
         self.sequence, self.limit = torch.cat([self.sequence, self.tokens, observation]), limit
 
     def end(self, tokens: Tensor, logprobs: Tensor, versions: Tensor, finished: bool) -> None:
-        """End the turn with what was sampled in it."""
         if self.began:
             timeline.current().add(timeline.ROWS, f"row {self.id}", self.began, tokens=len(tokens))
             self.began = 0
@@ -73,7 +71,6 @@ class SampledRow:
         self.tokens, self.logprobs, self.versions, self.finished = tokens, logprobs, versions, finished
 
     def end_unsampled(self) -> None:
-        """End the turn before any token of it was sampled here."""
         self.end(self.tokens[:0], self.logprobs[:0], self.versions[:0], finished=False)
 
 
@@ -98,8 +95,7 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Samples:
-    """Result of generation: `tokens` with `logprobs` and weight `versions` (int32), and `finished` [B], False where a
-    row was cut off."""
+    """Result of generation, with weight `versions` (int32), and `finished` [B]: False where a row was cut off."""
 
     tokens: Ragged
     logprobs: Ragged
@@ -140,7 +136,6 @@ class Session(ABC):
         self.add([row])
 
     def forget(self, row: SampledRow) -> None:
-        """Free what is kept of a row that has had its last turn."""
         row.past = None
 
     @abstractmethod
@@ -203,8 +198,7 @@ class Rollout(Sampler):
     @abstractmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
-        """Build an engine with the weights of `model` (whole, float32, on the CPU, on every rank) and version 0.
-        `shared`: parameters that another engine uses too, on the mesh's kind of device."""
+        """Build an engine with the whole weights of `model`, version 0. `shared`: parameters of another engine too."""
 
     @abstractmethod
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
@@ -239,16 +233,13 @@ class Rollout(Sampler):
         """End the engine's processes and free its memory; may be called twice."""
 
     def pause(self) -> None:
-        """Halt all sessions; what was sampled stays."""
         self.paused = True
 
     def resume(self) -> None:
-        """Continue all sessions."""
         self.paused = False
 
 
 def matching(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights. Raises EngineError if a name or a shape is not the model's."""
     for name, weight in weights:
         if wrong := weight_mismatch(name, weight, shapes):
             raise EngineError(wrong)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 
 def _signed(value: int) -> int:
-    """Wrap a number to int64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -20,8 +19,7 @@ _POSITION = _signed(0xD1B54A32D192ED03)
 
 
 def uniform(key: int | Tensor, ids: Tensor, position: int | Tensor) -> Tensor:
-    """Return float64 in [0, 1) for rows `ids` [B] at `position` under `key`, by SplitMix64 (Steele et al. 2014) as a
-    counter-based generator; all three broadcast."""
+    """Return float64 in [0, 1) for rows `ids` [B] at `position` under `key`, by SplitMix64 (Steele et al. 2014)."""
     state = _mix(ids * _GOLDEN + _mix(torch.as_tensor(key)).to(ids.device))
     bits = _mix(state + torch.as_tensor(position, device=ids.device) * _POSITION)
     return _shift(bits, 11).double() * 2.0**-53
@@ -38,8 +36,7 @@ def key_of(*parts: int) -> int:
 def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0,
          top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
-    Returns tokens [B] and their log-probabilities [B] at this temperature (greedy: at 1), before top-k and top-p, as
-    the trainer computes them."""
+    Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k and top-p."""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
     if temperature == 0:
         tokens = logprobs.argmax(-1)

@@ -50,8 +50,7 @@ class SharedEngine(Sampler):
         return caller
 
     def drive(self, stopped: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
-        """Sample what callers submit until `stopped`, then abort the rows under way, unless something has `failed`: an
-        error of the engine could hide the cause."""
+        """Sample what callers submit until `stopped`; then abort the rows, but not once something has `failed`."""
         try:
             while not stopped():
                 self._run_actions()
@@ -89,7 +88,6 @@ class SharedEngine(Sampler):
             raise EngineStopped(str(self.failure)) from self.failure
 
     def restart(self) -> None:
-        """Restart all turns under way. For the driving thread."""
         for session in self.sessions.values():
             together: dict[int, list[SampledRow]] = defaultdict(list)
             for row in session.abort():
@@ -104,7 +102,6 @@ class SharedEngine(Sampler):
             self.actions.put(action)
 
     def _run_actions(self) -> None:
-        """Run what callers have submitted; with nothing to sample, wait for it for a moment."""
         idle = not any(session.busy for session in self.sessions.values())
         try:
             self.actions.get(timeout=_MOMENT)() if idle else self.actions.get_nowait()()

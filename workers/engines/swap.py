@@ -28,8 +28,7 @@ class EngineSwap:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[Rollout]:
-        """Yield the rollout, awake and with the newest weights, and restore the trainer's memory in any case
-        afterwards. Entering is collective."""
+        """Yield the rollout with the newest weights; restore the trainer's memory. Entering is collective."""
         if not self.swap:
             self._load()
             yield self.rollout
@@ -54,7 +53,6 @@ class EngineSwap:
         self.asleep = True
 
     def ready(self) -> None:
-        """Wait until the trainer's memory is back."""
         self.everything.ready()
         self.optimizer.ready()
 

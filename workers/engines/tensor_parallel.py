@@ -46,9 +46,8 @@ PLANS["my_family"] = PLANS["llama"]"""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split the model, whose whole weights are equal on every rank, over the 1-D `mesh`. Embeddings and head (perhaps
-    tied) are split too if the mesh divides the vocabulary; the head must then be called through
-    `workers.engines.vocabulary`."""
+    """Split the model, equal on every rank, over the 1-D `mesh`. Embeddings and head are split too if it divides the
+    vocabulary; the head must then be called through `workers.engines.vocabulary`."""
     config = model.config.get_text_config()
     if type(model.config) is not type(config) or config.model_type not in PLANS:
         family = model.config.model_type

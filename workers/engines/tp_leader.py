@@ -29,9 +29,8 @@ _KEEPALIVE = 1.0  # longest time between two broadcasts: followers time out afte
 
 
 class TPLeader(Rollout):
-    """Engine of the first rank; every call that samples or changes weights is made on all ranks. `candidates` returns
-    the weights that the ranks have, each of which pulls its own while it samples. `group` holds the ranks; None: the
-    default group. Any call raises RankMissing: a follower has ended, or timed out."""
+    """Engine of the first rank; every call that samples or changes weights is made on all ranks. `candidates`: weights
+    that the ranks have pulled. Any call raises RankMissing: a follower has ended, or timed out."""
 
     def __init__(self, engine: Rollout, group: dist.ProcessGroup | None = None):
         self.group, self.engine, self.generation, self.end_tokens = group, engine, engine.generation, engine.end_tokens
@@ -84,8 +83,6 @@ class TPLeader(Rollout):
 
 
 class _LeaderSession(Session):
-    """Session of the leader, mirrored on every follower."""
-
     def __init__(self, leader: TPLeader, number: int, session: Session, keep_cache: bool):
         self.leader, self.number, self.session = leader, number, session
         self.key, self.keep_cache = session.key, keep_cache
@@ -141,8 +138,7 @@ class TPFollowerEngine:
         self.sessions: list[_FollowerSession] = []
 
     def run(self) -> None:
-        """Make the leader's calls until it releases this rank; raise RankMissing if it has ended, or is silent too
-        long."""
+        """Make the leader's calls until it releases this rank; raise RankMissing if it has ended, or is silent."""
         released = False
         while not released:
             weights = self.updates.arrived() if self.updates else None
@@ -180,8 +176,6 @@ class TPFollowerEngine:
 
 
 class _FollowerSession:
-    """Mirror of a leader's session, with rows by number."""
-
     def __init__(self, session: Session, keep_cache: bool):
         self.session, self.keep_cache = session, keep_cache
         self.rows: dict[int, SampledRow] = {}

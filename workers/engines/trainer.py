@@ -51,13 +51,9 @@ class Trainer(ABC):
                together: bool = False) -> dict[str, float]:
         """Take one optimizer step; return `grad_norm` before clipping and `learning_rate`.
 
-        Args:
-            batch: this rank's rows: `prompts`, `responses`, optionally `images`, and what `loss_of` needs.
-            loss_of: called for each micro-batch; losses are summed over micro-batches and shares.
-            together: keep consecutive rows of one id in one micro-batch, since their losses are coupled.
-
-        Raises:
-            EngineError: the gradient is not finite; the weights are left as they were.
+        `batch` has this rank's rows: `prompts`, `responses`, perhaps `images`, and what `loss_of` needs, whose losses
+        are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one micro-batch. Raises
+        EngineError: the gradient is not finite; the weights are left as they were.
         """
         self._accumulate(self._micro_batches(batch, together), loss_of, temperature)
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
@@ -82,8 +78,7 @@ class Trainer(ABC):
         """Yield the trained weights as whole tensors by Hugging Face name; see `distflow.weights.reshard.gathered`."""
 
     def shards(self) -> Mapping[str, Tensor]:
-        """Return this rank's part of the trained weights, which it publishes: DTensors, or whole tensors that no other
-        rank publishes. Collective."""
+        """Return this rank's part of the trained weights: DTensors, or tensors that no other rank has. Collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         return {name: whole.clone() for index, (name, whole) in enumerate(self.export()) if index % ranks == rank}
 
@@ -97,8 +92,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def resident(self, weights: bool = True) -> Iterable[Tensor]:
-        """Yield this rank's tensors between two steps: optimizer state and, with `weights`, its shards; without tensors
-        shared with another engine."""
+        """Yield this rank's unshared tensors between two steps: optimizer state and, with `weights`, shards."""
 
     def scratch(self) -> Iterable[Tensor]:
         """Yield tensors that stay allocated between two steps though their contents are not needed."""
@@ -159,7 +153,6 @@ def schedule(settings: RoleRun, step: int, steps: int) -> float:
 
 
 def _placeholder(pad_token: int, with_images: bool) -> Batch:
-    """Return a micro-batch without a loss, for a rank that has fewer rows than others."""
     one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
     none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if with_images else {}
     return Batch(torch.tensor([-1]), {"prompts": one, "responses": one, **none})

@@ -41,7 +41,6 @@ class ValueModel(SharedPrompt):
 
     def forward(self, *inputs: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
                 ) -> tuple[Tensor, Tensor]:
-        """See `SharedPrompt.forward`; `temperature` is ignored."""
         prompts, prompt_lengths, prompt_of, responses, response_lengths = inputs
         (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images)
         ends = (response_lengths + 1).cumsum(0) - 1

@@ -56,7 +56,6 @@ class ImageProcessor:
                    tuple(config.get("image_mean", _CLIP_MEAN)), tuple(config.get("image_std", _CLIP_STD)))
 
     def save(self, folder: Path) -> None:
-        """Write to a model folder, in transformers' format."""
         config = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": self.patch, "merge_size": self.merge,
                   "temporal_patch_size": self.frames, "image_mean": self.mean, "image_std": self.std,
                   "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
@@ -82,7 +81,6 @@ class ImageProcessor:
         return Ragged(values, torch.full((height,), width))
 
     def tokens(self, image: Ragged) -> int:
-        """Return the number of tokens of an image."""
         return len(image.values) // (self.patch * self.merge) ** 2
 
     def patches(self, image: Ragged) -> tuple[Tensor, tuple[int, int, int]]:
@@ -143,6 +141,5 @@ def position_inputs(model: Any, tokens: Tensor, mask: Tensor,
 
 
 def attach_images(model: PreTrainedModel, image_processor: ImageProcessor | None) -> PreTrainedModel:
-    """Attach an image processor (or None) to the model and return the model."""
     vars(model)["image_processor"] = image_processor
     return model

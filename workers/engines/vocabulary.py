@@ -32,9 +32,8 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
 
 def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, temperature: float,
               group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Compute `score` with a head of `vocabulary` rows that is split over `group`; `weight` holds this rank's rows. The
-    last ranks may have fewer rows, none, or padding beyond the vocabulary, which is ignored. Every rank gets the whole
-    gradient of `hidden`."""
+    """Compute `score` with a head of `vocabulary` rows split over `group`, of which `weight` holds this rank's, with
+    padding beyond the vocabulary ignored. Every rank gets the whole gradient of `hidden`."""
     rows = -(-vocabulary // dist.get_world_size(group))
     first = rows * dist.get_rank(group)
     return _Scores.apply(hidden, weight[: max(0, vocabulary - first)], tokens, temperature, group, first, rows)

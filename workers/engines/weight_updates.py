@@ -19,7 +19,6 @@ _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried 
 
 class WeightUpdates:
     def __init__(self, puller: Puller, version: int):
-        """`version` is that of the weights that the engine has loaded from its files."""
         self.puller, self.version, self.key = puller, version, ""
         self.missed = ""  # key of the version that could not be pulled
         self.pulled: Weights | None = None
@@ -29,8 +28,7 @@ class WeightUpdates:
         self.job = self.pool.submit(self._pull)
 
     def arrived(self) -> Weights | None:
-        """Return the weights that have been pulled, or raise the thread's error. The next pull waits until they are
-        loaded or dropped."""
+        """Return the pulled weights, or raise the thread's error. The next pull waits until they are used."""
         if self.job.done():
             self.job.result()
         return self.pulled

@@ -40,7 +40,6 @@ def generalized_advantage(rewards_T: Tensor, values_T: Tensor, lengths_B: Tensor
 
 
 def _discounted_sum(values_S: Tensor, lengths_R: Tensor, discount: float) -> Tensor:
-    """Return `x_t + discount * x_(t+1) + …` to the row's end, in log(longest row) passes."""
     summed, longest = 1, int(lengths_R.max()) if len(lengths_R) else 0
     while summed < longest:
         values_S = values_S + discount**summed * _later(values_S, lengths_R, summed)
@@ -85,9 +84,8 @@ def _check(rewards_T: Tensor, lengths_B: Tensor, mask_T: Tensor | None, **shares
 def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat = 1e-6, scale: bool = True) -> Tensor:
     """Compare each reward with its group's mean, in units of the group's deviation (GRPO: Shao et al. 2024, 4.1.2).
 
-    `(r - mean) / (std + epsilon)` with the unbiased `std` (epsilon is 1e-6 in verl and 1e-4 in TRL); exactly 0 in
-    groups of equal rewards, or of one row (verl gives that row its raw reward). Without `scale` there is no division,
-    which favours prompts of little spread (Dr. GRPO: Liu et al. 2025).
+    `(r - mean) / (std + epsilon)`, `std` unbiased; 0 in groups of equal rewards or of one row (verl: the raw reward).
+    Without `scale` there is no division, which favours prompts of little spread (Dr. GRPO: Liu et al. 2025).
     """
     if not epsilon >= 0:
         raise ValueError(f"epsilon is added to a deviation and must be at least 0; got {epsilon}")
@@ -103,16 +101,13 @@ def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat
 
 @node(writes="advantages", keep_together="group")
 def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract from each reward the mean of its group's others (RLOO: Kool et al. 2019; Ahmadian et al. 2024).
-
-    As `(r - mean) * n / (n - 1)`; 0 in groups of one row. Raises ValueError as `group_advantage` does.
-    """
+    """Subtract from each reward the mean of its group's others (RLOO: Kool et al. 2019; Ahmadian et al. 2024); 0 in
+    groups of one row."""
     centred_B, size_B, _ = _centred(rewards, group)
     return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(_result_dtype(rewards))
 
 
 def _centred(rewards_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the reward minus the group mean, the group size (both float64) and a dense group index, each per row."""
     _check_advantages(rewards_B, group_B)
     _, index_B = torch.unique(group_B, return_inverse=True)
     rewards_B = rewards_B.detach().to(torch.float64)

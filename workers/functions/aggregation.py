@@ -23,7 +23,6 @@ from distflow import Ragged
 
 
 def trained_mask(tokens: Ragged, response_mask: Ragged | None) -> Ragged:
-    """Return which tokens are trained: all of them if no node says otherwise."""
     if response_mask is not None:
         return response_mask
     return tokens.with_values(torch.ones(len(tokens.values), dtype=torch.bool))

@@ -1,5 +1,4 @@
-"""Multi-turn rollouts: conversations of a model with environments. Sampling goes on while environments answer, so that
-two runs differ by the rounding of their log-probabilities."""
+"""Multi-turn rollouts: conversations of a model with environments, which answer while the model samples for others."""
 
 from __future__ import annotations
 
@@ -215,7 +214,6 @@ def _tokens(episodes: list[_Episode]) -> Ragged:
 
 def _columns(episodes: list[_Episode], engine: RoleEngines,
              ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
-    """Return what `converse` writes. No token of a trajectory that is not kept is trained."""
     responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
     mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)
             for episode in episodes for piece in episode.pieces]

@@ -66,10 +66,7 @@ def truncated_importance(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", cap: Annotated[float, Field(ge=1)] = 2.0,
 ) -> Ragged:
-    """Return the weight `min(ratio, cap)` of each token in the loss, float32; untrained tokens get 1.
-
-    Truncation bounds the variance at the price of a bias towards what the trainer finds less likely (Ionides 2008).
-    """
+    """Return each token's weight `min(ratio, cap)`, float32, 1 if untrained (bias and variance: Ionides 2008)."""
     mask_T = trained_mask(rollout_logprobs, response_mask).values
     ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
     weight_T = torch.where(mask_T, ratio_T.clamp(max=cap), 1.0)

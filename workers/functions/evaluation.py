@@ -16,8 +16,7 @@ def tally(rewards: Tensor, group: Tensor, questions: list[str], answers: list[st
           samples: PositiveInt = 1, threshold: PositiveFloat = 1.0) -> None:
     """Report mean@k, the mean reward of each problem's k = `samples` answers, and pass@k for k = 1, 2, 4, … `samples`.
 
-    An answer is right if its reward is at least `threshold`. A problem that has fewer than k answers left, because the
-    reward of others failed, has no pass@k. The text is read so that the run's samples have it.
+    An answer is right if its reward is at least `threshold`. No pass@k for problems with fewer than k answers left.
     """
     ks = [2**power for power in range(samples.bit_length()) if 2**power < samples] + [samples]
     order = torch.argsort(group)

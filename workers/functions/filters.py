@@ -18,10 +18,7 @@ _FILTERS = 1 << 32  # random stream of filters, apart from those of roles that s
 
 @node(writes="keep", keep_together="group", refills="max_draws")
 def informative_groups(rewards: Tensor, group: Tensor, *, max_draws: int = 10) -> Tensor:
-    """Keep the prompts whose answers earn different rewards: dynamic sampling (DAPO: Yu et al. 2025, Eq. 11).
-
-    A prompt with one answer is dropped. New prompts are drawn in place of those dropped, `max_draws` times at most.
-    """
+    """Keep prompts with different rewards, and draw others, up to `max_draws` times (DAPO: Yu et al. 2025, Eq. 11)."""
     del max_draws  # read by the training loop, which draws again
     _, index = torch.unique(group, return_inverse=True)
     keep = ~all_equal(rewards, group)[index]
@@ -35,9 +32,8 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveIn
                 kind: Literal["worst", "random"] = "worst") -> Tensor:
     """Keep each prompt's `best` best answers, and `others` of the rest: policy filtration (Shen & Zhang 2024).
 
-    `kind: worst` is the paper's best-worst (BW), `random` its best-random (BR), and `others: 0` its best-of-N (BoN).
-    The paper draws with replacement by rank; here the numbers are exact. Equal rewards are ranked by chance, which
-    depends on (seed, step, row id) alone.
+    `kind: worst` is the paper's BW, `random` its BR, `others: 0` its BoN; numbers are exact here, and drawn there.
+    Equal rewards are ranked by chance, from (seed, step, row id) alone.
     """
     chance = uniform(_key(), row, 0)
     by_rank = _order(group, -rewards.double(), chance)
@@ -68,5 +64,4 @@ def _rank(group: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _key() -> int:
-    """Return the key of the step, apart from that by which rows are sampled: torch is seeded with (seed, step)."""
     return key_of(torch.initial_seed() & ((1 << 63) - 1), _FILTERS)

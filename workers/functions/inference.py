@@ -21,11 +21,8 @@ def logprobs(engine: RoleEngines, prompts: Ragged, responses: Ragged, images: Ra
 @node(writes="advantages")
 def distillation_advantage(rollout_logprobs: Ragged, teacher_logprobs: Ragged,
                            response_mask: Ragged | None = None) -> Ragged:
-    """Return log p_teacher - log p_student of each token that the student sampled.
-
-    A policy gradient with these advantages descends the reverse divergence KL(student || teacher) (MiniLLM, Gu et al.
-    2024). Each token counts for itself alone, which Lu et al. 2025 ("On-Policy Distillation") found to suffice.
-    """
+    """Return log p_teacher - log p_student of each sampled token, the advantages of KL(student || teacher) (MiniLLM, Gu
+    et al. 2024); each token counts for itself alone (Lu et al. 2025, "On-Policy Distillation")."""
     reverse_T = kl_estimate(rollout_logprobs.values, teacher_logprobs.values, "k1")
     current().mean_of("distillation/reverse_kl", reverse_T[trained_mask(rollout_logprobs, response_mask).values])
     return rollout_logprobs.with_values(-reverse_T)

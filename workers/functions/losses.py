@@ -77,10 +77,9 @@ def _not_per_token(loss_T: Any, logprobs_T: Tensor) -> tuple[str, str] | None:
 
 def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float,
                         dual_clip: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7), with bounds `1 - clip_low` and `1 + clip_high`. PPO
-    has both equal; DAPO raises the upper one alone (Yu et al. 2025, section 3.1). `dual_clip`, above 1, caps the loss
-    of a negative advantage, unbounded in `r` otherwise, at `-dual_clip * A` (Ye et al. 2020, "Mastering Complex
-    Control in MOBA Games with Deep Reinforcement Learning")."""
+    """Return PPO's clipped surrogate (Schulman et al. 2017, Eq. 7); DAPO raises `clip_high` alone (Yu et al. 2025,
+    3.1). `dual_clip`, above 1, caps the loss of a negative advantage at `-dual_clip * A` (Ye et al. 2020, "Mastering
+    Complex Control in MOBA Games with Deep Reinforcement Learning")."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     advantages_T = advantages_T.detach()
     ratio_T = _ratio(logprobs_T, old_T)
@@ -98,11 +97,7 @@ def clipped_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor,
 def sequence_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor, lengths_B: Tensor, clip_low: float,
                          clip_high: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the clipped surrogate with one ratio per row, `s = exp(mean(logprobs - old))` (GSPO: Zheng et al. 2025,
-    Eq. 5 to 7).
-
-    Written as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`: with `seq_mean_token_mean` and one
-    advantage for the row, value and gradient are those of Eq. 5, and advantages of single tokens are allowed as well.
-    """
+    Eq. 5 to 7), as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`, for advantages per token."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
     constant_T = logprobs_T.detach()
@@ -123,8 +118,7 @@ def capped_policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tens
 
 
 def policy_gradient(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `-A * logprobs` (REINFORCE: Williams 1992); unbiased if this very policy has sampled. `old_T` is for the
-    ratio alone."""
+    """Return `-A * logprobs` (REINFORCE: Williams 1992); unbiased if this very policy has sampled."""
     _check_shapes(logprobs_T, old_T, advantages_T)
     ratio_T = _ratio(logprobs_T, old_T).detach()
     return -advantages_T.detach() * logprobs_T, ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool)

@@ -36,10 +36,7 @@ def labelled_pairs(engine: RoleEngines, prompts: Ragged, chosen: list[str], reje
 
 @node(writes=("preference", "keep"), keep_together="group")
 def best_and_worst(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair each prompt's sample of the highest reward with that of the lowest, as `preference`.
-
-    The first of equals is taken. Rows in no pair leave the step, as all of a prompt with equal rewards.
-    """
+    """Pair each prompt's best sample with its worst, the first of equals. Rows in no pair leave the step."""
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite, so that no sample is better than another")
     falling = torch.argsort(rewards, descending=True, stable=True)
@@ -138,7 +135,6 @@ def bradley_terry_loss(better_P: Tensor, worse_P: Tensor, centering: float = 0.0
 
 
 def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict[str, ColumnData]) -> tuple[Batch, int]:
-    """Return the rows of pairs, each better one before its worse one, and the number of pairs over all ranks."""
     marked = preference.nonzero().squeeze(1)
     marked = marked[torch.argsort(preference[marked], descending=True, stable=True)]
     marked = marked[torch.argsort(group[marked], stable=True)]

@@ -31,16 +31,9 @@ def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor
     """Return each completion's reward [B] float32 (0.0 if it has none), whether it has one [B] bool, and the values of
     the recipe's parts before their weights, as JSON.
 
-    `reward`: see `distflow.contracts.rewards`. A row whose reward has failed (it raised, hung, ended its process or
-    gave no finite number) leaves the step.
-
-    Args:
-        workers: processes in which rewards run; default: the rank's cores, 2 at least and 8 at most.
-        memory_gib: limit of each of these processes.
-        limit: seconds for all rewards of a step on this rank; what is not done then has failed.
-
-    Raises:
-        RewardsFailed: every row of `patience` steps in a row has failed.
+    Rows whose reward failed (raised, hung, ended its process, gave no finite number) leave the step. `workers`
+    processes (default: the rank's cores, 2 to 8) of `memory_gib` each have `limit` seconds for a step's rewards. Raises
+    RewardsFailed if every row of `patience` steps in a row has failed.
     """
     settings = {"recipe": reward, "workers": workers, "memory_gib": memory_gib, "limit": limit, "patience": patience}
     scorer, names = _scorer(current().scope, json.dumps(settings)), row.tolist()
@@ -73,7 +66,6 @@ def _scorer(scope: str, settings: str) -> Scorer:
 
 
 def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
-    """Return a column as reward functions take it: text, numbers or lists of numbers, one for each row."""
     if isinstance(column, list):
         return column
     if isinstance(column, Tensor):
@@ -115,8 +107,7 @@ def kl_in_reward(
     rewards: Tensor, rollout_logprobs: Ragged, reference_logprobs: Ragged, response_mask: Ragged | None = None, *,
     kl: NonNegativeFloat = 0.001, kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Tensor:
-    """Subtract from each reward `kl` times the KL estimate to the reference, summed over the row's trained tokens
-    (Ziegler et al. 2019, Eq. 2)."""
+    """Subtract from each reward `kl` times the row's KL estimate to the reference (Ziegler et al. 2019, Eq. 2)."""
     kl_T = _trained_kl(rollout_logprobs, reference_logprobs, response_mask, kl_kind)
     kl_B = torch.zeros(len(rewards), dtype=torch.float64).index_add_(0, rollout_logprobs.row_of, kl_T)
     current().mean_of("reward/kl", kl_B)
@@ -130,10 +121,7 @@ def token_rewards(
     kl_kind: Literal["k1", "k2", "k3"] = "k1",
 ) -> Ragged:
     """Return a reward for each token, float32: the row's own on its last trained token, minus `kl` times each token's
-    KL estimate (Ouyang et al. 2022, Eq. 2; Hu et al. 2025).
-
-    Untrained tokens get 0, and a row without trained tokens has nowhere to put its reward.
-    """
+    KL estimate (Ouyang et al. 2022, Eq. 2; Hu et al. 2025). Untrained tokens get 0."""
     mask_T = trained_mask(rollout_logprobs, response_mask).values
     index_T = torch.arange(len(mask_T))[mask_T]
     last_B = torch.full((len(rewards),), -1).scatter_reduce(0, rollout_logprobs.row_of[mask_T], index_T, "amax")
@@ -150,11 +138,8 @@ def token_rewards(
 @node(writes="rewards")
 def overlong_penalty(rewards: Tensor, responses: Ragged, *, max_length: PositiveInt,
                      margin: Annotated[float, Field(gt=0, le=1)] = 0.2, penalty: NonNegativeFloat = 1.0) -> Tensor:
-    """Add to each reward `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13).
-
-    The punishment falls linearly from 0 to -1 over the last `margin` of `max_length` tokens, where generation usually
-    stops, and is -1 beyond; the paper's margin is a fifth.
-    """
+    """Add to each reward `penalty` times the soft overlong punishment (DAPO: Yu et al. 2025, Eq. 13), which falls from
+    0 to -1 over the last `margin` of `max_length` tokens."""
     cache = margin * max_length
     punishment_B = ((max_length - cache - responses.lengths) / cache).clamp(-1.0, 0.0)
     current().mean_of("reward/overlong", punishment_B < 0)

@@ -26,9 +26,7 @@ def greedy(engine: RoleEngines, prompts: Ragged, row: Tensor, *,
 def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveInt = 1024,
         **columns: list[str]) -> Ragged:
     """Make prompts for a role: the template filled with each row's columns, as a question by the role's chat template.
-
-    A prompt longer than `max_prompt_tokens` loses its beginning, and is counted.
-    """
+    A longer one than `max_prompt_tokens` loses its beginning."""
     texts = [template.format(**dict(zip(columns, row))) for row in zip(*columns.values())]
     rows = [torch.tensor(prompt_tokens(engine.tokenizer, text), dtype=torch.int64) for text in texts]
     current().add(f"{engine.name}/prompts_cut", sum(len(row) > max_prompt_tokens for row in rows))

@@ -1,5 +1,4 @@
-"""Training steps of policies, and what all training functions share: mini-batches that are alike on any number of
-ranks, token weights, the optimizer step."""
+"""Training steps of policies; what all training functions share: mini-batches, token weights, optimizer steps."""
 
 from __future__ import annotations
 
@@ -36,9 +35,8 @@ def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int
 
 
 def normalized(engine: RoleEngines, advantages: Ragged, mask: Ragged) -> Ragged:
-    """Return `(A - mean) / deviation` over the trained tokens of all ranks, float32; untrained tokens get 0. Every
-    token counts once (REINFORCE++, Hu et al. 2025). The deviation is unbiased; 1e-8 under its root lets equal
-    advantages become 0 rather than magnified rounding."""
+    """Return `(A - mean) / deviation` over the trained tokens of all ranks, float32, 0 for untrained ones (REINFORCE++,
+    Hu et al. 2025). 1e-8 under the unbiased deviation's root keeps rounding of equal advantages small."""
     values_S = advantages.values[mask.values].double()
     tokens, total = engine.total(torch.stack([mask.values.sum(), values_S.sum()]).double())
     centred_S = values_S - total / tokens.clamp(min=1)
@@ -59,9 +57,8 @@ _PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "refere
 
 
 class PolicyLoss:
-    """Loss of a policy update, called with each micro-batch: the sum of its tokens' weighted losses. Untrained tokens
-    are left out first: they may have log-probabilities of -inf, which no mean or gradient must see. `share` is the
-    weight of one call in the step's reported loss."""
+    """Loss of a policy update: the sum of a micro-batch's weighted token losses. Untrained tokens are left out first,
+    as they may have log-probabilities of -inf. `share` is the weight of one call in the step's reported loss."""
 
     def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float):
         self.surrogate, self.kl, self.kl_kind, self.share = surrogate, kl, kl_kind, share

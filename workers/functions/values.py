@@ -20,9 +20,8 @@ from workers.roles import RoleEngines
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
                        clip: float | None) -> tuple[Tensor, Tensor]:
-    """Return `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2) / 2`, and where the bound was active. The
-    pessimistic clipping of PPO's reference implementation (Huang et al. 2022, "The 37 implementation details of PPO",
-    number 9); without `clip` half the squared error."""
+    """Return half of `max((V - R)**2, (V_old + clamp(V - V_old, -clip, clip) - R)**2)`, and where the bound was active:
+    PPO's pessimistic clipping (Huang et al. 2022, "The 37 implementation details of PPO", number 9)."""
     if not values_T.shape == old_T.shape == returns_T.shape:
         shapes = [tuple(x_T.shape) for x_T in (values_T, old_T, returns_T)]
         raise ValueError(f"values, old values and returns differ in shape: {shapes}")
@@ -74,7 +73,6 @@ def gae(rewards: Tensor | Ragged, values: Ragged, rollout_logprobs: Ragged, refe
 
 
 def _at_last_token(rewards_B: Tensor, rows: Ragged) -> Tensor:
-    """Return [T], float64: each row's reward at its last token. A row without tokens has no action."""
     some_B = rows.lengths > 0
     rewards_T = torch.zeros(len(rows.values), dtype=torch.float64)
     rewards_T[rows.offsets[1:][some_B] - 1] = rewards_B[some_B].double()
@@ -89,8 +87,7 @@ def value_update(
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
 ) -> None:
-    """Make the critic's step of PPO: squared error to the returns, clipped around the old values. `mini_batches` as in
-    `policy_update`."""
+    """Make the critic's step of PPO: squared error to the returns, clipped around the old values."""
     mask = trained_mask(responses, response_mask)
     # A return that is no number, where nothing is trained, would spoil the gradient even with a weight of 0.
     targets = returns.with_values(torch.where(mask.values, returns.values, values.values))

@@ -78,8 +78,6 @@ def packed(message: Any) -> bytes:
 
 
 class Handler:
-    """What the children of a pool do."""
-
     def answer(self, call: Message, send: Callable[[Message], None]) -> Answer:
         """Return the answer of a call, or a coroutine that does; `send` sends a message before it."""
         raise NotImplementedError

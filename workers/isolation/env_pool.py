@@ -25,8 +25,6 @@ _MAX_PROCESSES = 512  # children at a time beyond which steps stay behind slow o
 
 @dataclass(frozen=True)
 class EnvFailure:
-    """Why an environment returned no turn; `timeout` is set where it took too long."""
-
     reason: str
     timeout: bool = False
 
@@ -70,7 +68,6 @@ class EnvProcess(ChildProcess):
 
     @property
     def steps(self) -> list[Episode]:
-        """Steps without an answer, oldest first."""
         return [*self.pending.values(), *self.queued]
 
     @property
@@ -103,7 +100,6 @@ class EnvProcess(ChildProcess):
         self.queued.clear()
 
     def read(self, message: Any) -> tuple[Episode, Turn | EnvFailure] | None:
-        """Return an episode and its answer; None for a step that was given up."""
         episode: Episode | None = self.pending.get(message["call"])
         if episode is None:
             return None
@@ -197,7 +193,6 @@ class EnvPool:
             self._move(process, others, but=slow)
 
     def _move(self, process: EnvProcess, steps: list[Episode], but: Episode | None = None) -> None:
-        """Create the environments of a process again elsewhere when they are next asked, which `steps` are at once."""
         for episode in self.episodes.values():
             if episode.process is process and episode is not but:
                 episode.process = None

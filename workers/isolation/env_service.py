@@ -109,7 +109,6 @@ class EnvService:
             self.pool.close()
 
     def _run_actions(self) -> None:
-        """Run what clients have submitted; wait for it if no step is under way."""
         if not self.pool.busy:
             self.actions.get()()
         while not self.actions.empty():
@@ -178,7 +177,6 @@ class EnvClient:
             self.requests.append(lambda: self._end(number))
 
     def _ask(self, number: int, row: int, columns: dict[str, str], text: str) -> None:
-        """Start a step. Runs in the service's thread, as `_end` and `_leave` do."""
         self.service.owners[number] = (self, row)
         self.service.pool.step(number, columns, text)
 

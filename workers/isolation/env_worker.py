@@ -66,5 +66,4 @@ def _as_message(turn: Any) -> Message:
 
 
 def _utf8(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

@@ -90,7 +90,6 @@ class ChildProcess:
         self.start_clocks()
 
     def start_clocks(self) -> None:
-        """Start the clocks of the calls whose turn it is."""
         for call in self.pending.values():
             if call.deadline == math.inf:
                 call.deadline = time.monotonic() + call.seconds
@@ -102,7 +101,6 @@ class ChildProcess:
         return min((call.deadline for call in self.pending.values()), default=math.inf)
 
     def due(self, until: float) -> list[Any]:
-        """Return the calls whose clock runs and ends by `until`."""
         return [call for call in self.pending.values() if call.deadline <= until and call.deadline < math.inf]
 
     def close(self) -> None:
@@ -118,7 +116,6 @@ class ChildProcess:
         return found
 
     def read(self, message: Any) -> Any:
-        """Check a message and return what it says, or raise one of `MALFORMED`."""
         raise NotImplementedError
 
 
@@ -126,9 +123,8 @@ C = TypeVar("C", bound=ChildProcess)
 
 
 class ChildPool(Generic[C]):
-    """Children that one fork server has forked. Not thread-safe, except for `wake`. `what` they run is named in
-    messages; `module:name` makes their `Handler` in the fork server, from `arguments`; `memory_gib` limits a child and
-    its descendants for shared memory, each for its private memory; `secrets` are passed on all the same."""
+    """Children that one fork server has forked. Not thread-safe, except for `wake`. `module:name` makes their `Handler`
+    from `arguments`; `memory_gib` limits each and its descendants; `secrets` are passed on all the same."""
 
     def __init__(self, kind: type[C], what: str, handler: str, arguments: Message, memory_gib: float,
                  secrets: dict[str, str] | None = None):

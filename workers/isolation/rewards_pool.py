@@ -81,8 +81,6 @@ class RewardResults:
 
 
 class RewardProcess(ChildProcess):
-    """A child that computes rewards, of one job at a time."""
-
     max_bytes = 1 << 26
 
     def __init__(self, *parts: Any):
@@ -245,8 +243,7 @@ class _PoolRun:
                 self._record(call, index, FailedSample(reason))
 
     def _start_again(self, error: ForkServerLost) -> None:
-        """Start all children again after the loss of the fork server. Which call has killed it shows when those that
-        were under way run one by one."""
+        """Start all children again; calls that were under way run one by one, which shows the one that kills."""
         for call, message in [answer for child in self._busy() for answer in child.drain() if answer]:
             self._take(call, message)
         lost = [call for child in self._busy() for call in child.pending.values()]
@@ -263,7 +260,6 @@ class _PoolRun:
         self.waiting.extendleft(reversed(lost))
 
     def _fail_rest(self) -> None:
-        """Fail all samples without a result: the time limit is over."""
         for child in self._busy():
             self.waiting.extend(child.pending.values())
             self.pool.end(child)

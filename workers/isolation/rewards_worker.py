@@ -83,7 +83,6 @@ class RewardHandler(Handler):
         return self.loaded[key]
 
     def _kill_leftovers(self) -> int:
-        """Kill the processes that calls have left running; return their number."""
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -137,7 +136,6 @@ def _call(function: Function, call: Message, row: list[Any]) -> Any:
 
 
 def _values(value: Any, samples: int | None) -> list[float | list[str]]:
-    """Return of each sample a number or [reason, trace]."""
     if samples is None:
         return [_number(value)]
     values = value.tolist() if hasattr(value, "tolist") else value

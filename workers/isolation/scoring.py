@@ -76,8 +76,7 @@ class Scorer:
 
     def _score_in_rank(self, call: int, rows: list[int], columns: Columns, results: CallResults,
                  reported: list[Reported]) -> list[int]:
-        """Score rows in this process where the reward allows it, and return the remaining ones. Where a shortcut fails,
-        the function itself decides."""
+        """Score rows in this process where the reward allows it; return the rest, and those whose shortcut failed."""
         term = self.calls[call]
         function, contract = self.functions[term.name], self.contracts[term.name]
         marks: RewardMarks = function.__distflow_reward__
@@ -101,8 +100,7 @@ class Scorer:
         return rest
 
     def count(self, scores: Scores, step: int) -> None:
-        """Count the failures of a batch, which may be a part of its step; RewardsFailed after `patience` failed
-        steps."""
+        """Count the failures of a batch; raise RewardsFailed after `patience` failed steps."""
         steps = self.failures.count(step, len(scores.keep), scores.keep.count(False))
         if steps < self.patience:
             return
@@ -133,12 +131,8 @@ def report(scores: Scores, names: Sequence[int]) -> str:
         reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
         first = next(row for row, failed in mine if failed.reason == reason)
         more = f", and {count - 1} more" if count > 1 else ""
-        parts.append(f"reward `{name}` {_one_line(reason)} (sample {names[first]}{more})")
+        parts.append(f"reward `{name}` {' '.join(reason.split())[:300]} (sample {names[first]}{more})")
     return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
 
 
 def _pool(size: int, memory_gib: float) -> RewardPool:
@@ -184,7 +178,6 @@ def _arguments(contract: RewardContract, columns: Columns, rows: list[int]) -> l
 
 
 def _parameters(contract: RewardContract, columns: Columns) -> tuple[int, list[str]]:
-    """Return the number of positional arguments, and the names of the others, which follow a missing column."""
     there = [read.name in columns for read in contract.columns.values()]
     positional = there.index(False) if False in there else len(there)
     return positional, [name for name, read in contract.columns.items() if read.name in columns][positional:]

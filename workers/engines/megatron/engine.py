@@ -38,12 +38,10 @@ from workers.engines.megatron.weights import check_family, entries, stage_weight
 
 
 class MegatronEngine(Trainer):
-    """One role's model over all ranks of `mesh`. Responses do not share prompts, as in `FSDPEngine`: each is a packed
-    sequence of its own, without padding."""
+    """One role's model over all ranks of `mesh`. Each response is a packed sequence with a prompt of its own."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
-        """`model` holds all weights on the CPU, equal on all ranks."""
         _refuse(settings, head, bool(whole))
         super().__init__(settings, mesh, pad_token, steps)
         self.layout = layout_of(mesh, ep)
@@ -106,8 +104,7 @@ class MegatronEngine(Trainer):
         return self.optimizer.step(rate)
 
     def _passes(self, micros: list[Batch], temperature: float, loss_of: LossOf | None) -> list[Tensor]:
-        """Run all micro-batches through the pipeline, with a loss also backward; return log-probabilities and entropies
-        [2, N] of each, on every rank."""
+        """Run micro-batches through the pipeline, backward too with a loss; return [2, N] log-probs and entropies."""
         cp = self.groups.cp
         packs = [pack(micro["prompts"], micro["responses"], self.pad_token, cp.size(), cp.rank(), self.device)
                  for micro in micros]

@@ -19,8 +19,6 @@ from distflow.plan import Layout
 from distflow.weights.reshard import BUCKET_BYTES, all_gather
 from workers.engines.megatron.weights import WeightEntry
 
-_Key = tuple[int, str, torch.dtype]
-
 
 class Exporter:
     """Exports the parameters `mine` of this rank's stage, by Megatron's names. `shapes` are those of whole tensors."""

@@ -28,8 +28,7 @@ if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks whether it is None 
 
 
 class Stage(GPTModel):
-    """Layers of one pipeline stage. The last stage returns hidden states, not logits: those are computed for response
-    tokens alone, and never over the whole vocabulary at once (`vocabulary.score_cut`)."""
+    """Layers of one pipeline stage. The last returns hidden states: logits are made piece by piece (`score_cut`)."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
@@ -97,7 +96,6 @@ def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
 
 
 def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:
-    """Build this rank's part of the model, with undefined weights."""
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)

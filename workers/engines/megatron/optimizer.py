@@ -79,7 +79,6 @@ class Adam:
         return norm
 
     def _shards(self) -> dict[str, dict[str, Tensor]]:
-        """Return float32 weights and Adam state of this rank's shards, by Megatron's parameter names."""
         shards = {}
         for part in self.optimizer.chained_optimizers:
             places = part.model_param_group_index_map
@@ -100,8 +99,7 @@ class Adam:
         return [buffer.grad_data for buffer in (*self.model.buffers, *self.model.expert_parallel_buffers)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state under a key unique to this rank and layout: torch.distributed.checkpoint takes plain tensors
-        of one key for copies."""
+        """Return the state under a key of its own: checkpoints take plain tensors of one key for copies."""
         return {self.key: {f"{name}.{kind}": tensor for name, state in self._shards().items()
                            for kind, tensor in state.items()}}
 

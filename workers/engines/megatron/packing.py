@@ -98,13 +98,11 @@ def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int,
 
 
 def _places(starts: Tensor, rows: Ragged) -> Tensor:
-    """Return [T], the index of each element if row `i` begins at `starts[i]`."""
     return torch.arange(len(rows.values)) + (starts - rows.offsets[:-1])[rows.row_of]
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, tuple[int, ...]]:
-    """Return the number of chunks of a sequence and those of a rank: an early and a late one, since later tokens cost
-    more attention."""
+    """Return the number of chunks and those of a rank, an early and a late one: later tokens cost more attention."""
     return (1, (0,)) if cp == 1 else (2 * cp, (rank, 2 * cp - 1 - rank))
 
 

@@ -27,10 +27,7 @@ def _same(parts: list[Tensor]) -> list[Tensor]:
 @dataclass(frozen=True)
 class WeightEntry:
     """Parameters of one stage that are converted together: `theirs` by Hugging Face's names, `ours` by Megatron's.
-
-    `split` says which ranks have a slice each of every tensor of theirs along `dim`, or "" if each rank has it whole;
-    `fuse` makes ours from such slices and `part` makes slices from ours.
-    """
+    `split`: the ranks with a slice each along `dim` ("": all have the whole); `fuse` makes ours, `part` theirs."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -43,7 +40,6 @@ class WeightEntry:
     copies: bool = False  # another entry has the same source tensors: tied embeddings
 
     def shapes(self, shapes: Mapping[str, Sequence[int]], layout: Layout) -> list[list[int]]:
-        """Return the shapes of a rank's slices."""
         result = []
         for name in self.theirs:
             shape = list(shapes[name])
@@ -53,7 +49,6 @@ class WeightEntry:
         return result
 
     def sliced(self, whole: Sequence[Tensor], rank: int, ways: int) -> list[Tensor]:
-        """Convert whole tensors into the slices of a rank, numbered along `split`."""
         if not self.split:
             return self.fuse(list(whole))
         if self.pads:
@@ -62,9 +57,8 @@ class WeightEntry:
 
 
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
-    """Return the entries of a model. Another family that is built like these needs its type in FAMILIES; one
-    that is built otherwise, entries of its own here and its settings in `model.config_of`.
-    """
+    """Return the entries of a model. A family built like these needs its type in FAMILIES; another one, entries here
+    and settings in `model.config_of`."""
     layers, last = config.num_hidden_layers, layout.pp - 1
     split: dict = {"split": "tp", "pads": True}
     result = [WeightEntry(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), 0, **split)]
@@ -147,8 +141,7 @@ def _stack(experts: list[Tensor]) -> list[Tensor]:
 
 def stage_weights(placed: Sequence[WeightEntry], whole: Mapping[str, Tensor], layout: Layout, ranks: Mapping[str, int],
                   ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Return this rank's slices by Megatron's names, and whether tp splits them; `ranks` gives its index in `pp`, `tp`,
-    `ep`."""
+    """Return this rank's slices by Megatron's names, and whether tp splits them; `ranks`: its index in pp, tp, ep."""
     for entry in placed:
         if entry.stage == ranks["pp"]:
             ways = getattr(layout, entry.split) if entry.split else 1

@@ -42,8 +42,6 @@ _CACHES = ["kv_cache", "cuda_graph"]
 
 
 class TPGroup:
-    """The tensor-parallel ranks of a mesh; without such a dimension, this rank alone."""
-
     def __init__(self, mesh: DeviceMesh):
         self.size, self.device = dimension(mesh, "tp"), mesh.device_type
         self.group = mesh["tp"].get_group() if self.size > 1 else None
@@ -157,7 +155,6 @@ class PendingRequests(RequestSession):
                     for row in new.values()]}
 
     def _receive(self, patience: float) -> list[TurnResult]:
-        """Return the turns that have ended. Raises EngineError if the server has ended."""
         results = []
         with contextlib.suppress(queue.Empty):
             results.append(self._turn(self.events.get(timeout=patience)))
@@ -168,7 +165,6 @@ class PendingRequests(RequestSession):
         return list(filter(None, results))
 
     def _turn(self, event: dict[str, Any] | EngineError) -> TurnResult | None:
-        """Return the result of a turn; None while it continues."""
         if isinstance(event, EngineError):
             raise event
         if "error" in event:
@@ -228,7 +224,6 @@ class SGLangRollout(ExternalRollout):
         return self.server
 
     def _call(self, path: str, body: dict[str, Any]) -> None:
-        """Call the server, on the rank that owns it."""
         if self.server:
             self.server.call(path, body)
 
@@ -273,7 +268,6 @@ class SGLangRollout(ExternalRollout):
 
     @contextlib.contextmanager
     def _paused_for_update(self) -> Iterator[None]:
-        """Pause the server for new weights, and flush all caches of the old ones afterwards."""
         self._call("/pause_generation", {"mode": "retract"})
         self._call("/begin_weight_update", {})
         try:
@@ -305,7 +299,6 @@ class SGLangRollout(ExternalRollout):
             self._call("/pause_generation", {"mode": "in_place"})
 
     def end(self, requests: set[str]) -> None:
-        """Have the server abort requests."""
         if requests == {request for session in self.sessions for request in session.turns}:
             self._call("/abort_request", {"abort_all": True})
             return

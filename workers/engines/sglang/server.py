@@ -45,8 +45,7 @@ def end_with_owner():
 threading.Thread(target=end_with_owner, daemon=True).start()
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
-"""Arguments come by the pipe: they hold the key, and command lines are public. Named shared memory of SGLang must be
-removed here when its processes are killed, which is how SGLang itself ends."""
+"""Arguments come by the pipe, since command lines are public; shared memory is removed here when SGLang is killed."""
 
 
 class SGLangServer:
@@ -54,7 +53,6 @@ class SGLangServer:
     environment that has SGLang (default: this one), and `DISTFLOW_SGLANG_FLAGS` has further flags for the server."""
 
     def __init__(self, folder: tempfile.TemporaryDirectory, flags: list[str], device: str, ranks: int = 1):
-        """`folder` belongs to the server until it is closed and holds its log. The model is split `ranks` ways."""
         self.folder = folder
         self.key, self.log = secrets.token_hex(32), Path(self.folder.name, "server.log")
         self.python = os.environ.get(ROLLOUTS["sglang"].elsewhere, sys.executable)
@@ -113,7 +111,6 @@ class SGLangServer:
             raise self.failure(f"has ended with {_describe_status(status)}")
 
     def failure(self, what: str) -> EngineError:
-        """Return an error with the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         said = "\n".join(f"    {line[:500]}" for line in lines[-_LAST_LINES:])
         return EngineError(f"SGLang's server {what}. It said last:\n\n{said}\n")

@@ -64,8 +64,7 @@ class Buckets:
 
 
 def sealed(named: Named) -> str:
-    """Serialise names, shapes and shared-memory handles; the values stay where they are. SGLang requires a pickle,
-    which is written here and read by our own server alone."""
+    """Serialise names, shapes and shared-memory handles. SGLang requires a pickle; only our own server reads it."""
     buffer = io.BytesIO()
     with _files():
         ForkingPickler(buffer).dump(named)

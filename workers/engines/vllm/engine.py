@@ -65,7 +65,6 @@ class VLLMSession(RequestSession):
             self.engine.advance()
 
     def receive(self, output: EngineCoreOutput) -> None:
-        """Append the tokens that vLLM has sampled for a turn in this step."""
         turn = self.turns[output.request_id]
         turn.tokens += output.new_token_ids
         heartbeat.current().tick()
@@ -93,8 +92,6 @@ def _abandon(core: EngineCoreClient, turns: dict[str, _SampledTurn]) -> None:
 
 
 class VLLMRollout(ExternalRollout):
-    """A vLLM engine beside the trainer's model."""
-
     library, session_type = "vLLM", VLLMSession
     sessions: weakref.WeakSet[VLLMSession]
 
@@ -150,7 +147,6 @@ class VLLMRollout(ExternalRollout):
         self.closing()
 
     def advance(self) -> None:
-        """Run one step of vLLM for the rows of all sessions."""
         self.check_health()
         try:
             with translated("sample"):
@@ -166,9 +162,8 @@ class VLLMRollout(ExternalRollout):
 
 
 class WeightLoader:
-    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at a
-    tensor with an unknown name or another shape; vLLM then finishes its load, so that the engine stays usable, and
-    `check` raises."""
+    """Whole tensors for vLLM: copies in its dtype, with the parts of fused modules together. Iteration stops at an
+    unknown name or shape, so that vLLM finishes its load and stays usable; `check` raises."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size],
                  fused: Mapping[str, list[str]], copies: Mapping[str, str], dtype: torch.dtype,
@@ -183,7 +178,6 @@ class WeightLoader:
         self.problem, self.size = "", 0
 
     def _group_of(self, name: str) -> str:
-        """Return the vLLM module of a tensor, which takes all its tensors at once."""
         parent, _, module = name.rpartition(".")[0].rpartition(".")
         return f"{parent}.{self.whole.get(module, module)}"
 

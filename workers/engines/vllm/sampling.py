@@ -89,7 +89,6 @@ class Drawing(LogitsProcessor):
 
     @torch.inference_mode()
     def apply(self, logits: Tensor) -> Tensor:
-        """logits [B, V]."""
         chosen = [self._choose(logits, *group) for group in self.groups]
         if chosen:
             logits.fill_(-torch.inf)

@@ -110,15 +110,13 @@ def _turn(turn: int, until: float) -> bytes:
 
 
 def _holder(turn: int) -> str:
-    """Return the process that holds the lock, if known."""
     place = f":{os.fstat(turn).st_ino}"
     locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
     return "process " + next((lock[4] for lock in locks if lock[5].endswith(place)), "unknown")
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink the shared memory of a split model's ranks on a CPU: its name, equal in every run, would outlive a killed
-    run and block later ones."""
+    """Unlink a split model's shared memory on a CPU: named alike in every run, it would block later ones."""
     from vllm.distributed import get_tp_group
 
     name = getattr(getattr(get_tp_group().device_communicator, "dist_module", None), "group_name", "").lstrip("/")
@@ -167,8 +165,7 @@ def _environment(generation: Generation, tp: int) -> Iterator[None]:
 
 
 def shut(core: EngineCore) -> None:
-    """End an engine. The last one of a process destroys vLLM's process groups, but not the default group, as vLLM's own
-    `shutdown` would."""
+    """End an engine. The last one destroys vLLM's process groups, without the default one as `shutdown` would."""
     from vllm.distributed import parallel_state
 
     core.model_executor.shutdown()

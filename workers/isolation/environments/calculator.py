@@ -12,10 +12,8 @@ _MAX_LENGTH = 100  # characters of an expression: products of long numbers take 
 
 @environment(safe=True)
 class Calculator:
-    """Answers a turn that ends in `3 + 4` or `3 + 4 =` with the result; a turn that does not is the last one.
-
-    The last turn earns 1 if what follows its `####` is the number that follows the answer's `####`, else 0.
-    """
+    """Answers a turn that ends in `3 + 4` or `3 + 4 =` with the result; a turn that does not is the last one, and earns
+    1 if what follows its `####` is the number that follows the answer's `####`, else 0."""
 
     def __init__(self, answer: str):
         self.expected = _number(answer)

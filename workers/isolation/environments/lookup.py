@@ -17,7 +17,9 @@ class Lookup:
     """
 
     def __init__(self, facts: str, answer: str):
-        self.facts = _checked(json.loads(facts), "column `facts`")
+        self.facts = json.loads(facts)
+        if not isinstance(self.facts, dict) or not all(isinstance(value, str) for value in self.facts.values()):
+            raise ValueError('the facts must be a JSON object of texts, as {"capital of Peru": "Lima"}')
         self.answer = answer.rpartition("####")[2].strip()
 
     def step(self, text: str) -> Turn:
@@ -34,9 +36,3 @@ class FactFile(Lookup):
 
     def __init__(self, answer: str, *, file: str):
         super().__init__(Path(file).read_text(encoding="utf-8"), answer)
-
-
-def _checked(facts: object, what: str) -> dict[str, str]:
-    if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError(f'{what} must be a JSON object of texts, as {{"capital of Peru": "Lima"}}')
-    return facts

@@ -63,7 +63,6 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
 
 
 def program_of(completion: str) -> str:
-    """Return the last Python block of a text; the text itself if there is none."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1] if blocks else completion
 

@@ -119,9 +119,8 @@ def marked(text: str) -> str | None:
 def number(text: str) -> Number | None:
     """Return the number that a final answer gives; None if it gives none, several, or an expression.
 
-    It may be written with a sign, thousands separators, decimals, as a fraction, mixed or scientific number, in LaTeX
-    or Markdown, as a percentage, with a currency, with units and some words around it and remarks in parentheses
-    behind it.
+    It may have a sign, separators, decimals, a percent sign, a currency, units and some words, be a fraction, mixed or
+    scientific, in LaTeX or Markdown, and have remarks in parentheses behind it.
     """
     if len(text) > _LONGEST:
         return None
@@ -139,10 +138,8 @@ def number(text: str) -> Number | None:
 
 
 def reference_number(text: str) -> Number | None:
-    """Return the number that a reference is, or None: it is read more strictly, as `3a` and `(2,100)` are none.
-
-    It may have a currency, a percent sign, a unit and words in `\text{}`, but no remark, variable or words before it.
-    """
+    """Return the number that a reference is, or None. It is read more strictly: it may have a currency, a percent sign,
+    a unit and words in `\text{}`, but no remark, variable or words before it (`3a` and `(2,100)` are none)."""
     bare = _without_markup(_TEXT.sub(" ", text[:_LONGEST]))
     glued = re.search(r"[0-9]([^\W\d_]+)", re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
     words = _WORD.findall(re.sub(r"(?<=[0-9])[eE](?=[-+]?[0-9])", "", bare))
@@ -160,7 +157,6 @@ def last_number(text: str) -> Number | None:
 
 
 def last_sentence(text: str) -> str:
-    """Return the last sentence of the last line."""
     lines = text.strip().splitlines()
     return re.split(r"(?<=[.!?])\s+", lines[-1].strip())[-1] if lines else ""
 
@@ -248,18 +244,13 @@ def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> 
 def math(completion: str, answer: str, *, strict: bool = True) -> float:
     """Return 1.0 if the completion's final answer equals the reference's, else 0.0.
 
-    The final answer is what stands in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later. A
-    completion without either has none, unless the reference has no `####` either: then it is the whole text, or its
-    last sentence.
+    The final answer is in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later; without
+    either, and if the reference has no `####` too, it is the whole text, or its last sentence. Where the reference is a
+    number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, `1/2` answers 0.5, but
+    `48/2` does not answer 24. Anything else (LaTeX, sets, equations) is compared by math-verify.
+    `tests/workers/isolation/rewards/answers.jsonl` lists verdicts.
 
-    Where the reference is a number, the answer must be one (see `number`), and numbers are compared exactly. `50%`
-    answers 50 and 0.5, and `1/2` answers 0.5, but `48/2` does not answer 24. Anything else (LaTeX, sets, equations) is
-    compared by math-verify.
-    `tests/workers/isolation/rewards/answers.jsonl` lists forms of answers with the verdicts of other graders.
-
-    Args:
-        strict: False also accepts an expression that equals the number, as `13-7` for 6, and the last number of a
-            completion without a marked answer.
+    `strict: false` also accepts an expression that equals the number, as `13-7` for 6, and a completion's last number.
     """
     verdict = _without_a_process(completion, answer, strict=strict)
     if verdict is not None:
@@ -284,10 +275,8 @@ def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = 
 def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None) -> float:  # noqa: A001
     """Return 1.0 if the completion has the form, else 0.0.
 
-    Args:
-        pattern: a regular expression for the whole completion; `.` stands for line ends too.
-        tags: names of the elements that the completion consists of, each once and in this order, with nothing but
-            space between them; default `[think, answer]`, unless there is a pattern.
+    `pattern` is a regular expression for the whole completion, `.` for line ends too. `tags` name its elements, each
+    once and in order, with only space between; default `[think, answer]`, unless there is a pattern.
     """
     if wrong := _wrong_form(pattern, tags):
         raise InvalidInput(f"reward `format` {wrong}")

@@ -1,2 +1,1 @@
-"""Sandbox for untrusted programs. `runner` is the entrance; all else runs in children with the standard library
-alone."""
+"""Sandbox for untrusted programs. `runner` is the entrance; all else runs in children, by the standard library."""

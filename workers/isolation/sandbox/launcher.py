@@ -32,7 +32,6 @@ Job = dict[str, Any]
 
 
 def main() -> None:
-    """Run the job that the first argument describes as JSON (see `workers.isolation.sandbox.runner`)."""
     job = json.loads(sys.argv[1])
     for name in ("connection", "source"):
         os.set_inheritable(job[name], False)
@@ -157,7 +156,6 @@ def _drop_rights(user: int | None) -> None:
 
 
 def _exec_program(job: Job, path: str) -> None:
-    """Replace this process by the program; report any failure and exit."""
     try:
         with open(job["source"], "rb") as source, open(path, "wb") as file:
             file.write(source.read())

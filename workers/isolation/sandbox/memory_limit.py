@@ -22,8 +22,6 @@ Inode = tuple[int, int]
 
 
 class SharedMemoryUse:
-    """Shared memory of a process and its descendants. `limit` is in bytes."""
-
     def __init__(self, process: int, limit: int):
         self.process, self.limit = process, limit
         self.left: dict[str, Inode] = {}  # files of /dev/shm that the processes have opened for writing

@@ -62,8 +62,7 @@ _LAUNCH = f"import sys; sys.path.append({_ROOT!r}); from workers.isolation.sandb
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: `exited` (with `status`), `killed` (by signal -`status`), `time` (above its wall-clock or
-    CPU time) or `output` (printed too much)."""
+    """How a program ended: `exited` (with `status`), `killed` (by signal -`status`), `time` or `output` (limits)."""
 
     ended: Literal["exited", "killed", "time", "output"]
     status: int
@@ -130,7 +129,6 @@ def isolation(network: str = "deny", files: str = "deny") -> str:
 
 
 def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide_files: bool) -> Outcome | str:
-    """Return the outcome, or why the sandbox could not be created."""
     with ExitStack() as stack:
         folder = stack.enter_context(_Folder()) if kind == "filters" else None
         connection, their_end = (stack.enter_context(each) for each in socket.socketpair())
@@ -246,8 +244,7 @@ def _remove_abandoned(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove a folder. Inner folders are moved up first: they may nest deeper than the limits on open files and
-    path lengths."""
+    """Remove a folder; inner ones are moved up first, since they may nest deeper than limits on files and paths."""
     mark, number = secrets.token_hex(8), itertools.count()
     while folders := _folders_alone(path):
         for folder in folders:

@@ -40,8 +40,7 @@ _PERSISTENT: Numbers = {
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)}
 """IPC objects, which outlive the program and can be guessed by other programs of the user."""
 _OWNED = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
-"""fcntl and ioctl by second argument: F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP make the kernel signal another
-process when a file is ready."""
+"""fcntl and ioctl by second argument: these make the kernel signal another process when a file is ready."""
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 _ONE_SELF = {"x86_64": {234: True, 302: False}, "aarch64": {131: True, 261: False}}
 """tgkill, whose first argument must be the program itself, and prlimit64, whose first argument must be 0 (itself)."""
@@ -54,8 +53,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def confine(network: bool, alone: bool) -> None:
-    """Install the filter for this process and all descendants. `network` allows sockets; `alone`, without a namespace,
-    refuses calls that reach other processes, files and IPC objects."""
+    """Install the filter for this process and descendants. `alone`: refuse calls that reach others as well."""
     program = _program(network, os.getpid() if alone else None)
     packed = b"".join(struct.pack("=HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
