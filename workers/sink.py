@@ -28,8 +28,8 @@ from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.progress import StepProgress
-from distflow.telemetry.report import lines
 from distflow.telemetry.run_folder import RunFolder
+from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.roles import RoleEngines
 from workers.validation import Validator
@@ -67,7 +67,7 @@ class Sink:
         means: list[float] = []
         if self.folder and self.resumed and self.run.validation:
             name = f"validation/{next(iter(self.run.validation.data))}"
-            means = [line[name] for line in lines(self.folder.metrics) if isinstance(line.get(name), float)]
+            means = [line[name] for line in RunReader(self.path).steps() if name in line]
         best, worse = json.loads(gather(json.dumps(
             [max(means), len(means) - 1 - means.index(max(means))] if means else [-math.inf, 0]).encode())[0])
         return best, worse
@@ -98,9 +98,9 @@ class Sink:
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
         if self.folder and self.progress:
-            self.folder.write_step(done, values)
             self.folder.write_samples(done, _samples(
                 buffer, self.run.samples, next((role.tokenizer for role in self.trained.values()), None)))
+            self.folder.write_step(done, values)
             self.progress.step(values)
             self.loggers.check()
             self._report_missing_prompts(done, values)

@@ -60,9 +60,8 @@ def trace(options: argparse.Namespace) -> int:
         print(f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}")
         return 0
     file = Path(options.out) if options.out else folder / "trace.json.gz"
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
     try:
-        count = perfetto.write_trace(run, events, file, folder)
+        count = perfetto.write_trace(run, ettr.read(folder), file, folder)
     except OSError as error:
         raise _unwritable(file, error) from None
     print(f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
@@ -108,8 +107,8 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 def log(options: argparse.Namespace) -> int:
     from distflow.config.run import loggers_of
     from distflow.telemetry.loggers import LOGGERS, send
-    from distflow.telemetry.report import settings_of
     from distflow.telemetry.run_folder import reload_run
+    from distflow.telemetry.run_reader import RunReader
 
     folder = Path(options.run)
     run = reload_run(folder).run
@@ -119,7 +118,7 @@ def log(options: argparse.Namespace) -> int:
     def ended(seconds: float) -> bool:
         return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])
 
-    count = send(folder, options.to, loggers_of(run.log).get(options.to, {}), settings_of(folder), ended)
+    count = send(RunReader(folder), options.to, loggers_of(run.log).get(options.to, {}), ended)
     print(f"sent {count} steps to {options.to}")
     return 0
 

@@ -21,19 +21,17 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
-from distflow.telemetry.watch import Tail
+from distflow.telemetry.run_reader import Row, RunReader, numbers
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EVERY = 1.0  # seconds between two looks at the files
 _PARTING = 60.0  # seconds at the end of a run for what is left
 _FILE = "loggers.json"
-Row = dict[str, Any]
 
 
 class Logger(ABC):
@@ -132,43 +130,39 @@ LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": Mlf
                                              "prometheus": PrometheusLogger}
 
 
-def send(folder: Path, name: str, settings: Mapping[str, Any], config: Mapping[str, Any],
-         ended: Callable[[float], bool]) -> int:
+def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable[[float], bool]) -> int:
     """Send the lines of a run to a logger as they come, and those that were sent before not again.
 
     Args:
-        settings: of the logger, as `{"project": "mine"}`; config: of the run, by key.
+        settings: of the logger, as `{"project": "mine"}`.
         ended: waits for so many seconds and returns whether the run has ended; what is written by then is still sent.
 
     Returns:
         The number of steps that were sent.
     """
+    folder, sent_steps = run.folder, set[int]()
     with _only_one(folder, name):
-        logger, metrics, samples = LOGGERS[name](folder, config, **settings), *map(Tail, (
-            folder / "metrics.jsonl", folder / "samples.jsonl"))
-        last, count = int(_known(folder).get(f"{name} step", -1)), 0
-        over = False
+        logger = LOGGERS[name](folder, run.settings(), **settings)
+        metrics, samples, rows = run.tail("metrics"), run.tail("samples"), dict[int, list[Row]]()
+        here = (-1, 0)  # a step, and how many lines of it came before: its validation has a line of its own
+        last, over = tuple(_known(folder).get(f"{name} sent", here)), False
         while not over:
             over = ended(_EVERY)
-            rows: dict[int, list[Row]] = {}
-            for row in samples.new():
+            lines = list(metrics.new())
+            for row in samples.new():  # the samples of a step are written before its metrics
                 rows.setdefault(row["step"], []).append({name: row[name] for name in row if name != "tokens"})
-            for step, values in _merged(metrics.new()):
-                if step > last:
-                    logger.metrics(step, values)
-                    last, count = step, count + 1
-                    if step in rows:
-                        logger.samples(step, rows[step])
-            _keep(folder, f"{name} step", last)
+            for line in lines:
+                step = line.pop("step")
+                here, shown = (step, here[1] + 1 if step == here[0] else 0), rows.pop(step, None)
+                if here > last:
+                    logger.metrics(step, numbers(line))
+                    if shown:
+                        logger.samples(step, shown)
+                    last = here
+                    sent_steps.add(step)
+            _keep(folder, f"{name} sent", last)
         logger.close()
-    return count
-
-
-def _merged(lines: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield each step with all its numbers: validation has lines of its own."""
-    for step, together in groupby(lines, key=lambda line: line["step"]):
-        yield step, {name: value for line in together for name, value in line.items()
-                     if name != "step" and isinstance(value, int | float)}
+    return len(sent_steps)
 
 
 @contextlib.contextmanager

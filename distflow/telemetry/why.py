@@ -21,11 +21,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from distflow.errors import Diagnostic, InvalidInput
-from distflow.telemetry import ettr, timeline
-from distflow.telemetry.report import lines
-from distflow.telemetry.run_folder import SUMMARY
-from distflow.telemetry.run_lock import in_use
+from distflow.errors import InvalidInput
+from distflow.telemetry import timeline
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
 
 WAITING = "waiting"
@@ -76,21 +74,19 @@ def explain(folder: Path, step: int | None = None) -> Iterator[str]:
     Raises:
         InvalidInput: it is no run's folder, or it has no such step.
     """
-    if not (folder / "launch.json").is_file():
-        raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
-                                      "Name the folder, as  distflow why runs/grpo-1"))
-    metrics = [line for line in lines(folder / "metrics.jsonl") if isinstance(line.get("seconds"), float)]
+    reader = RunReader.of(folder, "distflow why runs/grpo-1")
+    metrics = reader.timed_steps()
     if step is None:
-        if in_use(folder):
+        if reader.state == "goes on":
             yield from stuck(folder, len(metrics))
-        elif not (folder / SUMMARY).is_file():
-            yield from dead(folder)
+        elif not reader.summary:
+            yield from dead(reader)
     elif step not in {line["step"] for line in metrics}:
         raise InvalidInput(f"--step {step}: the run has steps 1 to {len(metrics)}" if metrics else
                            f"--step {step}: no step of the run is done")
     if metrics:
         yield from slow(folder, metrics, _ordinary(metrics) if step is None else step)
-        yield from fallen(folder, metrics)
+        yield from fallen(reader, metrics)
 
 
 def _ordinary(metrics: Sequence[dict[str, Any]]) -> int:
@@ -154,18 +150,17 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
     yield from (f"  {line}" for line in (done.stdout or done.stderr).splitlines())
 
 
-def dead(folder: Path) -> Iterator[str]:
+def dead(reader: RunReader) -> Iterator[str]:
     """Say what ended a run that has neither come to its end nor goes on."""
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
-    failures = [event for event in events if event["event"] == "failure"]
-    yield f"{folder.name} does not go on, and has not come to its end."
+    failures = [event for event in reader.rows("events") if event["event"] == "failure"]
+    yield f"{reader.folder.name} does not go on, and has not come to its end."
     if not failures:
         yield "It has no failure in events.jsonl: it was stopped from outside, with torchrun."
     for event in failures[-3:]:
         yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
                f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
         yield f"    then: {event['verdict']}"
-    yield f"Go on from the newest checkpoint:  distflow resume {folder}"
+    yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
 
 
 def slow(folder: Path, metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
@@ -253,7 +248,7 @@ def _usual_seconds(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
     return {key: statistics.median(each) for key, each in found.items()}
 
 
-def fallen(folder: Path, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
+def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Say since when the reward is lower than before, and what changed there; nothing if it is not."""
     name = "environment/reward" if "environment/reward" in metrics[-1] else "reward/mean"
     rows = [line for line in metrics if isinstance(line.get(name), float)]
@@ -265,9 +260,9 @@ def fallen(folder: Path, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield (f"The reward fell at step {step}: from {_mean(before, name):.3f} before to {_mean(after, name):.3f} since.")
     for other, shift in _shifts(before, after, name)[:_RELATED]:
         yield f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations)"
-    for event in _events_near(folder, rows[max(0, at - 2)]["step"], step):
+    for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
         yield f"  step {event['step']}: {event['event']} {event.get('what') or event.get('why') or ''}".rstrip()
-    worst = sorted((row for row in lines(folder / "samples.jsonl") if row.get("step", 0) >= step
+    worst = sorted((row for row in reader.rows("samples") if row.get("step", 0) >= step
                     and isinstance(row.get("rewards"), int | float)), key=lambda row: row["rewards"])[:1]
     for row in worst:
         yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {json.dumps(row.get('questions'))[:100]}"
@@ -306,7 +301,6 @@ def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], r
     return sorted(found, key=lambda pair: (not pair[0].startswith("reward/"), -abs(pair[1])))
 
 
-def _events_near(folder: Path, first: int, last: int) -> list[dict[str, Any]]:
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
+def _events_near(reader: RunReader, first: int, last: int) -> list[dict[str, Any]]:
     kinds = ("failure", "settings changed", "state restored", "reward_failed", "environment_failed", "scaled")
-    return [event for event in events if event["event"] in kinds and first <= event["step"] <= last]
+    return [event for event in reader.rows("events") if event["event"] in kinds and first <= event["step"] <= last]

@@ -53,6 +53,7 @@ def run(tmp_path: Path):
         (folder / "plan.json").write_text(json.dumps(PLAN))
         (folder / "run.yaml").write_text(f"steps: {steps}\nroles: {{actor: {{learning_rate: {rate}}}}}\n")
         (folder / "dag.yaml").write_text("name: grpo\n")
+        (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
         return folder
 
     return made
@@ -89,7 +90,7 @@ def test_a_run_that_was_killed_is_read(run):
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    with pytest.raises(InvalidInput, match=r"has no metrics.jsonl, so it is not the folder of a run"):
+    with pytest.raises(InvalidInput, match=r"is not the folder of a run: it has no launch.json"):
         read_run(tmp_path)
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert "distflow report runs/grpo-1" in capsys.readouterr().err
