@@ -132,6 +132,7 @@ class Sink:
 
     def close(self) -> None:
         """Write the models as Hugging Face folders, and the summary, after the last step."""
+        timeline.current().write()  # the report has the last second of every rank
         write_models(self.trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
@@ -143,7 +144,6 @@ class Sink:
     def _report(self) -> str:
         """Write the report in a process of its own, which may fail without the run. Return what to do with it; empty if
         there is none."""
-        timeline.current().write()
         paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
                       stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})

@@ -113,6 +113,8 @@ class Timeline:
         events.add_or_drop(self.path, [json.dumps(line)])
 
     def _write_often(self) -> None:
+        """Write at once, so that a run of a moment is seen while it goes on, and then often."""
+        self.write()
         while not self.ended.wait(self.every):
             self.write()
 
