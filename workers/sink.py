@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
 _BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages", *_LOGPROBS)
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
+_LONGEST = 200  # characters of a column of the user's own
 _TOKENS = 512  # first tokens of a response that are there one by one
 
 
@@ -98,8 +99,8 @@ class Sink:
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
         if self.folder and self.progress:
-            self.folder.write_samples(done, _samples(
-                buffer, self.run.samples, next((role.tokenizer for role in self.trained.values()), None)))
+            tokenizer = next((role.tokenizer for role in self.trained.values()), None)
+            self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
             self.folder.write_step(done, values)
             self.progress.step(values)
             self.loggers.check()
@@ -214,10 +215,16 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _samples(buffer: Databuffer, count: int, tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
-    columns = buffer.readable(_SHOWN, count, _BESIDE)
+def _samples(buffer: Databuffer, count: int, own: Sequence[str],
+             tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
+    """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
+    columns = buffer.readable(_SHOWN, count, (*_BESIDE, *own))
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
-    return [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
+    rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
+    for name in (name for name in own if name in columns):
+        for row, value in zip(rows, columns[name]):
+            row.setdefault(name, value[:_LONGEST])
+    return rows
 
 
 def _as_sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

@@ -262,7 +262,8 @@ class Data(Document):
     """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
     `data/records_skipped` of the metrics and events.jsonl say so."""
     columns: list[str] = []
-    """Further text fields that nodes may read, by their own names."""
+    """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
+    by them: name the field that says where a record comes from."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
