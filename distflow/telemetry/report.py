@@ -22,6 +22,7 @@ from typing import Any
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
 from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
 _POINTS = 2_000  # most steps of a curve
@@ -38,12 +39,13 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     is no run's folder."""
     reader = RunReader.of(folder, "distflow report runs/grpo-1")
     steps, events, plan, answers = reader.steps(), reader.rows("events"), reader.plan, reader.rows("validation")
-    samples = [*reader.rows("samples"), *answers]
+    samples, kinds = [*reader.rows("samples"), *answers], _shown_steps(steps)
+    spans = timeline.read(folder, kinds.keys(), _RANKS).spans
     return {"name": folder.name, "path": str(folder), "metrics": _columns(steps), "summary": reader.summary,
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
-            "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
+            "nodes": _nodes(plan), "edges": _edges(plan, spans), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
-            "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(folder, steps)}
+            "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(kinds, spans)}
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:
@@ -77,16 +79,20 @@ def _learned(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(both, key=lambda pair: (pair["rewards"][0] or 0.0) - (pair["rewards"][1] or 0.0))[:_LEARNED]
 
 
-def _timed_steps(folder: Path, steps: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """Return what ranks did in an ordinary step, the slowest one and the last one; `start` counts from the step's."""
+def _shown_steps(steps: list[dict[str, float]]) -> dict[int, str]:
+    """Return the number and the kind of an ordinary step, the slowest one and the last one."""
     timed = [values for values in steps if "seconds" in values]
     timed = timed[_WARM:] or timed
     order = sorted(timed, key=lambda line: line["seconds"])
     kinds = {"the last step": timed[-1], "the slowest step": order[-1], "an ordinary step": order[len(order) // 2]} \
         if timed else {}
-    found, kind_of = [], {line["step"]: kind for kind, line in kinds.items()}
-    spans = timeline.read(folder, kind_of.keys(), _RANKS).spans
-    for number, kind in kind_of.items():
+    return {int(line["step"]): kind for kind, line in kinds.items()}
+
+
+def _timed_steps(kinds: dict[int, str], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return what ranks did in some steps; the start of a span counts from the step's."""
+    found = []
+    for number, kind in kinds.items():
         shown = [span for span in spans if span.track in (timeline.MAIN, timeline.WEIGHTS) and span.step == number]
         zero = min((span.start for span in shown), default=0.0)
         found.append({"step": number, "kind": kind, "spans": [
@@ -136,10 +142,16 @@ def _nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
              "depth": depth[task["node"]]} for task in plan.get("tasks", [])]
 
 
-def _edges(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"from": transfer["producer"], "to": task["node"], "kind": transfer["kind"],
-             "columns": transfer["columns"], "bytes": transfer["bytes_per_step"]}
-            for task in plan.get("tasks", []) for transfer in task["transfers"] if transfer["producer"] != "source"]
+def _edges(plan: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the edges with what the plan expects to move in a step, and what moved in the steps that are shown."""
+    moved, steps = dict[str, int](), {span.step for span in spans}
+    for span in (span for span in spans if span.track == timeline.TRANSFERS and "bytes" in span.facts):
+        moved[span.name] = moved.get(span.name, 0) + span.facts["bytes"]
+    pairs = [(task["node"], transfer, f"{transfer['producer']} → {task['node']}") for task in plan.get("tasks", [])
+             for transfer in task["transfers"] if transfer["producer"] != "source"]
+    return [{"from": transfer["producer"], "to": node, "kind": transfer["kind"], "columns": transfer["columns"],
+             "bytes": transfer["bytes_per_step"], "moved": moved[name] / len(steps) if name in moved else None}
+            for node, transfer, name in pairs]
 
 
 def _failures(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -328,7 +328,8 @@ def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str
     for other, shift in _shifts(before, after, name)[:_RELATED]:
         yield (f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations"
                f"{_since(rows, other) if shift < 0 else ''})")
-    samples = [row for row in reader.rows("samples") if isinstance(row.get("rewards"), int | float)]
+    rewarded = ({"rewards": row.get("environment_rewards"), **row} for row in reader.rows("samples"))
+    samples = [row for row in rewarded if isinstance(row["rewards"], int | float)]
     yield from _fallen_sources(reader, samples, step)
     yield from _fallen_prompts(samples, step)
     for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
