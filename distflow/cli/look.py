@@ -99,8 +99,8 @@ def why(options: argparse.Namespace) -> int:
 
 def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow or prometheus; its settings are "
-                                                                      "those of the run's `log`")
+    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow, trackio or prometheus; its "
+                                                                      "settings are those of the run's `log`")
     parser.add_argument("--follow", action="store_true", help="send what comes, until standard input closes")
 
 
@@ -135,7 +135,7 @@ VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
     "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
-    "log": Verb("send a run to Weights & Biases, MLflow or Prometheus, as it does itself by `log` of the run file",
+    "log": Verb("send a run to Weights & Biases, MLflow, trackio or Prometheus, as it does itself by `log`",
                 _add_log_arguments, log),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
                    _add_report_arguments, report),

@@ -2,6 +2,7 @@
 
     wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
     mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
+    trackio      a local project of trackio; samples as a table. `{trackio: {project: mine}}`
     prometheus   the newest step, for scrapes of http://127.0.0.1:PORT/metrics. `{prometheus: {port: 9400}}`
 
 Each has a process of its own, which reads what the run writes to its folder: no step waits for a network, and one that
@@ -63,9 +64,8 @@ class WandbLogger(Logger):
         self.run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns: list[Any] = [*dict.fromkeys(name for row in rows for name in row)]
-        table = self.wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in rows])
-        self.run.log({"samples": table}, step=step)
+        columns, cells = _table(rows)
+        self.run.log({"samples": self.wandb.Table(columns=columns, data=cells)}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -94,12 +94,33 @@ class MlflowLogger(Logger):
             self.client.log_batch(self.run, metrics=entries[first : first + 1000])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns = [*dict.fromkeys(name for row in rows for name in row)]
-        self.client.log_table(self.run, {name: [_cell(row.get(name)) for row in rows] for name in columns},
-                              f"samples/{step:06d}.json")
+        columns, cells = _table(rows)
+        self.client.log_table(self.run, dict(zip(columns, map(list, zip(*cells)))), f"samples/{step:06d}.json")
 
     def close(self) -> None:
         self.client.set_terminated(self.run)
+
+
+class TrackioLogger(Logger):
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str = "distflow", group: str | None = None,
+                 server: str | None = None):
+        import trackio
+
+        self.trackio = trackio
+        again = "must" if "trackio" in _known(folder) else "never"
+        self.run = trackio.init(project, folder.name, group=group, server_url=server, config=dict(config), resume=again,
+                                embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        _keep(folder, "trackio", project)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns, cells = _table(rows)
+        self.run.log({"samples": self.trackio.Table(columns=columns, data=cells)}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 class PrometheusLogger(Logger):
@@ -126,7 +147,7 @@ class PrometheusLogger(Logger):
         self.thread.join()
 
 
-LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger,
+LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger,
                                              "prometheus": PrometheusLogger}
 
 
@@ -217,6 +238,12 @@ def _keep(folder: Path, name: str, value: Any) -> None:
 def _name(text: str) -> str:
     """Return a name that MLflow takes."""
     return re.sub(r"[^\w./ -]", "_", text)[:250]
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[Any], list[list[Any]]]:
+    """Return the columns of samples, which need not be the same in all, and the cells of each."""
+    columns = [*dict.fromkeys(name for row in rows for name in row)]
+    return columns, [[_cell(row.get(name)) for name in columns] for row in rows]
 
 
 def _cell(value: Any) -> Any:

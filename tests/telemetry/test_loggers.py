@@ -105,6 +105,33 @@ def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) 
     assert [(each.step, each.value) for each in values] == [(step, step / 10) for step in range(1, 6)]
 
 
+def test_trackio_has_each_step_once_also_of_a_resumed_run(folder, tmp_path) -> None:
+    """It reads where its files are when it is imported."""
+    pytest.importorskip("trackio")
+    script = (f"import sys\nfrom pathlib import Path\nfrom distflow.telemetry.loggers import send\n"
+              f"from distflow.telemetry.run_reader import RunReader\nfolder = Path({str(folder)!r})\n"
+              "print('sent', send(RunReader(folder), 'trackio', {'project': 'tests'}, lambda seconds: True))\n")
+    read = ("import json\nfrom trackio.sqlite_storage import SQLiteStorage\n"
+            "runs = SQLiteStorage.get_runs('tests')\n"
+            "print(json.dumps([runs, SQLiteStorage.get_logs('tests', runs[0])], default=str))\n")
+
+    def run(text: str) -> str:
+        own = {**environment(), "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
+        done = subprocess.run([sys.executable, "-c", text], env=own, capture_output=True, text=True, timeout=120,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "sent 3\n" in run(script)
+    write(folder, range(4, 6))
+    assert "sent 2\n" in run(script)
+    runs, logs = json.loads(run(read).splitlines()[-1])
+    assert runs == ["mine-1"]
+    assert [(line["step"], line["reward/mean"]) for line in logs if "reward/mean" in line] == [
+        (step, step / 10) for step in range(1, 6)]
+    assert [line["step"] for line in logs if "samples" in line] == [1, 2, 3, 4, 5]
+
+
 def test_prometheus_shows_the_newest_step(folder) -> None:
     pytest.importorskip("prometheus_client")
     seen: list[str] = []
