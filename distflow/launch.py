@@ -33,7 +33,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import; a supervisor hears it later
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 
-from distflow.config.load import Spec, load  # noqa: E402
+from distflow.config.load import Spec, load_for_planning  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import DistflowError, InvalidInput, shown  # noqa: E402
@@ -225,7 +225,7 @@ def load_spec(options: argparse.Namespace) -> Spec:
         return spec
     if not options.dag:
         raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
-    return load(options.dag, options.run, options.overrides, options.cluster)
+    return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
 
 
 def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:

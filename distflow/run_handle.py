@@ -10,7 +10,6 @@ A run is the same as that of `distflow run`, in processes of its own: this proce
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -18,12 +17,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.errors import DistflowError, InvalidInput
+from distflow.errors import DistflowError
 from distflow.telemetry.processes import Child, spawn
+from distflow.telemetry.run_reader import RunReader
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -68,10 +68,7 @@ def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = Non
 
 def load(folder: str | os.PathLike[str]) -> RunHandle:
     """Return a run that has been started elsewhere, going on or not. Raises InvalidInput: it is no run's folder."""
-    path = Path(folder)
-    if not (path / "launch.json").is_file():
-        raise InvalidInput(f"{path} is not the folder of a run: it has no launch.json")
-    return RunHandle(path)
+    return RunHandle(RunReader.of(Path(folder), 'distflow.load("runs/grpo-1")').folder)
 
 
 def _start(arguments: list[str]) -> Child:
@@ -84,7 +81,7 @@ class RunHandle:
     """A run's folder, and its process if `run` has started it. Tables are read anew each time."""
 
     def __init__(self, folder: Path, process: Child | None = None, quiet: bool = False):
-        self.folder, self.process = folder, process
+        self.folder, self.process, self._files = folder, process, RunReader(folder)
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read_output, args=(quiet,), daemon=True)
         if process is not None:
@@ -103,29 +100,27 @@ class RunHandle:
     @property
     def metrics(self) -> DataFrame:
         """Metrics with a row for each step, and a column for each metric (docs/metrics.md)."""
-        table = self._table("metrics.jsonl")
-        return table.groupby("step").first() if len(table) else table
+        table = self._table(self._files.steps())
+        return table.set_index("step") if len(table) else table
 
     @property
     def samples(self) -> DataFrame:
         """Samples that the run has written, of training: prompts, answers, rewards, advantages."""
-        return self._table("samples.jsonl")
+        return self._table(self._files.rows("samples"))
 
     @property
     def validation(self) -> DataFrame:
-        return self._table("validation.jsonl")
+        return self._table(self._files.rows("validation"))
 
     @property
     def events(self) -> DataFrame:
         """What has happened beside the steps: failures, restarts, pulls, checkpoints."""
-        return self._table("events.jsonl")
+        return self._table(self._files.rows("events"))
 
     @property
     def summary(self) -> dict[str, Any]:
         """Results of a run that has come to its end; empty before."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        return {}
+        return self._files.summary
 
     def report(self, file: str | os.PathLike[str] | None = None) -> Path:
         """Write a page with curves, samples, failures and settings, and return its path."""
@@ -156,12 +151,11 @@ class RunHandle:
             self.process.wait()
             self._reader.join()
 
-    def _table(self, name: str) -> DataFrame:
+    @staticmethod
+    def _table(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
         from pandas import DataFrame
 
-        from distflow.telemetry.report import lines
-
-        return DataFrame(list(lines(self.folder / name)))
+        return DataFrame(list(rows))
 
     def _read_output(self, quiet: bool) -> None:
         assert self.process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,39 +20,55 @@ import distflow  # noqa: E402 - needs the path above
 from distflow.telemetry.report import write_report  # noqa: E402 - needs the path above
 from distflow.telemetry.watch import RunView, page  # noqa: E402
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 _STEPS = 40  # of a run that is watched
 PICTURES = ROOT / "docs/pictures"
-SIZES = {"report.png": (1280, 1060, ""), "report_telephone.png": (390, 1400, "")}
+REPORT = {"report.png": (1280, 1060), "report_telephone.png": (390, 1400)}
+_FRAME = """<body style="margin: 0"><iframe src="{}" style="border: 0; width: {}px; height: {}px"></iframe></body>"""
 
 
 def main() -> None:
-    """Draw the report of the newest run of the demo, and a run that goes on, of which one rank is killed."""
+    """Draw the report of the newest run of the demo, a run that goes on, of which one rank is killed, what its ranks
+    did in a step, and the documentation."""
     runs = sorted(Path("runs").glob("demo-grpo-*"), key=lambda folder: folder.stat().st_mtime)
     if not runs:
         sys.exit("There is no run to draw. First:  make demo")
+    if BROWSER is None:
+        sys.exit("Pages are drawn by Chromium, which is not here. Debian:  apt install chromium")
     PICTURES.mkdir(exist_ok=True)
-    report(runs[-1])
     with tempfile.TemporaryDirectory() as scratch:
-        watch(scratch)
+        page_of(runs[-1], Path(scratch))
+        for name, size in REPORT.items():
+            draw(f"{scratch}/report.html", name, *size)
+        watched = watch(scratch)
+        page_of(watched, Path(scratch))
+        draw(f"{scratch}/report.html#ranks-title", "timeline.png", 1280, 330)
+        build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", f"{scratch}/site"]
+        subprocess.run(build, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+        draw(f"{scratch}/site/tutorial/index.html", "documentation.png", 1280, 900)
 
 
-def report(folder: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        sys.exit("The report is drawn by Chromium, which is not here. Debian:  apt install chromium")
+def page_of(run: Path, folder: Path) -> None:
+    write_report([run], folder / "report.html")
+
+
+def draw(address: str, name: str, width: int, height: int) -> None:
+    """Draw a page as a window of this size shows it. In a frame: Chromium's own windows are 500 wide at least."""
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, "report.html")
-        write_report([folder], file)
-        for name, (width, height, fragment) in SIZES.items():
-            subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                            "--virtual-time-budget=8000", f"--user-data-dir={scratch}/profile",
-                            f"--window-size={width},{height}", f"--screenshot={PICTURES / name}",
-                            f"{file.as_uri()}{fragment}"], check=True, capture_output=True)
-            print(PICTURES / name)
+        frame = Path(scratch, "frame.html")
+        frame.write_text(_FRAME.format(f"file://{address}", width, height))
+        subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                        "--virtual-time-budget=8000", f"--user-data-dir={scratch}/profile",
+                        f"--window-size={max(width, 500)},{height}", f"--screenshot={PICTURES / name}",
+                        frame.as_uri()], check=True, capture_output=True, timeout=300)
+    if width < 500:
+        with Image.open(PICTURES / name) as whole:
+            whole.crop((0, 0, width, height)).save(PICTURES / name)
+    print(PICTURES / name)
 
 
-def watch(scratch: str) -> None:
-    """Start a run, wait until it has gone on after its failure, and draw it."""
+def watch(scratch: str) -> Path:
+    """Start a run, wait until it has gone on after its failure, and draw it on a terminal. Return its folder."""
     settings = {"mode": "async", "groups.rollout": 1, "steps": 200, "validation.every": 10, "output": scratch,
                 "faults": [{"kind": "kill", "group": "rollout", "step": 12}],
                 "roles.actor.model": "runs/demo-sft-1/model"}
@@ -67,6 +85,7 @@ def watch(scratch: str) -> None:
     console.save_svg(str(PICTURES / "watch.svg"), title="distflow watch runs/grpo-1")
     run.stop()
     print(PICTURES / "watch.svg")
+    return run.folder
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def test_ranks_without_rows_take_part(launch, workspace):
 
 @pytest.mark.smoke
 def test_what_a_run_leaves(launch, workspace):
-    launch(2, *GRPO, "--name", "left", "--set", "steps=2", "--set", "validation.data.heldout=train.jsonl")
+    launch(2, *GRPO, "--name", "left", "--set", "steps=2", "--set", "validation.data.heldout=train.jsonl",
+           "--set", "data.columns=[level]")
     folder = workspace / "runs/left"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2
@@ -34,6 +35,7 @@ def test_what_a_run_leaves(launch, workspace):
         os.listdir(folder))
     sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "questions", "answers", "completions", "rewards"} <= set(sample)
+    assert sample["level"] in ("1", "2", "3"), "as where the record comes from"
     tokens = sample["tokens"]
     assert len(tokens["texts"]) == len(tokens["sampled"]) == len(tokens["sampled - reference"]) == sample["length"]
     assert max(tokens["sampled"]) <= 0

@@ -258,7 +258,7 @@ class RolloutContext:
                 yield
             del self.under_way[number]
             timeline.current().add(timeline.PROMPTS, f"prompt {int(prompt.lease.ids[0]) // self.channel.rows}", began,
-                                   prompt.step + 1)
+                                   prompt.step + 1, rows=self.channel.rows)
         finally:
             self.room.release()
         self.complete.put(prompt)

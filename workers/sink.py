@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.progress import StepProgress
-from distflow.telemetry.report import lines
 from distflow.telemetry.run_folder import RunFolder
+from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.roles import RoleEngines
 from workers.validation import Validator
@@ -40,6 +40,7 @@ _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
 _BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages", *_LOGPROBS)
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
+_LONGEST = 200  # characters of a column of the user's own
 _TOKENS = 512  # first tokens of a response that are there one by one
 
 
@@ -66,7 +67,7 @@ class Sink:
         means: list[float] = []
         if self.folder and self.resumed and self.run.validation:
             name = f"validation/{next(iter(self.run.validation.data))}"
-            means = [line[name] for line in lines(self.folder.metrics) if isinstance(line.get(name), float)]
+            means = [line[name] for line in RunReader(self.path).steps() if name in line]
         best, worse = json.loads(gather(json.dumps(
             [max(means), len(means) - 1 - means.index(max(means))] if means else [-math.inf, 0]).encode())[0])
         return best, worse
@@ -97,9 +98,9 @@ class Sink:
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
         if self.folder and self.progress:
+            tokenizer = next((role.tokenizer for role in self.trained.values()), None)
+            self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
             self.folder.write_step(done, values)
-            self.folder.write_samples(done, _samples(
-                buffer, self.run.samples, next((role.tokenizer for role in self.trained.values()), None)))
             self.progress.step(values)
             self.loggers.check()
             self._report_missing_prompts(done, values)
@@ -130,6 +131,7 @@ class Sink:
 
     def close(self) -> None:
         """Write the models as Hugging Face folders, and the summary, after the last step."""
+        timeline.current().write()  # the report has the last second of every rank
         write_models(self.trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
@@ -140,7 +142,6 @@ class Sink:
 
     def _report(self) -> str:
         """Write the report in a process of its own. Return a line of how to see it; empty if there is none."""
-        timeline.current().write()
         paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
                       stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
@@ -210,10 +211,16 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _samples(buffer: Databuffer, count: int, tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
-    columns = buffer.readable(_SHOWN, count, _BESIDE)
+def _samples(buffer: Databuffer, count: int, own: Sequence[str],
+             tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
+    """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
+    columns = buffer.readable(_SHOWN, count, (*_BESIDE, *own))
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
-    return [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
+    rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
+    for name in (name for name in own if name in columns):
+        for row, value in zip(rows, columns[name]):
+            row.setdefault(name, value[:_LONGEST])
+    return rows
 
 
 def _as_sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:

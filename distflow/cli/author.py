@@ -58,6 +58,11 @@ def test_the_algorithm_is_valid():
 _MODELINE = "# yaml-language-server: $schema="
 
 
+_PYTEST = """# The settings of a folder above, as of a clone of distflow, do not hold for these tests.
+[pytest]
+"""
+
+
 def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", metavar="DAG", help="a shipped algorithm with a reward to begin with, as grpo")
     parser.add_argument("name", metavar="NAME", help="of the new algorithm, its folder and its module, as my_algo")
@@ -97,7 +102,8 @@ def _files(algorithm: str, name: str) -> dict[str, str]:
     run = re.sub(r"^#.*\n", "# A tiny model and arithmetic problems, for two CPU cores.\n", run, count=1)
     run = re.sub(r"^steps: .*$", "steps: 50", run, flags=re.MULTILINE)
     return {f"{name}.yaml": dag + _modeline("dag"), "run.yaml": run + _modeline("run"),
-            f"{name}.py": _REWARD.format(name=name), f"test_{name}.py": _TEST.format(name=name)}
+            f"{name}.py": _REWARD.format(name=name), f"test_{name}.py": _TEST.format(name=name),
+            "pytest.ini": _PYTEST}
 
 
 def _without_modeline(text: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.load import Spec, load, reload
+from distflow.config.load import Spec, load_for_planning, reload
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout
 from distflow.telemetry import timings
@@ -32,7 +32,7 @@ def spec_of(options: argparse.Namespace) -> Spec:
                            "machines, as by  distflow probe --out machines.yaml , and add  --cluster machines.yaml")
     options.cluster = options.cluster or str(kept)
     dag = options.dag_file or options.dag
-    return load(dag, options.run, options.overrides, options.cluster) if dag else \
+    return load_for_planning(dag, options.run, options.overrides, options.cluster) if dag else \
         reload(folder, options.overrides, options.cluster)
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from distflow.cli.common import Verb
-from distflow.config.load import load
+from distflow.config.load import load_for_planning
 from distflow.config.models import ROLLOUTS, TRAINERS, Engine, installed
 from distflow.contracts.environments import EnvironmentContract, environments_in, shipped_modules
 from distflow.contracts.rewards import RewardContract, shipped_rewards
@@ -25,7 +25,7 @@ def _add_nodes_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_nodes(options: argparse.Namespace) -> int:
-    spec = load(options.dag) if options.dag else None
+    spec = load_for_planning(options.dag) if options.dag else None
     contracts, rewards = (spec.functions, spec.rewards) if spec else (built_in(), shipped_rewards())
     chosen = [_describe(contract) for name, contract in sorted(contracts.items()) if options.name in (None, name)]
     chosen += [_describe_reward(each) for name, each in sorted(rewards.items()) if options.name in (None, name)]

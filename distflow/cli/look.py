@@ -60,9 +60,8 @@ def trace(options: argparse.Namespace) -> int:
         print(f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}")
         return 0
     file = Path(options.out) if options.out else folder / "trace.json.gz"
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
     try:
-        count = perfetto.write_trace(run, events, file, folder)
+        count = perfetto.write_trace(run, ettr.read(folder), file, folder)
     except OSError as error:
         raise _unwritable(file, error) from None
     print(f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
@@ -100,16 +99,16 @@ def why(options: argparse.Namespace) -> int:
 
 def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow or prometheus; its settings are "
-                                                                      "those of the run's `log`")
+    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow, trackio or prometheus; its "
+                                                                      "settings are those of the run's `log`")
     parser.add_argument("--follow", action="store_true", help="send what comes, until standard input closes")
 
 
 def log(options: argparse.Namespace) -> int:
     from distflow.config.run import loggers_of
     from distflow.telemetry.loggers import LOGGERS, send
-    from distflow.telemetry.report import settings_of
     from distflow.telemetry.run_folder import reload_run
+    from distflow.telemetry.run_reader import RunReader
 
     folder = Path(options.run)
     run = reload_run(folder).run
@@ -119,7 +118,7 @@ def log(options: argparse.Namespace) -> int:
     def ended(seconds: float) -> bool:
         return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])
 
-    count = send(folder, options.to, loggers_of(run.log).get(options.to, {}), settings_of(folder), ended)
+    count = send(RunReader(folder), options.to, loggers_of(run.log).get(options.to, {}), ended)
     print(f"sent {count} steps to {options.to}")
     return 0
 
@@ -136,7 +135,7 @@ VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
     "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
-    "log": Verb("send a run to Weights & Biases, MLflow or Prometheus, as it does itself by `log` of the run file",
+    "log": Verb("send a run to Weights & Biases, MLflow, trackio or Prometheus, as it does itself by `log`",
                 _add_log_arguments, log),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
                    _add_report_arguments, report),

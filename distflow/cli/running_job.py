@@ -25,7 +25,8 @@ from distflow.recovery import autoscaler, live_config
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
 from distflow.telemetry.processes import began
-from distflow.telemetry.run_folder import SUMMARY, RunFolder, read_plan, reload_run
+from distflow.telemetry.run_folder import RunFolder, read_plan, reload_run
+from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}

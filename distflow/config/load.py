@@ -108,6 +108,15 @@ class Spec:
 
 
 def load(dag: str, run: str | None = None, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
+    """Read and check the files. Raises InvalidInput with every mistake in them."""
+    spec = load_for_planning(dag, run, overrides, cluster)
+    if spec.mistakes:
+        raise InvalidInput(spec.mistakes)
+    return spec
+
+
+def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
+                      cluster: str | None = None) -> Spec:
     """Read and check the files. Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the
     planner can add its own. Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
@@ -155,8 +164,8 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 
 
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """Load the spec of a finished or interrupted run from its folder."""
-    return load(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
+    """Load the spec of a finished or interrupted run from its folder, as `load_for_planning` does."""
+    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
 
 
 def _read(path: Path) -> YamlSource:

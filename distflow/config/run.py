@@ -262,7 +262,8 @@ class Data(Document):
     """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
     `data/records_skipped` of the metrics and events.jsonl say so."""
     columns: list[str] = []
-    """Further text fields that nodes may read, by their own names."""
+    """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
+    by them: name the field that says where a record comes from."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
@@ -350,7 +351,8 @@ class Groups(Document):
 
 
 LOGGER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"),
-                   "mlflow": ("mlflow", "mlflow-skinny"), "prometheus": ("prometheus_client", "prometheus-client")}
+                   "mlflow": ("mlflow", "mlflow-skinny"), "prometheus": ("prometheus_client", "prometheus-client"),
+                   "trackio": ("trackio", "trackio>=0.43")}
 """The module and the package on PyPI that each needs."""
 
 
@@ -378,6 +380,17 @@ class Mlflow(Document):
     """The experiment in which the run appears."""
 
 
+class Trackio(Document):
+    """A project of trackio, in files of this machine or at a server of one's own; samples are tables there."""
+
+    project: str = "distflow"
+    """The project in which the run appears, under the name of its folder."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    server: str | None = None
+    """The address of a trackio server; default: TRACKIO_SERVER_URL, else files below TRACKIO_DIR."""
+
+
 class Prometheus(Document):
     """The newest step, for scrapes over HTTP without a password."""
 
@@ -400,6 +413,8 @@ class LoggerSettings(Document):
     """Settings of Weights & Biases."""
     mlflow: Mlflow | None = None
     """Settings of MLflow."""
+    trackio: Trackio | None = None
+    """Settings of trackio."""
     prometheus: Prometheus | None = None
     """Settings of the page for Prometheus."""
 
@@ -482,5 +497,5 @@ class Run(Document):
         for name in loggers_of(value):
             module, package = LOGGER_PACKAGES[name]
             if importlib.util.find_spec(module) is None:
-                raise ValueError(f"`{name}` needs a package that is not installed:  pip install {package}")
+                raise ValueError(f"`{name}` needs a package that is not installed:  pip install '{package}'")
         return value

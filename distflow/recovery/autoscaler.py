@@ -17,7 +17,6 @@ and pulls the newest weights.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import TypeVar
 
 from distflow.errors import InvalidInput
 from distflow.telemetry.events import record
+from distflow.telemetry.run_reader import Tail
 
 _FILE = "scale.json"
 _POLL_FILE = 1.0  # seconds between two looks at scale.json
@@ -113,27 +113,15 @@ def _ask(policy: Policy, folder: Path, steps: Steps, least: int, most: int) -> N
 
 
 class _RecentSteps:
-    """The last `count` steps of a growing metrics file. A worker that starts again replaces the file, and lines may be
-    missing in the new one."""
+    """The last `count` steps of a growing metrics file. A worker that starts again repeats steps."""
 
     def __init__(self, file: Path, count: int):
-        self.file, self.steps = file, deque[Mapping[str, float]](maxlen=count)
-        self.inode = self.offset = self.last = 0
+        self.lines, self.steps, self.last = Tail(file), deque[Mapping[str, float]](maxlen=count), 0
 
     def new(self) -> Iterator[int]:
         """Yield each step that is new since the last call; `steps` ends with the one that is yielded."""
-        if not self.file.exists():
-            return
-        with self.file.open("rb") as lines:
-            if (inode := os.fstat(lines.fileno()).st_ino) != self.inode:
-                self.inode, self.offset = inode, 0
-                self.steps.clear()
-            lines.seek(self.offset)
-            lines_read = lines.read().rpartition(b"\n")[0]
-        self.offset += len(lines_read) + bool(lines_read)
-        for step in map(json.loads, lines_read.splitlines()):
-            if "seconds" in step:
+        for step in self.lines.new():
+            if "seconds" in step and step["step"] > self.last:
                 self.steps.append(step)
-                if step["step"] > self.last:
-                    self.last = step["step"]
-                    yield self.last
+                self.last = step["step"]
+                yield self.last

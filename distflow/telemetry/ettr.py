@@ -7,12 +7,13 @@ starts again, as #rollout / (#rollout + #trainer). Work that is done twice count
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from distflow.telemetry.run_reader import Tail
 
 STARTS_AGAIN = "starts again"
 Event = dict[str, Any]
@@ -98,13 +99,7 @@ def account(events: Iterable[Event]) -> FailureCosts:
 
 def read(folder: Path) -> list[Event]:
     """Return the events of a run; torn lines are passed over."""
-    found = []
-    for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    return list(Tail(folder / "events.jsonl").new())
 
 
 def _close_intervals(result: FailureCosts, ranks: Iterable[int], end: float) -> None:

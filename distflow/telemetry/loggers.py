@@ -2,6 +2,7 @@
 
     wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
     mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
+    trackio      a local project of trackio; samples as a table. `{trackio: {project: mine}}`
     prometheus   the newest step, for scrapes of http://127.0.0.1:PORT/metrics. `{prometheus: {port: 9400}}`
 
 Each has a process of its own, which reads what the run writes to its folder: no step waits for a network, and one that
@@ -21,19 +22,17 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
-from distflow.telemetry.watch import Tail
+from distflow.telemetry.run_reader import Row, RunReader, numbers
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EVERY = 1.0  # seconds between two looks at the files
 _PARTING = 60.0  # seconds at the end of a run for what is left
 _FILE = "loggers.json"
-Row = dict[str, Any]
 
 
 class Logger(ABC):
@@ -65,9 +64,8 @@ class WandbLogger(Logger):
         self.run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns: list[Any] = [*dict.fromkeys(name for row in rows for name in row)]
-        table = self.wandb.Table(columns=columns, data=[[_cell(row.get(name)) for name in columns] for row in rows])
-        self.run.log({"samples": table}, step=step)
+        columns, cells = _table(rows)
+        self.run.log({"samples": self.wandb.Table(columns=columns, data=cells)}, step=step)
 
     def close(self) -> None:
         self.run.finish()
@@ -96,12 +94,33 @@ class MlflowLogger(Logger):
             self.client.log_batch(self.run, metrics=entries[first : first + 1000])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns = [*dict.fromkeys(name for row in rows for name in row)]
-        self.client.log_table(self.run, {name: [_cell(row.get(name)) for row in rows] for name in columns},
-                              f"samples/{step:06d}.json")
+        columns, cells = _table(rows)
+        self.client.log_table(self.run, dict(zip(columns, map(list, zip(*cells)))), f"samples/{step:06d}.json")
 
     def close(self) -> None:
         self.client.set_terminated(self.run)
+
+
+class TrackioLogger(Logger):
+    def __init__(self, folder: Path, config: Mapping[str, Any], project: str = "distflow", group: str | None = None,
+                 server: str | None = None):
+        import trackio
+
+        self.trackio = trackio
+        again = "must" if "trackio" in _known(folder) else "never"
+        self.run = trackio.init(project, folder.name, group=group, server_url=server, config=dict(config), resume=again,
+                                embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        _keep(folder, "trackio", project)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        columns, cells = _table(rows)
+        self.run.log({"samples": self.trackio.Table(columns=columns, data=cells)}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 class PrometheusLogger(Logger):
@@ -128,47 +147,43 @@ class PrometheusLogger(Logger):
         self.thread.join()
 
 
-LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger,
+LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger,
                                              "prometheus": PrometheusLogger}
 
 
-def send(folder: Path, name: str, settings: Mapping[str, Any], config: Mapping[str, Any],
-         ended: Callable[[float], bool]) -> int:
+def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable[[float], bool]) -> int:
     """Send the lines of a run to a logger as they come, and those that were sent before not again.
 
     Args:
-        settings: of the logger, as `{"project": "mine"}`; config: of the run, by key.
+        settings: of the logger, as `{"project": "mine"}`.
         ended: waits for so many seconds and returns whether the run has ended; what is written by then is still sent.
 
     Returns:
         The number of steps that were sent.
     """
+    folder, sent_steps = run.folder, set[int]()
     with _only_one(folder, name):
-        logger, metrics, samples = LOGGERS[name](folder, config, **settings), *map(Tail, (
-            folder / "metrics.jsonl", folder / "samples.jsonl"))
-        last, count = int(_known(folder).get(f"{name} step", -1)), 0
-        over = False
+        logger = LOGGERS[name](folder, run.settings(), **settings)
+        metrics, samples, rows = run.tail("metrics"), run.tail("samples"), dict[int, list[Row]]()
+        here = (-1, 0)  # a step, and how many lines of it came before: its validation has a line of its own
+        last, over = tuple(_known(folder).get(f"{name} sent", here)), False
         while not over:
             over = ended(_EVERY)
-            rows: dict[int, list[Row]] = {}
-            for row in samples.new():
+            lines = list(metrics.new())
+            for row in samples.new():  # the samples of a step are written before its metrics
                 rows.setdefault(row["step"], []).append({name: row[name] for name in row if name != "tokens"})
-            for step, values in _merged(metrics.new()):
-                if step > last:
-                    logger.metrics(step, values)
-                    last, count = step, count + 1
-                    if step in rows:
-                        logger.samples(step, rows[step])
-            _keep(folder, f"{name} step", last)
+            for line in lines:
+                step = line.pop("step")
+                here, shown = (step, here[1] + 1 if step == here[0] else 0), rows.pop(step, None)
+                if here > last:
+                    logger.metrics(step, numbers(line))
+                    if shown:
+                        logger.samples(step, shown)
+                    last = here
+                    sent_steps.add(step)
+            _keep(folder, f"{name} sent", last)
         logger.close()
-    return count
-
-
-def _merged(lines: Iterable[Row]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield each step with all its numbers: validation has lines of its own."""
-    for step, together in groupby(lines, key=lambda line: line["step"]):
-        yield step, {name: value for line in together for name, value in line.items()
-                     if name != "step" and isinstance(value, int | float)}
+    return len(sent_steps)
 
 
 @contextlib.contextmanager
@@ -223,6 +238,12 @@ def _keep(folder: Path, name: str, value: Any) -> None:
 def _name(text: str) -> str:
     """Return a name that MLflow takes."""
     return re.sub(r"[^\w./ -]", "_", text)[:250]
+
+
+def _table(rows: Sequence[Row]) -> tuple[list[Any], list[list[Any]]]:
+    """Return the columns of samples, which need not be the same in all, and the cells of each."""
+    columns = [*dict.fromkeys(name for row in rows for name in row)]
+    return columns, [[_cell(row.get(name)) for name in columns] for row in rows]
 
 
 def _cell(value: Any) -> Any:

@@ -21,7 +21,8 @@ from distflow.telemetry.timeline import MAIN, WEIGHTS, RunTimeline, Span
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-_TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, WEIGHTS, timeline.CHECKPOINTS)
+_TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, timeline.TOOLS, WEIGHTS, timeline.CHECKPOINTS)
+_MANY = (timeline.ROWS, timeline.TOOLS)
 _THREADS = 1000  # most threads of a track
 _BATCH, _TIMEOUT = 1000, 5.0  # spans of a request to a collector, and seconds for it
 _MARKS = {"worker started", "worker ended", "worker ready", "failure", "fault injected", "left out", "scaled",
@@ -51,7 +52,7 @@ def _names(run: RunTimeline) -> Iterator[Event]:
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": f"rank {number} · {role} · {host}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
     for number, track, thread in sorted({(span.rank, span.track, thread) for span, thread in _threads(run.spans)}):
-        name = {"name": (track or "activity") + (f" {thread % _THREADS + 1}" if track == timeline.ROWS else "")}
+        name = {"name": (track or "activity") + (f" {thread % _THREADS + 1}" if track in _MANY else "")}
         yield {"ph": "M", "name": "thread_name", "pid": number, "tid": thread, "args": name}
 
 

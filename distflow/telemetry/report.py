@@ -13,17 +13,16 @@ import gzip
 import html
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry import timeline
-from distflow.telemetry.ettr import account, read
+from distflow.telemetry.ettr import account
+from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
 _POINTS = 2_000  # most steps of a curve
@@ -31,7 +30,6 @@ _WINDOWS = 60  # of a run, for its sliding ETTR
 _LEARNED = 3  # problems with their first and last answers
 _WARM = 2  # first steps that are no ordinary ones
 _RANKS, _SPANS = 32, 2_000  # of a step whose activities are drawn
-_FILES = ("dag.yaml", "run.yaml")
 
 Run = dict[str, Any]
 
@@ -39,18 +37,15 @@ Run = dict[str, Any]
 def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     """Return everything that the page shows of a run. `characters`: most of its samples. Raises InvalidInput: `folder`
     is no run's folder."""
-    if not (folder / "metrics.jsonl").is_file():
-        raise InvalidInput(Diagnostic(f"{folder} has no metrics.jsonl, so it is not the folder of a run", None,
-                                      "Name the folder, as  distflow report runs/grpo-1"))
-    events = read(folder) if (folder / "events.jsonl").is_file() else []
-    plan, summary = (_json(folder / name) for name in ("plan.json", "summary.json"))
-    samples = [*lines(folder / "samples.jsonl"), *lines(folder / "validation.jsonl")]
-    return {"name": folder.name, "path": str(folder), "metrics": _columns(list(lines(folder / "metrics.jsonl"))),
-            "summary": summary, "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
-            "nodes": _nodes(plan), "edges": _edges(plan), "samples": _thinned(samples, characters),
+    reader = RunReader.of(folder, "distflow report runs/grpo-1")
+    steps, events, plan, answers = reader.steps(), reader.rows("events"), reader.plan, reader.rows("validation")
+    samples, kinds = [*reader.rows("samples"), *answers], _shown_steps(steps)
+    spans = timeline.read(folder, kinds.keys(), _RANKS).spans
+    return {"name": folder.name, "path": str(folder), "metrics": _columns(steps), "summary": reader.summary,
+            "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
+            "nodes": _nodes(plan), "edges": _edges(plan, spans), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
-            "settings": settings_of(folder), "learned": _learned(folder / "validation.jsonl"),
-            "steps": _timed_steps(folder)}
+            "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(kinds, spans)}
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:
@@ -71,29 +66,9 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     return file.stat().st_size
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file; those that are torn are passed over, and a file that is missing has none."""
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
-                yield content
-
-
-def _learned(file: Path) -> list[dict[str, Any]]:
+def _learned(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return some problems with the first and the last answer to each: those first that the run has learned."""
-    rows = [row for row in lines(file) if "completions" in row]
+    rows = [row for row in answers if "completions" in row]
     first, last = (choose((row.get("step", 0) for row in rows), default=0) for choose in (min, max))
     before, after = ({(row.get("set"), row.get("row")): row for row in rows if row.get("step", 0) == step}
                      for step in (first, last))
@@ -104,16 +79,20 @@ def _learned(file: Path) -> list[dict[str, Any]]:
     return sorted(both, key=lambda pair: (pair["rewards"][0] or 0.0) - (pair["rewards"][1] or 0.0))[:_LEARNED]
 
 
-def _timed_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return what ranks did in an ordinary step, the slowest one and the last one; `start` counts from the step's."""
-    timed = [line for line in lines(folder / "metrics.jsonl") if isinstance(line.get("seconds"), float)]
+def _shown_steps(steps: list[dict[str, float]]) -> dict[int, str]:
+    """Return the number and the kind of an ordinary step, the slowest one and the last one."""
+    timed = [values for values in steps if "seconds" in values]
     timed = timed[_WARM:] or timed
     order = sorted(timed, key=lambda line: line["seconds"])
     kinds = {"the last step": timed[-1], "the slowest step": order[-1], "an ordinary step": order[len(order) // 2]} \
         if timed else {}
-    found, kind_of = [], {line["step"]: kind for kind, line in kinds.items()}
-    spans = timeline.read(folder, kind_of.keys(), _RANKS).spans
-    for number, kind in kind_of.items():
+    return {int(line["step"]): kind for kind, line in kinds.items()}
+
+
+def _timed_steps(kinds: dict[int, str], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return what ranks did in some steps; the start of a span counts from the step's."""
+    found = []
+    for number, kind in kinds.items():
         shown = [span for span in spans if span.track in (timeline.MAIN, timeline.WEIGHTS) and span.step == number]
         zero = min((span.start for span in shown), default=0.0)
         found.append({"step": number, "kind": kind, "spans": [
@@ -122,15 +101,14 @@ def _timed_steps(folder: Path) -> list[dict[str, Any]]:
     return [step for step in reversed(found) if step["spans"]]
 
 
-def _columns(lines: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+def _columns(steps: list[dict[str, float]]) -> dict[str, list[list[float]]]:
     """Return each metric's steps and values, of a long run every n-th step and the last."""
     found: dict[str, list[list[float]]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                steps, values = found.setdefault(name, [[], []])
-                steps.append(line["step"])
-                values.append(value)
+    for values in steps:
+        for name in values.keys() - {"step"}:
+            x, y = found.setdefault(name, [[], []])
+            x.append(values["step"])
+            y.append(values[name])
     for name, columns in found.items():
         every = -(-len(columns[0]) // _POINTS)
         if every > 1:
@@ -164,10 +142,16 @@ def _nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
              "depth": depth[task["node"]]} for task in plan.get("tasks", [])]
 
 
-def _edges(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"from": transfer["producer"], "to": task["node"], "kind": transfer["kind"],
-             "columns": transfer["columns"], "bytes": transfer["bytes_per_step"]}
-            for task in plan.get("tasks", []) for transfer in task["transfers"] if transfer["producer"] != "source"]
+def _edges(plan: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the edges with what the plan expects to move in a step, and what moved in the steps that are shown."""
+    moved, steps = dict[str, int](), {span.step for span in spans}
+    for span in (span for span in spans if span.track == timeline.TRANSFERS and "bytes" in span.facts):
+        moved[span.name] = moved.get(span.name, 0) + span.facts["bytes"]
+    pairs = [(task["node"], transfer, f"{transfer['producer']} → {task['node']}") for task in plan.get("tasks", [])
+             for transfer in task["transfers"] if transfer["producer"] != "source"]
+    return [{"from": transfer["producer"], "to": node, "kind": transfer["kind"], "columns": transfer["columns"],
+             "bytes": transfer["bytes_per_step"], "moved": moved[name] / len(steps) if name in moved else None}
+            for node, transfer, name in pairs]
 
 
 def _failures(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -183,27 +167,6 @@ def _ettr(events: list[dict[str, Any]]) -> dict[str, Any]:
     ends = [window * number for number in range(_WINDOWS + 1)]
     return {"whole": _number(costs.ettr), "ends": ends[1:],
             "values": [_number(costs.ettr_between(*each)) for each in pairwise(ends)]}
-
-
-def settings_of(folder: Path) -> dict[str, str]:
-    """Return the settings of the run as `section.key: value`."""
-    found: dict[str, str] = {}
-    for name in _FILES:
-        file = folder / name
-        if file.is_file():
-            try:
-                _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
-            except yaml.YAMLError:
-                continue
-    return found
-
-
-def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:
-    if isinstance(content, dict) and content:
-        for key, value in content.items():
-            _flatten(value, f"{prefix}.{key}" if prefix else str(key), found)
-    else:
-        found[prefix] = content if isinstance(content, str) else json.dumps(content, default=str)
 
 
 def _number(value: Any) -> Any:

@@ -36,6 +36,7 @@ from distflow.plan import Plan
 from distflow.telemetry import events
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
+from distflow.telemetry.run_reader import SUMMARY, Tail
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -140,7 +141,6 @@ def _git_commit() -> str | None:
     return done.stdout.strip() or None
 
 
-SUMMARY = "summary.json"  # exists once a run has come to its end
 _TOTALS = ("tokens_total", "samples_total", "wall_seconds")
 
 
@@ -324,8 +324,7 @@ class RunFolder:
 
     def _totals(self) -> tuple[float, ...]:
         """Read the totals of the newest step that is written, from which a resumed run goes on."""
-        written = _read_lines(self.metrics)
-        last = next((line for line in reversed(written) if _TOTALS[0] in line), {})
+        last = next((line for line in reversed(list(Tail(self.metrics).new())) if _TOTALS[0] in line), {})
         return tuple(last.get(name) or 0.0 for name in _TOTALS)
 
     def write_step(self, step: int, values: dict[str, float]) -> None:
@@ -357,8 +356,8 @@ class RunFolder:
     def close(self, facts: dict[str, Any]) -> None:
         """Write the summary of all steps, with `facts`."""
         self.tensorboard.close()
-        lines = _read_lines(self.metrics)
-        summary = {**summarize(lines), "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
+        found = summarize(list(Tail(self.metrics).new()))
+        summary = {**found, "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
         if events.dropped():
             summary["dropped_lines"] = events.dropped()
         path = self.path / SUMMARY
@@ -367,11 +366,6 @@ class RunFolder:
         except OSError as error:
             events.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
             path.unlink(missing_ok=True)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_bytes() if path.exists() else b""  # as bytes: text has more line ends than JSON Lines
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:

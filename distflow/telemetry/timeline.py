@@ -1,7 +1,7 @@
 """Records what each rank does when: `timeline/rankN.jsonl`, for `distflow trace`, `distflow why` and reports.
 
     Timeline.enter   the rank's activity from now on, until the next one: its main track
-    Timeline.span    something beside it: a transfer, a sampled row, a pull of weights, a checkpoint
+    Timeline.span    something beside it: a transfer, a sampled row, an environment's answer, a pull of weights
     read             the spans of all ranks, by one clock
 
 A thread writes a line each second. Times are microseconds of CLOCK_MONOTONIC, which the processes of a machine share.
@@ -29,7 +29,8 @@ from typing import Any
 from distflow.telemetry import events
 
 FOLDER = "timeline"
-MAIN, TRANSFERS, ROWS, PROMPTS, WEIGHTS, CHECKPOINTS = "", "transfers", "rows", "prompts", "weights", "checkpoints"
+MAIN, TRANSFERS, ROWS, TOOLS, PROMPTS, WEIGHTS, CHECKPOINTS = (
+    "", "transfers", "rows", "tools", "prompts", "weights", "checkpoints")
 """Tracks of a rank. On the main one each span begins where the one before it ends."""
 FINISHING = "finishing the step"  # ends with a collective of all ranks that train
 _EVERY, _RANKS = 1.0, 64  # seconds between two lines, and up to how many ranks: more of them write less often
@@ -113,6 +114,8 @@ class Timeline:
         events.add_or_drop(self.path, [json.dumps(line)])
 
     def _write_often(self) -> None:
+        """Write at once, so that a run of a moment is seen while it goes on, and then often."""
+        self.write()
         while not self.ended.wait(self.every):
             self.write()
 

@@ -6,7 +6,6 @@ run nothing.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -14,17 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry import timeline
-from distflow.telemetry.run_folder import SUMMARY
-from distflow.telemetry.run_lock import in_use
+from distflow.telemetry.run_reader import RunReader, numbers
 from distflow.telemetry.timeline import RankTimeline
 
 _EVERY = 1.0  # seconds between two looks
@@ -36,23 +32,6 @@ _RANKS = 24  # most ranks that have a row
 _FAILURES = 6  # newest events that are shown
 _SHOWN = {"failure", "fault injected", "left out", "worker started", "scaled", "settings changed", "checkpoint damaged",
           "reward_failed", "environment_failed", "weights_source_lost", "weights_late"}
-
-
-class Tail:
-    """New whole lines of a JSON Lines file that grows."""
-
-    def __init__(self, file: Path):
-        self.file, self.read = file, 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        if not self.file.is_file() or self.file.stat().st_size < self.read:
-            self.read = 0  # a resumed run has dropped lines
-        if self.file.is_file():
-            with self.file.open("rb") as stream:
-                stream.seek(self.read)
-                *whole, _ = stream.read().split(b"\n")
-            self.read += sum(len(line) + 1 for line in whole)
-            yield from map(json.loads, whole)
 
 
 @dataclass
@@ -67,18 +46,14 @@ class RunView:
     step: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.folder / "launch.json").is_file():
-            raise InvalidInput(Diagnostic(f"{self.folder} is not the folder of a run: it has no launch.json", None,
-                                          "Name the folder, as  distflow watch runs/grpo-1"))
-        self.metrics, self.event_lines = Tail(self.folder / "metrics.jsonl"), Tail(self.folder / "events.jsonl")
-        self.settings = yaml.safe_load((self.folder / "run.yaml").read_text(encoding="utf-8"))
-        self.steps = int(self.settings.get("steps", 0))
+        self.reader = RunReader.of(self.folder, "distflow watch runs/grpo-1")
+        self.metrics, self.event_lines = self.reader.tail("metrics"), self.reader.tail("events")
+        self.steps = int(self.reader.settings().get("steps", 0))
 
     def look(self) -> None:
         for line in self.metrics.new():
-            for name, value in line.items():
-                if isinstance(value, int | float):
-                    self.curves.setdefault(name, deque(maxlen=10_000)).append((line["step"], value))
+            for name, value in numbers(line).items():
+                self.curves.setdefault(name, deque(maxlen=10_000)).append((line["step"], value))
             self.step = line["step"]
         self.events.extend(event for event in self.event_lines.new() if event["event"] in _SHOWN and (
             event["event"] != "worker started" or event.get("life")))
@@ -87,9 +62,8 @@ class RunView:
 
     @property
     def state(self) -> str:
-        if (self.folder / SUMMARY).is_file():
-            return "has come to its end"
-        return "goes on" if in_use(self.folder) else "does not go on: it was stopped or has failed"
+        state = self.reader.state
+        return f"{state}: it was stopped or has failed" if state == "does not go on" else state
 
     def seconds_left(self) -> float | None:
         seconds = [value for _, value in list(self.curves.get("seconds", ()))[-20:]]

@@ -2,8 +2,9 @@
 
     stuck        what each rank does and for how long, who waits for whom, and the stacks of the one they wait for
     dead         the failure that ended it, and what went before
-    slow         the critical path of a step: the chain of activities, across ranks, that made it as long as it was
-    fallen       since which step the reward is lower, and what else changed there
+    slow         the critical path of a step: the chain of activities, across ranks, that made it as long as it was,
+                 and the row that was sampled last, with its turns and tools
+    fallen       since which step the reward is lower, which parts, sources and prompts fell, and what else changed
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from distflow.errors import Diagnostic, InvalidInput
-from distflow.telemetry import ettr, timeline
-from distflow.telemetry.report import lines
-from distflow.telemetry.run_folder import SUMMARY
-from distflow.telemetry.run_lock import in_use
+from distflow.errors import InvalidInput
+from distflow.telemetry import timeline
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
 
 WAITING = "waiting"
@@ -38,6 +37,8 @@ _TECHNICAL = ("seconds", "tokens", "samples", "wall", "epoch", "memory", "snapsh
               "advantages")
 """First parts of metrics that do not explain a reward."""
 _RELATED = 4  # other metrics that are named for a fall
+_SOURCES, _EACH, _PROMPTS = 20, 2, 3  # most values of a column that are compared, fewest samples of one, prompts named
+_QUOTED = 100  # characters of a prompt or an answer
 _ADVICE = {
     "generating": "Sampling takes the time. Shorter answers (`roles.NAME.generation.max_new_tokens`), another engine "
                   "(`roles.NAME.rollout: vllm`), or `mode: async`, where training does not wait for the longest one.",
@@ -67,6 +68,24 @@ class Segment:
     seconds: float
 
 
+@dataclass(frozen=True)
+class SampledChain:
+    """A row's turns and what its environment answered, in order of time. id: of the row."""
+
+    rank: int
+    id: int
+    spans: Sequence[Span]
+
+    @property
+    def seconds(self) -> float:
+        """From its first token to its end."""
+        return self.spans[-1].end - self.spans[0].start
+
+    @property
+    def tools(self) -> list[Span]:
+        return [span for span in self.spans if span.track == timeline.TOOLS]
+
+
 def explain(folder: Path, step: int | None = None) -> Iterator[str]:
     """Yield the explanation, line by line.
 
@@ -76,21 +95,19 @@ def explain(folder: Path, step: int | None = None) -> Iterator[str]:
     Raises:
         InvalidInput: it is no run's folder, or it has no such step.
     """
-    if not (folder / "launch.json").is_file():
-        raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
-                                      "Name the folder, as  distflow why runs/grpo-1"))
-    metrics = [line for line in lines(folder / "metrics.jsonl") if isinstance(line.get("seconds"), float)]
+    reader = RunReader.of(folder, "distflow why runs/grpo-1")
+    metrics = reader.timed_steps()
     if step is None:
-        if in_use(folder):
+        if reader.state == "goes on":
             yield from stuck(folder, len(metrics))
-        elif not (folder / SUMMARY).is_file():
-            yield from dead(folder)
+        elif not reader.summary:
+            yield from dead(reader)
     elif step not in {line["step"] for line in metrics}:
         raise InvalidInput(f"--step {step}: the run has steps 1 to {len(metrics)}" if metrics else
                            f"--step {step}: no step of the run is done")
     if metrics:
-        yield from slow(folder, metrics, _ordinary(metrics) if step is None else step)
-        yield from fallen(folder, metrics)
+        yield from slow(reader, metrics, _ordinary(metrics) if step is None else step)
+        yield from fallen(reader, metrics)
 
 
 def _ordinary(metrics: Sequence[dict[str, Any]]) -> int:
@@ -154,26 +171,26 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
     yield from (f"  {line}" for line in (done.stdout or done.stderr).splitlines())
 
 
-def dead(folder: Path) -> Iterator[str]:
+def dead(reader: RunReader) -> Iterator[str]:
     """Say what ended a run that has neither come to its end nor goes on."""
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
-    failures = [event for event in events if event["event"] == "failure"]
-    yield f"{folder.name} does not go on, and has not come to its end."
+    failures = [event for event in reader.rows("events") if event["event"] == "failure"]
+    yield f"{reader.folder.name} does not go on, and has not come to its end."
     if not failures:
         yield "It has no failure in events.jsonl: it was stopped from outside, with torchrun."
     for event in failures[-3:]:
         yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
                f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
         yield f"    then: {event['verdict']}"
-    yield f"Go on from the newest checkpoint:  distflow resume {folder}"
+    yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
 
 
-def slow(folder: Path, metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
+def slow(reader: RunReader, metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
     """Say what made a step as long as it was, and what is unusual about it."""
     seconds = next(line["seconds"] for line in metrics if line["step"] == step)
     usual = statistics.median(line["seconds"] for line in metrics[_WARM:] or metrics)
     yield f"Step {step} took {seconds:.2f} s; the median is {usual:.2f} s."
-    path = critical_path(timeline.read(folder, range(step - _AROUND, step + _AROUND + 1)).spans, step)
+    spans = timeline.read(reader.folder, range(step - _AROUND, step + _AROUND + 1)).spans
+    path = critical_path(spans, step)
     if not path:
         yield "It has no timeline, which would say where the time went (`timeline: true`)."
         return
@@ -186,6 +203,7 @@ def slow(folder: Path, metrics: Sequence[dict[str, Any]], step: int) -> Iterator
     for (rank, label, phase), taken in sorted(parts.items(), key=lambda item: -item[1]):
         if taken >= 0.01 * total:
             yield f"  {taken:8.3f} s  {taken / total:4.0%}  rank {rank}  {phase:10}  {label}"
+    yield from _last_row(reader, sampled_chains(spans, step), step)
     yield from _unusual(metrics, step)
     by_phase: dict[str, float] = {}
     for part in path:
@@ -234,6 +252,50 @@ def critical_path(spans: Sequence[Span], step: int) -> list[Segment]:
     return [part for part in reversed(path) if part.seconds > _TINY]
 
 
+def sampled_chains(spans: Sequence[Span], step: int) -> list[SampledChain]:
+    """Return the rows of a step that the timeline has, but for those of its validation.
+
+    Ranks that sample for others say which prompts are of the step; else its rows are those of a node that samples.
+    """
+    rows = [span for span in spans if span.track in (timeline.ROWS, timeline.TOOLS)]
+    prompts = [span for span in spans if span.track == timeline.PROMPTS and span.step == step and "rows" in span.facts]
+    nodes = [span for span in spans if span.track == MAIN and span.step == step and _phase(span) == "generating"]
+    found: dict[tuple[int, int], list[Span]] = {}
+    for span in rows:
+        row = int(span.name.rpartition(" ")[2])
+        around = [each for each in prompts if row // each.facts["rows"] == int(each.name.rpartition(" ")[2])] \
+            if prompts else nodes
+        if any(each.rank == span.rank and each.start <= span.start < each.end for each in around):
+            found.setdefault((span.rank, row), []).append(span)
+    return [SampledChain(rank, row, sorted(each, key=lambda span: span.start))
+            for (rank, row), each in sorted(found.items())]
+
+
+def _last_row(reader: RunReader, chains: Sequence[SampledChain], step: int) -> Iterator[str]:
+    """Say which row of a step was sampled last, how long its turns and tools took, and what it was about."""
+    last = max(chains, key=lambda chain: chain.spans[-1].end, default=None)
+    if last is None or not last.seconds:
+        return
+    usual, tools = statistics.median(chain.seconds for chain in chains), last.tools
+    yield (f"The last of its {len(chains)} rows was row {last.id}, on rank {last.rank}: {last.seconds:.2f} s from its "
+           f"first token to its end; the median is {usual:.2f} s.")
+    if tools:
+        longest, total = max(tools, key=lambda span: span.seconds), sum(span.seconds for span in tools)
+        every = statistics.median(sum(span.seconds for span in chain.tools) for chain in chains)
+        yield (f"  {len(tools)} turn{'s' * (len(tools) > 1)}; its environment took {total:.2f} s of that (median of "
+               f"the rows {every:.2f} s), most in turn {longest.facts['turn']}: {longest.seconds:.2f} s")
+        said = next((turn["text"] for turn in reader.tail(f"trajectories/rank{last.rank}").new() if turn["step"] == step
+                     and turn["row"] == last.id and turn["turn"] == longest.facts["turn"]), None)
+        yield from [f"    the model had said: {_quoted(said)}"] if said is not None else []
+    asked = (row.get("questions") for row in reader.tail("samples").new()
+             if row.get("step") == step and row.get("row") == last.id)
+    yield from (f"  its prompt: {_quoted(text)}" for text in asked)
+
+
+def _quoted(text: Any, most: int = _QUOTED) -> str:
+    return json.dumps(text, ensure_ascii=False)[:most]
+
+
 def _phase(span: Span) -> str:
     return span.facts.get("phase") or WAITING
 
@@ -253,7 +315,7 @@ def _usual_seconds(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
     return {key: statistics.median(each) for key, each in found.items()}
 
 
-def fallen(folder: Path, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
+def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Say since when the reward is lower than before, and what changed there; nothing if it is not."""
     name = "environment/reward" if "environment/reward" in metrics[-1] else "reward/mean"
     rows = [line for line in metrics if isinstance(line.get(name), float)]
@@ -264,14 +326,54 @@ def fallen(folder: Path, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     step = rows[at]["step"]
     yield (f"The reward fell at step {step}: from {_mean(before, name):.3f} before to {_mean(after, name):.3f} since.")
     for other, shift in _shifts(before, after, name)[:_RELATED]:
-        yield f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations)"
-    for event in _events_near(folder, rows[max(0, at - 2)]["step"], step):
+        yield (f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations"
+               f"{_since(rows, other) if shift < 0 else ''})")
+    rewarded = ({"rewards": row.get("environment_rewards"), **row} for row in reader.rows("samples"))
+    samples = [row for row in rewarded if isinstance(row["rewards"], int | float)]
+    yield from _fallen_sources(reader, samples, step)
+    yield from _fallen_prompts(samples, step)
+    for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
         yield f"  step {event['step']}: {event['event']} {event.get('what') or event.get('why') or ''}".rstrip()
-    worst = sorted((row for row in lines(folder / "samples.jsonl") if row.get("step", 0) >= step
-                    and isinstance(row.get("rewards"), int | float)), key=lambda row: row["rewards"])[:1]
-    for row in worst:
-        yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {json.dumps(row.get('questions'))[:100]}"
-        yield f"    {json.dumps(row.get('completions'))[:200]}"
+    for row in sorted((row for row in samples if row["step"] >= step), key=lambda row: row["rewards"])[:1]:
+        yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {_quoted(row.get('questions'))}"
+        yield f"    {_quoted(row.get('completions'), 2 * _QUOTED)}"
+
+
+def _since(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """Return since which step a metric is lower, for a message; nothing if that is not certain."""
+    own = [row for row in rows if name in row]
+    at = fall([row[name] for row in own])
+    return "" if at is None else f", since step {own[at]['step']}"
+
+
+_Fallen = tuple[Any, float, float, int, int]
+"""A value of a column; the mean reward of its samples before and since a step, and their numbers."""
+
+
+def _fallen_values(samples: Sequence[dict[str, Any]], step: int, column: str, least: int) -> list[_Fallen]:
+    """Return the values of a column whose samples have less reward since `step`, those that fell most first; at least
+    so many samples on each side."""
+    found: dict[Any, tuple[list[float], list[float]]] = {}
+    for row in samples:
+        if isinstance(row.get(column), str):
+            found.setdefault(row[column], ([], []))[row["step"] >= step].append(row["rewards"])
+    pairs = ((value, statistics.mean(before), statistics.mean(after), len(before), len(after))
+             for value, (before, after) in found.items() if min(len(before), len(after)) >= least)
+    return sorted((each for each in pairs if each[2] < each[1]), key=lambda each: each[2] - each[1])
+
+
+def _fallen_sources(reader: RunReader, samples: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
+    """Compare the samples by the run's own columns of the dataset, as where a record comes from."""
+    for column in json.loads(reader.settings().get("data.columns", "[]")):
+        values = {row.get(column) for row in samples}
+        if 1 < len(values) <= _SOURCES:
+            for value, before, after, n, m in _fallen_values(samples, step, column, _EACH):
+                yield f"  {column} `{value}`: {before:.3f} → {after:.3f} ({n} samples before, {m} since)"
+
+
+def _fallen_prompts(samples: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
+    for prompt, before, after, n, m in _fallen_values(samples, step, "questions", 1)[:_PROMPTS]:
+        yield f"  prompt {_quoted(prompt)}: {before:.3f} → {after:.3f} ({n} samples before, {m} since)"
 
 
 def fall(values: Sequence[float]) -> int | None:
@@ -306,7 +408,6 @@ def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], r
     return sorted(found, key=lambda pair: (not pair[0].startswith("reward/"), -abs(pair[1])))
 
 
-def _events_near(folder: Path, first: int, last: int) -> list[dict[str, Any]]:
-    events = ettr.read(folder) if (folder / "events.jsonl").is_file() else []
+def _events_near(reader: RunReader, first: int, last: int) -> list[dict[str, Any]]:
     kinds = ("failure", "settings changed", "state restored", "reward_failed", "environment_failed", "scaled")
-    return [event for event in events if event["event"] in kinds and first <= event["step"] <= last]
+    return [event for event in reader.rows("events") if event["event"] in kinds and first <= event["step"] <= last]

@@ -20,10 +20,12 @@ ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
                                        pytest.param("remax", marks=pytest.mark.run)])
 def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys, algorithm) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").write_text("[tool:pytest]\naddopts = --import-mode=importlib\n")  # as in a clone
     assert main(["new", algorithm, "my_algo"]) == 0
     assert "pytest" in capsys.readouterr().out
     folder = tmp_path / "my_algo"
-    assert {file.name for file in folder.iterdir()} == {"my_algo.yaml", "run.yaml", "my_algo.py", "test_my_algo.py"}
+    assert {file.name for file in folder.iterdir()} == {"my_algo.yaml", "run.yaml", "my_algo.py", "test_my_algo.py",
+                                                         "pytest.ini"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, env=ENVIRONMENT,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

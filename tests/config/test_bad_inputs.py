@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.load import load
+from distflow.config.load import load, load_for_planning
 from distflow.errors import Diagnostic, InvalidInput
 from planners import plan
 
@@ -222,7 +222,7 @@ def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mistakes_of(dag: str = "good", run: str = "good", ranks: int = 2, **more) -> tuple[Diagnostic, ...]:
     with pytest.raises(InvalidInput) as caught:
-        plan(load(f"dags/{dag}.yaml", f"run_files/{run}.yaml", **more), ranks)
+        plan(load_for_planning(f"dags/{dag}.yaml", f"run_files/{run}.yaml", **more), ranks)
     return caught.value.mistakes
 
 

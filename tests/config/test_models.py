@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.load import Spec, load
+from distflow.config.load import Spec, load, load_for_planning
 from distflow.config.models import base_of, linears_of, matched
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
@@ -113,5 +113,6 @@ def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path,
         for name, content in files.items():
             (tmp_path / "model" / name).write_text(content if isinstance(content, str) else json.dumps(content))
         settings.append(f"roles.actor.model={tmp_path / 'model'}")
-    found = [str(mistake) for mistake in load("grpo.yaml", None, settings).mistakes if "chat template" in str(mistake)]
+    spec = load_for_planning("grpo.yaml", None, settings)
+    found = [str(mistake) for mistake in spec.mistakes if "chat template" in str(mistake)]
     assert [says in found[0]] == [True] if says else found == []

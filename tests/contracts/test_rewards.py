@@ -80,7 +80,9 @@ MISTAKES = [
 
 
 def test_every_mistake_has_its_line() -> None:
-    found = load("dags/wrong_rewards.yaml", "run_files/good.yaml").mistakes
+    with pytest.raises(InvalidInput) as raised:
+        load("dags/wrong_rewards.yaml", "run_files/good.yaml")
+    found = raised.value.mistakes
     assert len(found) == len(MISTAKES)
     for line, under, what, hint in MISTAKES:
         (mistake,) = [each for each in found if each.where.line == line and what in each.what]

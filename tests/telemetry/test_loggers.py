@@ -15,7 +15,8 @@ import pytest
 from harness import ROOT, environment
 
 from distflow.cli import main
-from distflow.telemetry.loggers import send
+from distflow.telemetry.loggers import LOGGERS, Logger, send
+from distflow.telemetry.run_reader import RunReader
 
 _BLOCK = 32768
 
@@ -24,6 +25,7 @@ _BLOCK = 32768
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "mine-1"
     made.mkdir()
+    (made / "run.yaml").write_text("roles: {actor: {learning_rate: 0.1}}\n")
     write(made, range(1, 4))
     return made
 
@@ -73,9 +75,9 @@ def history(folder: Path) -> dict[int, dict[str, Any]]:
 def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     pytest.importorskip("wandb")
     settings = {"project": "tests", "mode": "offline"}
-    assert send(folder, "wandb", settings, {"roles.actor.learning_rate": 0.1}, at_once) == 3
+    assert send(RunReader(folder), "wandb", settings, at_once) == 3
     write(folder, range(4, 6))
-    assert send(folder, "wandb", settings, {}, at_once) == 2
+    assert send(RunReader(folder), "wandb", settings, at_once) == 2
     steps = history(folder)
     assert sorted(steps) == [1, 2, 3, 4, 5]
     assert steps[4]["reward/mean"] == 0.4
@@ -92,15 +94,42 @@ def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) 
     uri = (tmp_path / "mlruns").as_uri()
     client = client_of(uri)
     settings = {"uri": uri, "experiment": "tests"}
-    assert send(folder, "mlflow", settings, {"roles.actor.learning_rate": 0.1}, at_once) == 3
+    assert send(RunReader(folder), "mlflow", settings, at_once) == 3
     write(folder, range(4, 6))
-    assert send(folder, "mlflow", settings, {}, at_once) == 2
+    assert send(RunReader(folder), "mlflow", settings, at_once) == 2
     experiment = client.get_experiment_by_name("tests")
     run, = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "mine-1"
     assert run.data.params == {"roles.actor.learning_rate": "0.1"}
     values = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(each.step, each.value) for each in values] == [(step, step / 10) for step in range(1, 6)]
+
+
+def test_trackio_has_each_step_once_also_of_a_resumed_run(folder, tmp_path) -> None:
+    """It reads where its files are when it is imported."""
+    pytest.importorskip("trackio")
+    script = (f"import sys\nfrom pathlib import Path\nfrom distflow.telemetry.loggers import send\n"
+              f"from distflow.telemetry.run_reader import RunReader\nfolder = Path({str(folder)!r})\n"
+              "print('sent', send(RunReader(folder), 'trackio', {'project': 'tests'}, lambda seconds: True))\n")
+    read = ("import json\nfrom trackio.sqlite_storage import SQLiteStorage\n"
+            "runs = SQLiteStorage.get_runs('tests')\n"
+            "print(json.dumps([runs, SQLiteStorage.get_logs('tests', runs[0])], default=str))\n")
+
+    def run(text: str) -> str:
+        own = {**environment(), "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
+        done = subprocess.run([sys.executable, "-c", text], env=own, capture_output=True, text=True, timeout=120,
+                              check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "sent 3\n" in run(script)
+    write(folder, range(4, 6))
+    assert "sent 2\n" in run(script)
+    runs, logs = json.loads(run(read).splitlines()[-1])
+    assert runs == ["mine-1"]
+    assert [(line["step"], line["reward/mean"]) for line in logs if "reward/mean" in line] == [
+        (step, step / 10) for step in range(1, 6)]
+    assert [line["step"] for line in logs if "samples" in line] == [1, 2, 3, 4, 5]
 
 
 def test_prometheus_shows_the_newest_step(folder) -> None:
@@ -112,9 +141,46 @@ def test_prometheus_shows_the_newest_step(folder) -> None:
             seen.append(httpx.get(address).text)
         return len(seen) == 2
 
-    send(folder, "prometheus", {}, {}, ended)
+    send(RunReader(folder), "prometheus", {}, ended)
     assert 'distflow_reward_mean{run="mine-1"} 0.3' in seen[1]
     assert 'distflow_step{run="mine-1"} 3.0' in seen[1]
+
+
+class Noted(Logger):
+    """Keeps what it is sent."""
+
+    def __init__(self, *_: Any):
+        self.sent.clear()
+
+    sent: list[tuple[int, Any]] = []
+
+    def metrics(self, step, values) -> None:
+        self.sent.append((step, dict(values)))
+
+    def samples(self, step, rows) -> None:
+        self.sent.append((step, len(rows)))
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_comes_after_a_look_is_sent_with_the_next_one(tmp_path, monkeypatch) -> None:
+    """A step is validated long after its metrics were written, and its samples come just before these."""
+    monkeypatch.setitem(LOGGERS, "noted", Noted)
+    parts = iter([("samples", {"step": 1, "rewards": 1.0}), ("metrics", {"step": 1, "loss": 0.1}),
+                  ("metrics", {"step": 1, "validation/held": 0.5}), ("metrics", {"step": 2, "loss": 0.2})])
+
+    def ended(_: float) -> bool:
+        """Write one more line before each look."""
+        if (part := next(parts, None)) is not None:
+            with (tmp_path / f"{part[0]}.jsonl").open("a") as file:
+                file.write(json.dumps(part[1]) + "\n")
+        return part is None
+
+    assert send(RunReader(tmp_path), "noted", {}, ended) == 2
+    assert Noted.sent == [(1, {"loss": 0.1}), (1, 1), (1, {"validation/held": 0.5}), (2, {"loss": 0.2})]
+    assert send(RunReader(tmp_path), "noted", {}, at_once) == 0
+    assert Noted.sent == []
 
 
 @pytest.mark.parametrize(("log", "said"), [

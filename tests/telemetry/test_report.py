@@ -18,8 +18,8 @@ from distflow.telemetry.report import read_run, write_report
 PLAN = {"name": "grpo", "mode": "sync", "ranks": 2, "notes": [], "tasks": [
     {"node": node, "role": "actor", "type": "MODEL_INFERENCE", "function": f"workers.functions.x:{node}",
      "reads": [{"producer": producer} for producer in producers],
-     "transfers": [{"producer": producer, "kind": "local", "columns": ["tokens"], "bytes_per_step": 10}
-                   for producer in producers]}
+     "transfers": [{"producer": producer, "kind": "all_to_all" if node == "reference" else "local",
+                    "columns": ["tokens"], "bytes_per_step": 1_000_000} for producer in producers]}
     for node, producers in {"rollout": ["source"], "reward": ["rollout"], "reference": ["rollout"],
                             "update": ["reward", "reference"]}.items()]}
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -53,6 +53,7 @@ def run(tmp_path: Path):
         (folder / "plan.json").write_text(json.dumps(PLAN))
         (folder / "run.yaml").write_text(f"steps: {steps}\nroles: {{actor: {{learning_rate: {rate}}}}}\n")
         (folder / "dag.yaml").write_text("name: grpo\n")
+        (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
         return folder
 
     return made
@@ -89,7 +90,7 @@ def test_a_run_that_was_killed_is_read(run):
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    with pytest.raises(InvalidInput, match=r"has no metrics.jsonl, so it is not the folder of a run"):
+    with pytest.raises(InvalidInput, match=r"is not the folder of a run: it has no launch.json"):
         read_run(tmp_path)
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert "distflow report runs/grpo-1" in capsys.readouterr().err
@@ -162,16 +163,25 @@ def timed(run) -> Path:
         for row, reward in enumerate(rewards)])
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = {4: 1.5, 6: 0.3}
-    lines(folder / "metrics.jsonl", [{**line, "seconds": seconds.get(line["step"], 0.5)} for line in metrics])
+    lines(folder / "metrics.jsonl", [{**line, "seconds": seconds.get(line["step"], 0.5), "staleness/tokens/0": 30,
+                                      "staleness/tokens/1": 10 * line["step"]} for line in metrics])
     (folder / "timeline").mkdir()
     for rank in range(2):
         spans = [["", "computing node `rollout`", step, 1_000_000 * step, 400_000, {"phase": "generating",
                                                                                     "node": "rollout"}]
                  for step in range(1, 7)]
+        spans += [["transfers", "rollout → reference", step, 0, 9, {"bytes": 600_000}] for step in range(1, 7)]
         line = {"steps": [1, 6], "role": "trainer", "attempt": 0, "rank": rank, "host": "one", "pid": 7,
                 "base": 0, "time": 0, "now": None, "spans": spans}
         lines(folder / "timeline" / f"rank{rank}.jsonl", [line])
     return folder
+
+
+def test_bytes_of_edges_are_planned_and_measured(timed):
+    edges = {(edge["from"], edge["to"]): (edge["kind"], edge["bytes"], edge["moved"])
+             for edge in read_run(timed)["edges"]}
+    assert edges["rollout", "reference"] == ("all_to_all", 1_000_000, 1_200_000), "of both ranks, in a step"
+    assert edges["rollout", "reward"] == ("local", 1_000_000, None)
 
 
 def test_learned_answers_and_timed_steps_are_found(timed):
@@ -193,4 +203,8 @@ def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
     assert said == ""
     assert "answer of step 6" in page
     assert "rank 1 · trainer" in page
+    assert "Tokens by their age (updates)" in page
+    label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)
+    assert label == "1.2 MB"
+    assert "<td>all to all</td><td>tokens</td><td>1 MB</td><td>1.2 MB</td>" in page
     assert "step 5: an ordinary step" in page

@@ -73,6 +73,18 @@ def test_what_goes_on_is_known_though_it_has_not_ended(folder) -> None:
     assert timeline.read(folder).ranks[3].doing is None
 
 
+def test_a_run_of_a_moment_is_seen_at_once(folder, monkeypatch) -> None:
+    monkeypatch.setattr(timeline, "_EVERY", 3600.0)
+    mine = Timeline()
+    mine.begin(role="trainer", attempt=0)
+    mine.enter("waiting for prompts", "waiting", 1)
+    mine.open(folder / "timeline" / "rank0.jsonl", 0)
+    while 0 not in (ranks := timeline.newest(folder)):  # no line comes later
+        pass
+    assert ranks[0].doing is not None
+    mine.ended.set()
+
+
 def test_nothing_is_written_before_the_runs_folder_is_there(tmp_path) -> None:
     mine = opened(tmp_path / "run")
     mine.enter("sampling", "generating", 1)

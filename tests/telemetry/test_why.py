@@ -15,7 +15,7 @@ from harness import command, environment
 from distflow.cli import main
 from distflow.telemetry import timeline
 from distflow.telemetry.timeline import Span
-from distflow.telemetry.why import Segment, critical_path, explain, fall
+from distflow.telemetry.why import Segment, critical_path, explain, fall, sampled_chains
 
 
 def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
@@ -98,6 +98,73 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     assert '    "so many words"' in said
     said = list(explain(folder, 9))
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
+
+
+def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
+    """Code falls at step 31 and mathematics does not; the part `code` fell five steps before the whole did."""
+    folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.4] * 20)
+    (folder / "summary.json").write_text("{}")
+    (folder / "run.yaml").write_text("data: {columns: [source, level]}\n")
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(
+        {**line, "reward/code": 0.9 + 0.001 * (line["step"] % 3) - 0.7 * (line["step"] > 25)}) + "\n"
+        for line in metrics))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(
+        {"step": step, "row": row, "source": source, "level": f"{step} {row}", "questions": f"{source} {step % 3}",
+         "completions": "x", "rewards": 0.1 if step > 30 and source == "mbpp" else 0.8}) + "\n"
+        for step in range(1, 51) for row, source in enumerate(["gsm8k", "mbpp"])))
+    said = list(explain(folder))
+    part, = (line for line in said if line.startswith("  reward/code: "))
+    assert part.endswith(", since step 26)")
+    assert [line for line in said if line.startswith("  source ")] == [
+        "  source `mbpp`: 0.800 → 0.100 (30 samples before, 20 since)"]
+    assert not [line for line in said if line.startswith("  level ")], "nearly every sample has another one"
+    prompts = [line for line in said if line.startswith("  prompt ")]
+    assert len(prompts) == 3
+    assert all(line.startswith('  prompt "mbpp ') and "0.800 → 0.100 (10 samples before" in line for line in prompts)
+
+
+def chain(rank: int, row: int, *parts: tuple[str, float, float]) -> list[Span]:
+    return [Span(rank, "one", "rollout", 0, track, f"row {row}", 7, start, end - start, {"turn": turn // 2 + 1})
+            for turn, (track, start, end) in enumerate(parts)]
+
+
+def test_the_rows_of_a_step_are_told_from_those_of_others() -> None:
+    """Ranks that sample ahead of the trainer work on several steps at once; in mode sync validation samples too."""
+    prompts = [Span(1, "one", "rollout", 0, "prompts", f"prompt {number}", step, 0.0, 5.0, {"rows": 2})
+               for number, step in ((3, 1), (4, 2))]
+    rows = [*chain(1, 6, ("rows", 0, 1), ("tools", 1, 3), ("rows", 3, 4)), *chain(1, 7, ("rows", 0, 2)),
+            *chain(1, 8, ("rows", 0, 4.5))]
+    found = sampled_chains([*prompts, *rows], 1)
+    assert [(each.id, each.seconds, len(each.tools)) for each in found] == [(6, 4, 1), (7, 2, 0)]
+    nodes = [span(1, "rollout", "generating", 0, 5), span(1, "validating", "validating", 5, 9)]
+    validated = chain(1, 6, ("rows", 6, 8))
+    assert [each.seconds for each in sampled_chains([*nodes, *rows, *validated], 1)] == [4, 2, 4.5]
+
+
+def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
+    folder = run_folder(tmp_path, [0.5] * 9)
+    (folder / "summary.json").write_text("{}")
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 9, "row": 6, "questions": "What is in the shop?"}) + "\n")
+    (folder / "trajectories").mkdir()
+    (folder / "trajectories/rank0.jsonl").write_text("".join(json.dumps(
+        {"step": 9, "row": 6, "turn": turn, "text": f"look {turn}"}) + "\n" for turn in (1, 2)))
+    (folder / "timeline").mkdir()
+    parts = [("rows", 5, 0, 500), ("rows", 6, 0, 100), ("tools", 6, 100, 400, 1), ("rows", 6, 500, 200),
+             ("tools", 6, 700, 1200, 2)]
+    spans = [["", "computing node `rollout`", 9, 0, 2_000_000, {"phase": "generating", "node": "rollout"}],
+             *([track, f"row {row}", 9, 1000 * start, 1000 * took, {"turn": turn[0]} if turn else {"tokens": 3}]
+               for track, row, start, took, *turn in parts)]
+    (folder / "timeline/rank0.jsonl").write_text(json.dumps(
+        {"steps": [9, 9], "role": "trainer", "attempt": 0, "rank": 0, "host": "one", "pid": 7, "base": 0, "time": 0,
+         "now": None, "spans": spans}) + "\n")
+    said = list(explain(folder, 9))
+    at = next(index for index, line in enumerate(said) if line.startswith("The last of its 2 rows"))
+    assert said[at] == ("The last of its 2 rows was row 6, on rank 0: 1.90 s from its first token to its end; the "
+                        "median is 1.20 s.")
+    assert said[at + 1 : at + 4] == [
+        "  2 turns; its environment took 1.60 s of that (median of the rows 0.80 s), most in turn 2: 1.20 s",
+        '    the model had said: "look 2"', '  its prompt: "What is in the shop?"']
 
 
 def test_mistakes_are_told(tmp_path, capsys) -> None:

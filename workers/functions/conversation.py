@@ -17,7 +17,7 @@ from distflow import Ragged, Turn, node
 from distflow.contracts.decorators import Environment
 from distflow.contracts.environments import environment_contract, load_environment
 from distflow.errors import RewardsFailed
-from distflow.telemetry import events, heartbeat
+from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
@@ -90,7 +90,7 @@ class _Episode:
     pieces: list[_Piece] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
-    asked: float = 0.0
+    asked: int = 0  # when its environment was, in the timeline's microseconds
     failure: EnvFailure | None = None
     cut: bool = False
 
@@ -134,12 +134,13 @@ class _ConversationLoop:
         row = episode.row
         episode.turns += 1
         episode.pieces.append(_Piece(row.tokens, row.logprobs, row.versions, True))
-        episode.asked = time.perf_counter()
+        episode.asked = timeline.now()
         heartbeat.current().notify("tools")
         self.pool.step(row.id, episode.columns, self._text(row))
 
     def _continue(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
         row = episode.row
+        timeline.current().add(timeline.TOOLS, f"row {row.id}", episode.asked, self.engine.step + 1, turn=episode.turns)
         if episode.saved:
             self._save(episode, answer)
         if isinstance(answer, EnvFailure):
@@ -167,7 +168,7 @@ class _ConversationLoop:
             "observation": answer.observation, "reward": answer.reward, "done": answer.done}
         trajectories().write(self.engine.step, episode.row.id, {
             "turn": episode.turns, "text": self._text(episode.row), "tokens": len(episode.row.tokens), **turn,
-            "seconds": round(time.perf_counter() - episode.asked, 6)})
+            "seconds": (timeline.now() - episode.asked) / 1e6})
 
 
 def _report(episodes: list[_Episode], ids: Tensor, environment: str, idle: float | None) -> None:

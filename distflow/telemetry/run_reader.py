@@ -1,0 +1,129 @@
+"""Reads the files of a run's folder, also while the run goes on: for watch, why, reports, loggers and Python.
+
+    Tail         new lines of a file that grows
+    RunReader    a run's files by their names: metrics by step, events, samples, settings, summary
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.run_lock import in_use
+
+SUMMARY = "summary.json"  # exists once a run has come to its end
+_SETTINGS = ("dag.yaml", "run.yaml")
+Row = dict[str, Any]
+
+
+class Tail:
+    """New whole lines of a JSON Lines file that grows. Damaged lines are passed over; a file that is missing has none.
+    A file that a resumed run has cut is read again from its beginning."""
+
+    def __init__(self, file: Path):
+        self.file, self.read, self.inode = file, 0, 0
+
+    def new(self) -> Iterator[Row]:
+        if not self.file.is_file():
+            return
+        with self.file.open("rb") as stream:  # as bytes: text has more line ends than JSON Lines
+            stat = self.file.stat()
+            if stat.st_size < self.read or stat.st_ino != self.inode:
+                self.read, self.inode = 0, stat.st_ino
+            stream.seek(self.read)
+            *whole, _ = stream.read().split(b"\n")
+        self.read += sum(len(line) + 1 for line in whole)
+        for line in whole:
+            try:
+                content = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(content, dict):
+                yield content
+
+
+class RunReader:
+    """The files of a run, which need not be there yet."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @classmethod
+    def of(cls, folder: Path, usage: str) -> RunReader:
+        """Return the reader of a folder that a user has named. Raises InvalidInput: it is no run's folder; `usage`
+        shows how to name one."""
+        if not (folder / "launch.json").is_file():
+            raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
+                                          f"Name the folder, as  {usage}"))
+        return cls(folder)
+
+    def tail(self, name: str) -> Tail:
+        return Tail(self.folder / f"{name}.jsonl")
+
+    def rows(self, name: str) -> list[Row]:
+        """Return the lines of `samples`, `validation` or `events`, as they are."""
+        return list(self.tail(name).new())
+
+    def steps(self) -> list[dict[str, float]]:
+        """Return the numbers of each step, in one table: validation has lines of its own. `step` is among them."""
+        found: dict[int, dict[str, float]] = {}
+        for line in self.tail("metrics").new():
+            found.setdefault(line["step"], {}).update(numbers(line))
+        return [found[step] for step in sorted(found)]
+
+    def timed_steps(self) -> list[dict[str, float]]:
+        """Return the steps that are done: all but the validation before the first one."""
+        return [values for values in self.steps() if "seconds" in values]
+
+    @property
+    def summary(self) -> Row:
+        """Results of a run that has come to its end; empty before."""
+        return self._json(SUMMARY)
+
+    @property
+    def plan(self) -> Row:
+        return self._json("plan.json")
+
+    @property
+    def state(self) -> str:
+        """What the run does: `goes on`, `has come to its end`, or `does not go on`."""
+        if (self.folder / SUMMARY).is_file():
+            return "has come to its end"
+        return "goes on" if in_use(self.folder) else "does not go on"
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of the run as `section.key: value`."""
+        found: dict[str, str] = {}
+        for file in (self.folder / name for name in _SETTINGS):
+            if file.is_file():
+                try:
+                    _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
+                except yaml.YAMLError:
+                    continue
+        return found
+
+    def _json(self, name: str) -> Row:
+        try:
+            content = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+def numbers(line: Row) -> dict[str, float]:
+    """Return the values of a line of metrics.jsonl that are finite numbers."""
+    return {name: value for name, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:
+    if isinstance(content, dict) and content:
+        for key, value in content.items():
+            _flatten(value, f"{prefix}.{key}" if prefix else str(key), found)
+    else:
+        found[prefix] = content if isinstance(content, str) else json.dumps(content, default=str)
