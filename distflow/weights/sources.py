@@ -153,7 +153,7 @@ class SourceClient:
     def take(self, part: int, span: slice, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
         """Receive requested chunks, the bytes `span` of a part, in the order of the requests, and with them the
         source's chunk masks. Raises `SourceGone` if they are not there any more, or the lease is not ours."""
-        header, size = self.connection.receive()
+        header, size = self.connection.receive(most=len(into))
         if "gone" in header or "error" in header:
             raise SourceGone(f"{self.who} does not have it any more")
         self._learn(header)
