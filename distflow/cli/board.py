@@ -26,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    exported = _exported(options.show_token)
     from torch.distributed.distributed_c10d import PrefixStore
 
     from distflow.recovery.membership import MACHINES
     from distflow.recovery.store import store_on
     from workers.elastic import BOARD
 
-    exported = _exported(options.show_token)
     if not 0 <= options.port < 1 << 16:
         raise InvalidInput(f"--port {options.port}: ports are numbered up to {(1 << 16) - 1}; 29400 is the usual one")
     try:
