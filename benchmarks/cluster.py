@@ -37,8 +37,8 @@ class Cluster:
         self.cwd, self.run, self.arguments = cwd, run, arguments
         self.machines: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0"], cwd=cwd,
-                                      env=self.environment, stdout=subprocess.PIPE, text=True)
+        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0", "--show-token"],
+                                      cwd=cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
         text = "".join(self.board.stdout.readline() for _ in range(3))
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
 

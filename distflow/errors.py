@@ -5,6 +5,7 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
+├── Superseded        a newer trainer goes on with the run of this one
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
 ├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
@@ -99,6 +100,12 @@ class EngineError(DistflowError):
 
 class CheckpointError(DistflowError):
     """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
+
+
+class Superseded(DistflowError):
+    """A newer trainer goes on with the run of this one, which writes nothing more into its folder."""
+
+    passing, elsewhere = False, True
 
 
 class Disagreement(DistflowError):

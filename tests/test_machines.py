@@ -4,6 +4,11 @@ network and the run's folder."""
 from __future__ import annotations
 
 import datetime
+import os
+import pty
+import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -13,8 +18,9 @@ from benchmarks.cluster import Cluster
 from distflow import launch
 from distflow.cli import main
 from distflow.recovery.store import store_on
+from distflow.rpc.run_token import token_checksum
 from planners import plan
-from workers.elastic import ElasticAgent, digest
+from workers.elastic import BOARD, ElasticAgent
 
 STEPS, FEW = 90, 20
 STEADY = """
@@ -112,7 +118,9 @@ MISTAKES = {
               "Start 2 ranks"),
     "an address": (("--board", "there", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
     "a span": (("--board", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
-    "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "has another token"),
+    "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "of another run …"},
+                      "has another token"),
+    "a short token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "and could be guessed"),
     "no token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": ""}, "export DISTFLOW_TOKEN="),
     "too few": (("--board", "HERE", "--machines", "1:3", "--set", "mode=async"), {}, "Write  --machines 2:3"),
     "half a rollout": (("--board", "HERE", "--machines", "4", "--set", "mode=async", "--set", "layouts.rollout.tp=2",
@@ -129,22 +137,60 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
     monkeypatch.setattr("workers.elastic._REACHED", datetime.timedelta(seconds=2))
     board = store_on("127.0.0.1")
-    board.set("token", digest("the token"))
+    monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
+    board.set("token", token_checksum(BOARD))
     address = f"127.0.0.1:{board.port}"
-    known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token"}
+    known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token of the run"}
     for name, value in (known | variables).items():
         monkeypatch.setenv(name, value)
     run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
     spec = launch.load_spec(launch.parser().parse_args(run))
     with monkeypatch.context() as first:  # whoever comes first says what the run is
         first.setenv("LOCAL_WORLD_SIZE", "1")
-        first.setenv("DISTFLOW_TOKEN", "the token")
+        first.setenv("DISTFLOW_TOKEN", "the token of the run")
         ElasticAgent(address, "2", partial(plan, spec), spec.run.robust)
     assert launch.main([*run, *(address if each == "HERE" else each for each in arguments)]) == 2
     assert expected in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken(capsys):
+def board_says(*arguments: str, terminal: bool = False, **variables: str) -> str:
+    """Return the first lines of a board, which go to a pipe or a terminal, or all of them if it ends by itself."""
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    environment = {name: value for name, value in os.environ.items() if name != "DISTFLOW_TOKEN"} | variables
+    process = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0", *arguments],
+                               stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    try:
+        text = b""
+        while b"--machines" not in text and (more := os.read(ours, 1 << 16)):
+            text += more
+        return text.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_token_that_was_exported_is_not_printed():
+    said = board_says(DISTFLOW_TOKEN="exported on each machine")
+    assert "exported on each machine" not in said
+    assert "export DISTFLOW_TOKEN=" in said
+    assert "--board 127.0.0.1:" in said
+
+
+@pytest.mark.parametrize(("arguments", "terminal"), [(("--show-token",), False), ((), True)])
+def test_a_token_that_is_made_is_shown(arguments, terminal):
+    assert re.search(r"export DISTFLOW_TOKEN=[0-9a-f]{64}\b", board_says(*arguments, terminal=terminal))
+
+
+def test_no_token_is_made_for_the_log_of_a_job():
+    said = board_says()
+    assert "export DISTFLOW_TOKEN=$(openssl rand -hex 32)" in said
+    assert "distflow board --show-token" in said
+
+
+def test_a_port_that_is_taken(capsys, monkeypatch):
+    monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
     board = store_on("127.0.0.1")
     assert main(["board", "--port", str(board.port)]) == 2
     assert "Another one may be there" in capsys.readouterr().err

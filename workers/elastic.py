@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -25,11 +23,13 @@ from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
+from distflow.rpc.run_token import TOKEN, run_token, token_checksum
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST, TOKEN
+from workers.rollout_channel import HOST
 
+BOARD = "board"  # the id that stands for all runs of a board's token, in the checksum that the board has of it
 _REACHED = datetime.timedelta(seconds=30)
 _POLL, _PORTS = 0.1, 1 << 16
 
@@ -96,7 +96,7 @@ class ElasticAgent:
         """Start the replica server if another rank sends its state here. Replicas of earlier rounds may stay."""
         host = os.environ.get(HOST)
         if host and self.global_rank in self.ring.values():
-            self.replica_server, self.replicas_of = ReplicaServer(self.replicas, self.token, host,
+            self.replica_server, self.replicas_of = ReplicaServer(self.replicas, run_token(self.job), host,
                                                                   self.membership.store,
                                                                   self._replica_key(self.global_rank)), self.trains
         elif self.global_rank >= self.trains or self.trains != self.replicas_of:
@@ -126,14 +126,10 @@ class ElasticAgent:
         """Context of a worker in this round, with memory that outlives rounds."""
         replica_server = self.ring.get(self.global_rank)
         peer_replica = None if replica_server is None else PeerReplica(self.membership.store,
-                                                                       self._replica_key(replica_server), self.token)
+                                                                       self._replica_key(replica_server),
+                                                                       run_token(self.job))
         return WorkerContext(snapshots=self.snapshots, round=self.rendezvous.number, replicas=self.replicas,
                              peer_replica=peer_replica)
-
-    @property
-    def token(self) -> bytes:
-        """Key by which the run's machines authenticate each other."""
-        return hmac.digest(os.environ[TOKEN].encode(), b"distflow neighbour", "sha256")
 
     def _replica_key(self, rank: int) -> str:
         return f"{self.rendezvous.number}/replicas/{rank}"
@@ -236,10 +232,9 @@ def _span(machines: str) -> tuple[int, int]:
 
 def _store(host: str, port: int) -> Store:
     where = f"there is no board at {host}:{port}"
-    token = os.environ.get(TOKEN)
-    if not token:
-        raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as `distflow "
-                           f"board` has printed:  export {TOKEN}=…")
+    if not os.environ.get(TOKEN):
+        raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as where "
+                           f"`distflow board` runs:  export {TOKEN}=…")
     try:
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host, port, is_master=False, timeout=_REACHED)
@@ -247,11 +242,7 @@ def _store(host: str, port: int) -> Store:
     except dist.DistError as error:
         raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "
                            f"board --host {host} --port {port}") from None
-    if asked != digest(token):
+    if asked != token_checksum(BOARD):
         raise InvalidInput(f"the board at {host}:{port} has another token than {TOKEN} here: it belongs to another "
                            "run, or the token was copied wrongly")
     return store
-
-
-def digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,8 +1,8 @@
 """torchrun on one machine with its store on loopback, out of reach for others.
 
-torch's store has no password, and holds the run's token; torchrun lets it listen on every interface of the machine,
-also with `--standalone`. torchrun's report of a rank that fails is left out, since the rank has printed why;
-`LOGLEVEL=WARNING` shows it. All else is torchrun's:
+torch's store has no password; torchrun lets it listen on every interface of the machine, also with `--standalone`. The
+secret of the run's token is in the ranks' environment instead. torchrun's report of a rank that fails is left out,
+since the rank has printed why; `LOGLEVEL=WARNING` shows it. All else is torchrun's:
 
     python workers/loopback.py --nproc-per-node 2 distflow/launch.py --dag grpo.yaml
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import sys
 
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from distflow.recovery.store import COMPLETED, store_on
+from distflow.rpc.run_token import TOKEN
 from distflow.telemetry.processes import AGENT
 
 NAME = "loopback"
@@ -85,6 +87,7 @@ def main() -> int:
     made: list[Loopback] = []
     rendezvous_handler_registry.register(NAME, lambda parameters: made.append(create(parameters)) or made[-1])
     os.environ[AGENT] = str(os.getpid())
+    os.environ.setdefault(TOKEN, secrets.token_hex(32))
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = "LOGLEVEL" in os.environ
     logger.addHandler(logging.NullHandler())

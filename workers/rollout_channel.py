@@ -6,8 +6,6 @@ says how far ahead may be sampled. A rollout leases the rows of a prompt, and pu
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -28,10 +26,11 @@ from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
 from distflow.recovery import store as run_store
 from distflow.rpc.connection import Address
+from distflow.rpc.run_token import TOKEN, run_token, token_checksum
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
-HOST, TOKEN = "DISTFLOW_HOST", "DISTFLOW_TOKEN"
+HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
@@ -174,7 +173,7 @@ def reports_of(rows: Batch) -> list[bytes]:
 def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
     that only samples may be lost. Collective over all groups."""
-    token = run_token(store)
+    token = agreed_token(store)
     store.store.add(_CAME, 1)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
     has_shard = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -199,15 +198,11 @@ def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
             Consumer(TRAINER, written, (), rows, rows * prompts, seconds=3600.0, can_roll_back=True)]
 
 
-def run_token(store: run_store.Store) -> bytes:
-    """Return the token by which connections authenticate each other. Made from DISTFLOW_TOKEN it is not in the store,
-    which asks for no password; where rank 0 has none, the token is random and the store has it."""
-    drawn = store.broadcast("token", "" if os.environ.get(TOKEN) else secrets.token_hex(32))
-    if drawn:
-        return bytes.fromhex(drawn)
-    token = hmac.digest(os.environ.get(TOKEN, "").encode(), b"distflow dock", "sha256")
-    store.agree(TOKEN, hashlib.sha256(token).hexdigest(), f"Export the same {TOKEN} on all machines.")
-    return token
+def agreed_token(store: run_store.Store) -> bytes:
+    """Return the token of this run, the same on all ranks. Raises Disagreement: their DISTFLOW_TOKEN differs."""
+    run = store.broadcast("token", secrets.token_hex(32))
+    store.agree(TOKEN, token_checksum(run), f"Export the same {TOKEN} on all machines.")
+    return run_token(run)
 
 
 def _host(machines: int) -> str:

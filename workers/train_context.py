@@ -63,6 +63,8 @@ class TrainContext:
         in_memory = worker if self.supervised and run.robust.snapshots else None
         self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
                                 run.wait_limit)
+        if writes:
+            self.state.checkpoints.claim(context.lock.job if context.lock else "", worker.round, worker.attempt.number)
         resume = context.resume or worker.attempt.number > 0
         self.first_step = self.state.restore() if resume else 0
         resumed_at = self.first_step if resume else None

@@ -1,8 +1,8 @@
 """Persists training state: a snapshot in memory after each step, a checkpoint on disk every N steps; restores the
 newest consistent one.
 
-A worker that is killed while it saves leaves a folder `step-N.partial`, which nothing loads and the next save removes;
-its group goes on from the snapshots in memory, else from the newest complete checkpoint.
+A worker that is killed while it saves leaves a folder `step-N.GENERATION.partial`, which nothing loads and the next
+save removes; its group goes on from the snapshots in memory, else from the newest complete checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Writes and loads checkpoints by torch.distributed.checkpoint: complete or absent, checked, and without running code.
 
-A folder gets its name when all of it is written. Torch writes `.metadata` and values that are no tensors as pickles,
-and loads both by a plain unpickler, which calls whatever a file names; `SafeReader` admits only torch's metadata.
+A folder gets its name when all of it is written, and only if no newer trainer has claimed the run (`generations.py`).
+Torch writes `.metadata` and values that are no tensors as pickles, and loads both by a plain unpickler, which calls
+whatever a file names; `SafeReader` admits only torch's metadata.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from distflow.data.exchange import gather
-from distflow.errors import CheckpointError, Disagreement, DistflowError
+from distflow.errors import CheckpointError, Disagreement, DistflowError, Superseded
+from distflow.recovery import generations
 from distflow.recovery.checkpoint_files import (
     CHECKSUM,
     CHECKSUMS,
     FILES,
+    GENERATION,
     PROGRESS,
     checksum,
     complete_checkpoints,
@@ -105,6 +108,17 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
         self.folder, self.keep, self.group = folder, keep, group
+        self.generation = generations.TrainerGeneration()
+
+    def claim(self, job: str, round: int, attempt: int) -> None:
+        """Claim the folder for the ranks of this trainer, as `generations.claim` on rank 0. Collective.
+
+        Raises:
+            Superseded, CheckpointError: on every rank.
+        """
+        self._on_first(self.folder, lambda: setattr(self, "generation", generations.claim(self.folder, job, round,
+                                                                                          attempt)))
+        self.generation = generations.TrainerGeneration(*json.loads(gather(json.dumps(self.generation).encode())[0]))
 
     def save(self, step: int, sharded: Mapping[str, Any] | None, progress: dict[str, Any],
              parts: Mapping[str, Callable[[Path], Any]] | None = None) -> None:
@@ -119,26 +133,32 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, if one has lost or could not write its part; the older checkpoints are
                 untouched.
+            Superseded: on every rank, if a newer trainer has claimed the folder.
         """
         final = self.folder / f"step-{step:08d}"
-        partial = final.with_suffix(".partial")
+        partial = generations.partial(final, self.generation)
         try:
             self._require_none("" if sharded is not None else f"{final} could not be written: the copy of it in the "
                                f"memory of rank {dist.get_rank()} has changed since it was made")
             self._on_first(final, lambda: self._prepare(partial))
             state_dict_saver.save(dict[str, Any](sharded or {}), checkpoint_id=partial, process_group=self.group)
             checksums = self._checksums(partial)
-            self._on_first(final, lambda: self._conclude(partial, {"step": step, **progress}, parts or {}, checksums))
-        except (CheckpointException, CheckpointError) as error:
+            self._on_first(final, lambda: self._conclude(final, {"step": step, **progress}, parts or {}, checksums))
+        except (CheckpointException, CheckpointError, Superseded) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
-            if isinstance(error, CheckpointError):
+            self._on_first(final, self._require_newest)  # else what a newer trainer took away looks like a broken disk
+            if not isinstance(error, CheckpointException):
                 raise
             raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
 
+    def _require_newest(self) -> None:
+        if self.folder.exists():
+            generations.require_newest(self.folder, self.generation)
+
     def _prepare(self, partial: Path) -> None:
-        for left in self.folder.glob("step-*.*"):
-            shutil.rmtree(left)
+        self._require_newest()
+        generations.clear(self.folder, self.generation)
         partial.mkdir(parents=True)
 
     def _checksums(self, partial: Path) -> dict[str, str]:
@@ -153,34 +173,38 @@ class Checkpoints:
         return {name: each for part in gather(json.dumps(mine).encode(), self.group)
                 for name, each in json.loads(part).items()}
 
-    def _conclude(self, partial: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]],
+    def _conclude(self, final: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]],
                   checksums: dict[str, str]) -> None:
+        partial = generations.partial(final, self.generation)
         for name, write in parts.items():
             try:
                 (partial / name).mkdir()
                 write(partial / name)
             except (OSError, DistflowError) as error:
                 raise CheckpointError(f"{name} could not be written into {partial}: {error}") from error
-        write_progress(partial, progress, checksums)
-        final = partial.with_suffix("")
-        _remove(final)
-        partial.rename(final)
+        write_progress(partial, {**progress, GENERATION: list(self.generation)}, checksums)
+        generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
             for old in complete_checkpoints(self.folder)[: -self.keep]:
                 _remove(old)
 
     def _on_first(self, final: Path, act: Callable[[], None]) -> None:
-        trouble = ""
+        trouble, kind = "", CheckpointError
         if dist.get_rank() == 0:
             try:
                 act()
+            except Superseded as error:
+                trouble, kind = str(error), Superseded
             except (OSError, DistflowError) as error:
                 trouble = f"{final} could not be written: {error}"
-        self._require_none(trouble)
+        self._require_none(trouble, kind)
 
-    def _require_none(self, trouble: str) -> None:
+    def _require_none(self, trouble: str, kind: type[DistflowError] = CheckpointError) -> None:
         """Raise the trouble of one rank on every rank, or the others would wait. Collective."""
-        _raise_first(each.decode() for each in gather(trouble.encode(), self.group))
+        for each in gather(json.dumps([trouble, kind is Superseded]).encode(), self.group):
+            text, superseded = json.loads(each)
+            if text:
+                raise Superseded(text) if superseded else CheckpointError(text)
 
     def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None) -> dict[str, Any]:
         """Load a checkpoint (default: that of `newest`) into the engines, for any number of ranks, and return its
@@ -203,7 +227,7 @@ class Checkpoints:
             engine.load_state_dict(state[name])
         if (progress := read_progress(checkpoint)) is None:
             raise CheckpointError(f"{checkpoint} does not say how far its run was")
-        return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM)}
+        return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM, GENERATION)}
 
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint; None if none was ever written. Each rank reads a share of the files.

@@ -1,8 +1,8 @@
 """Finds the complete checkpoints of a folder, without torch: the command line asks before it starts anything.
 
-A checkpoint is written as `step-NNNNNNNN.partial` and renamed to `step-NNNNNNNN` when it is complete. Its commit
-record, `progress.json`, lists the files with their sizes, which shows at once what a full disk or a torn copy cut
-short, and with their checksums, by which `damage` finds every flipped bit.
+A checkpoint is written as `step-NNNNNNNN.GENERATION.partial` and renamed to `step-NNNNNNNN` when it is complete
+(`generations.py`). Its commit record, `progress.json`, lists the files with their sizes, which shows at once what a
+full disk or a torn copy cut short, and with their checksums, by which `damage` finds every flipped bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 from distflow.errors import CheckpointError
 
 PROGRESS = "progress.json"
-FILES, CHECKSUMS, CHECKSUM = "files", "checksums", "checksum"
+FILES, CHECKSUMS, CHECKSUM, GENERATION = "files", "checksums", "checksum", "generation"
 _NAME = re.compile(r"step-\d+")
 _PART = 16 << 20  # bytes of one read
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from distflow.recovery.snapshots import Slot, Snapshots, StateShard, end_of
+from distflow.recovery.snapshots import HEAD, Slot, Snapshots, StateShard, end_of
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused, RpcError
 from distflow.rpc.server import Server
@@ -92,16 +92,20 @@ class ReplicaReceiver:
                 _log.debug("%s hung up: %s", connection.peer, error)
 
     def _take(self, connection: Connection, hello: dict[str, Any]) -> dict[str, Any]:
+        shard, head = StateShard(*hello["shard"]), hello["head"]
+        if any(slot.shard == shard and slot.read() for slot in self.replicas.slots):
+            return {"stored": True}
+        if len(head) != HEAD or (size := end_of(head) - HEAD) < 0:
+            return {"stored": False, "why": "it was announced there by something that is no head of a shard"}
+        slot = self._slot(hello["retained"])
         try:
-            if any(slot.shard == StateShard(*hello["shard"]) and slot.read() for slot in self.replicas.slots):
-                return {"stored": True}
-            slot = self._slot(hello["retained"])
-            slot.reserve(end_of(hello["head"]))
+            slot.reserve(end_of(head))
         except OSError as error:
             return {"stored": False, "why": f"there is no memory for it there: {error}"}
         connection.send({})
-        connection.receive()
-        return {"stored": slot.paste(hello["head"], connection.take), "why": "it came there with another checksum"}
+        if connection.receive(most=size)[1] < size:
+            return {"stored": False, "why": f"it came there with fewer bytes than the {size} that were announced"}
+        return {"stored": slot.paste(head, connection.take), "why": "it came there with another checksum"}
 
     def _slot(self, retained: list[int] | None) -> Slot:
         """Return the slot to write to: an empty or the older one, but not that of the retained shard."""

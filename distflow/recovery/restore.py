@@ -53,7 +53,7 @@ def consistent_states(reported: Sequence[Collection[StateShard]]) -> list[Consis
     there: dict[StateId, dict[int, int]] = {}
     for rank, shards in enumerate(reported):
         for shard in shards:
-            if shard.ranks == len(reported):
+            if shard.ranks == len(reported) and shard.rank in range(shard.ranks):
                 holders = there.setdefault(shard.state_id, {})
                 holders[shard.rank] = rank if rank == shard.rank else holders.get(shard.rank, rank)
     return [ConsistentState(state_id, tuple(holders[rank] for rank in range(len(reported))))

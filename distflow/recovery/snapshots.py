@@ -15,6 +15,7 @@ disk, or sent to another machine (`peer_replica.py`), for longer than a step.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.errors import CheckpointError
+from distflow.rpc.messages import MACHINE_MEMORY
 
 _LENGTH, _SUM, _ALIGNED = 8, 16, 64
 _UNUSED = 8  # snapshots after which the memory of a slot that was not needed is returned to the system
@@ -69,8 +71,10 @@ class Slot:
         return self.reserve(have) if have else None
 
     def reserve(self, size: int) -> mmap.mmap:
-        """Return the memory, of at least `size` bytes."""
+        """Return the memory, of at least `size` bytes. Raises OSError: the machine has less."""
         have = os.fstat(self.file).st_size
+        if size > MACHINE_MEMORY:
+            raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} of {size} bytes")
         if have < size:
             os.ftruncate(self.file, have := size)
         if self.map is None or have != len(self.map):
@@ -106,8 +110,11 @@ class Slot:
         if not length or not _body_start(length) <= end <= len(memory) or _checksum(memory, length,
                                                                                     end) != memory[_SUM:HEAD]:
             return None
-        header = msgpack.unpackb(memory[HEAD : HEAD + length])
-        self.shard = StateShard(*header["shard"])
+        try:
+            header = msgpack.unpackb(memory[HEAD : HEAD + length])
+            self.shard = StateShard(*map(int, header["shard"]))
+        except (ValueError, TypeError, LookupError):  # another process has sent it
+            return None
         return header, torch.frombuffer(memory, dtype=torch.uint8)[_body_start(length) : end]
 
     def image(self) -> tuple[bytes, memoryview]:

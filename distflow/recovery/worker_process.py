@@ -37,7 +37,8 @@ class WorkerContext:
     first: bool = True  # whether this is the supervisor's first worker
     supervisor_pid: int = 0  # 0 without a supervisor
     config_change: int = 0  # the number of the newest change of settings that the worker has
-    round: int = 0  # the rendezvous round, where machines come and go
+    round: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    """Rendezvous round where machines come and go; else how often torchrun has started all processes again."""
     replicas: Snapshots = field(default_factory=partial(Snapshots, slots=0))
     """Copies of the state of another machine's rank."""
     peer_replica: PeerReplica | None = None  # sends copies of this rank's state to another machine

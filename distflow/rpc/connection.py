@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distflow.rpc.errors import Refused, RpcError, Unreachable
-from distflow.rpc.messages import HEAD_SIZE, Buffer, Header, frame, read_header, read_lengths
+from distflow.rpc.messages import HEAD_SIZE, MACHINE_MEMORY, Buffer, Header, frame, read_header, read_lengths
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 _NONCE, _PROOF = 32, 32
@@ -60,16 +60,19 @@ class Connection:
         self.sent += len(head) + total
         _send_all(self.sock, [head, *parts])
 
-    def receive(self) -> tuple[Header, int]:
+    def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
         """Return the next header, and the length of the payload that must be taken before another message.
+
+        Args:
+            most: bytes of payload that can have been announced.
 
         Raises:
             ConnectionEnded: the other side has closed.
-            Refused: the bytes are not a message.
+            Refused: the bytes are not a message, or the payload is longer.
         """
         head = self._exactly(HEAD_SIZE, closing=True)
         try:
-            length, payload = read_lengths(head)
+            length, payload = read_lengths(head, most)
             header = read_header(self._exactly(length))
         except ValueError as error:
             raise Refused(f"{self.peer} sent {error}") from None
@@ -80,9 +83,7 @@ class Connection:
     def ask(self, header: Header, buffers: Iterable[Buffer] = ()) -> Header:
         """Send a request and return the header of its reply, which has no payload."""
         self.send(header, buffers)
-        reply, size = self.receive()
-        self.skip(size)
-        return reply
+        return self.receive(most=0)[0]
 
     def payload(self, size: int) -> Tensor:
         """Take a payload; returns [size] uint8."""
@@ -188,7 +189,7 @@ def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connect
     if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
         raise Refused(f"{peer} does not know the token of this run")
     _send_all(sock, [_proof(token, b"server", ours, theirs)])
-    hello, _ = connection.receive()
+    hello, _ = connection.receive(most=0)
     connection.deadline = None
     sock.settimeout(None)
     limit = struct.pack("ll", int(STALL_LIMIT), round(STALL_LIMIT % 1 * 1e6))

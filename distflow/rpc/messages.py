@@ -8,11 +8,13 @@
     m     payload: buffers, one after the other
     16    xxh3 of all that stands before, of a sealed message only
 
-Numbers are little-endian; lengths are checked before anything is allocated.
+Numbers are little-endian; lengths are checked before anything is allocated. What is then allocated takes memory only as
+bytes arrive.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,7 +31,8 @@ _MAGIC, _HEAD, _SEAL = b"DFM1", struct.Struct("<4sIQ"), 16
 HEAD_SIZE = _HEAD.size
 _MAX_HEADER = 256 << 20
 """Metadata of some millions of rows. Only an authenticated peer can make a process allocate as much."""
-_MAX_PAYLOAD = 1 << 40
+MACHINE_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+"""Bytes; nothing that arrives can be larger."""
 
 
 def frame(header: Header, size: int = 0) -> bytes:
@@ -40,12 +43,14 @@ def frame(header: Header, size: int = 0) -> bytes:
     return _HEAD.pack(_MAGIC, len(packed), size) + packed
 
 
-def read_lengths(head: Buffer) -> tuple[int, int]:
+def read_lengths(head: Buffer, most: int = MACHINE_MEMORY) -> tuple[int, int]:
     """Return the lengths of header and payload from the first `HEAD_SIZE` bytes; raises `ValueError` if they are not
-    those of a message."""
+    those of a message, or the payload has more than `most` bytes."""
     magic, length, size = _HEAD.unpack(head)
-    if magic != _MAGIC or length > _MAX_HEADER or size > _MAX_PAYLOAD:
+    if magic != _MAGIC or length > _MAX_HEADER:
         raise ValueError("something that is not a message of distflow")
+    if size > most:
+        raise ValueError(f"a payload of {size} bytes, where at most {most} are expected")
     return length, size
 
 

@@ -73,7 +73,8 @@ def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
     """Open another process' memory that was made under this name; return a descriptor. Raises `ConnectionError` if it
     is something else, smaller or could shrink, `OSError` if it is not there any more or may not be opened."""
     file = open_proven(address.process, address.descriptor, address.inode, f"/memfd:{name} (deleted)", mode)
-    if os.fstat(file).st_size < address.size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    fits = 0 <= address.size <= os.fstat(file).st_size
+    if not fits or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         os.close(file)
         raise ConnectionError(f"process {address.process} offers memory that is not as large as it says")
     return file

@@ -55,6 +55,8 @@ class Segments:
         size = header.pop("payload_size", 0)
         if size + on_wire >= LEAST:
             self.largest = max(size + on_wire, self.largest * 3 // 4)
+        if not 0 <= size <= len(self.offered):
+            raise Refused(f"a reply of {size} bytes does not fit into the {len(self.offered)} that were offered for it")
         self.sent = numpy.empty(0, numpy.uint8)
         self.offered = self.offered[:size] if size else numpy.empty(0, numpy.uint8)
         return size
@@ -98,7 +100,7 @@ class MappedSegments:
         self.reply_at = _address(reply_at) if reply_at else None
         if at is not None:
             self.payload_bytes = self.mapped.open(_address(at))[:size]
-        if len(self.payload_bytes) < size:
+        if not 0 <= size <= len(self.payload_bytes):
             raise Refused(f"a payload of {size} bytes does not fit into the memory that holds it")
         return size
 

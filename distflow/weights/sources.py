@@ -164,12 +164,12 @@ class SourceClient:
         source's chunk masks. `old`: the same bytes in the version that was named as base. Raises `SourceGone` if they
         are not there any more, or the lease is not ours."""
         delta, asked_at = self.asked.popleft()
-        header, size = self.connection.receive()
+        header, size = self.connection.receive(most=len(into))
         if "gone" in header or "error" in header:
             raise SourceGone(f"{self.who} does not have it any more")
         self._learn(header)
         if "codes" in header:
-            if old is None or size > len(into):
+            if old is None:
                 raise ConnectionError(f"{self.who} sent {size} bytes as a delta that was not asked for")
             decode(old, header["codes"], self.connection.payload(size).numpy(), into)
             moved(len(into), size)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distflow.errors import CheckpointError, Disagreement
-from distflow.recovery import checkpoint
+from distflow.recovery import checkpoint, generations
 from distflow.recovery.checkpoint import Checkpoints
 from distflow.recovery.checkpoint_files import complete_checkpoints, read_progress, write_progress
 from distflow.telemetry import events
@@ -323,7 +323,7 @@ def die_while_saving(folder: Path, where: str) -> None:
     elif where == "progress":
         checkpoint.write_progress = die
     elif where == "name":
-        checkpoint._remove = die
+        generations.commit = die
     Checkpoints(folder, 1).save(2, states(engines), {"source": {}})
     dist.barrier()
 
@@ -332,7 +332,7 @@ def die_while_saving(folder: Path, where: str) -> None:
 def test_a_kill_while_saving_leaves_the_older_one_complete(tmp_path, where, ranks):
     with pytest.raises(RankFailed, match=r"died with exit code -9|Connection closed|Connection reset"):
         run_ranks(ranks, die_while_saving, tmp_path, where)
-    assert names(tmp_path) == ["step-00000001", "step-00000002.partial"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002.0-0-0-.partial"]
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001"]
     assert run_ranks(1, load, tmp_path)[0][0]["step"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -11,13 +12,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
+import msgpack
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
-from distflow.recovery.snapshots import Slot, Snapshots, StateShard
+from distflow.recovery.snapshots import HEAD, Slot, Snapshots, StateShard
 from distflow.recovery.store import store_on
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
@@ -274,6 +277,51 @@ def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, repli
     rank.step(3, SIZE)
     rank.arrived()
     assert steps(replicas) == [2, 3]
+
+
+def head_of(end: int, header: bytes = b"") -> bytes:
+    """The first bytes of a slot whose content ends at `end`: a header, and nothing after it."""
+    content = header.ljust(end - HEAD, b"\0") if header else b""
+    return b"".join([len(header).to_bytes(8, "little"), end.to_bytes(8, "little"),
+                     xxhash.xxh3_128_digest(content, seed=len(header))])
+
+
+@pytest.mark.parametrize(("head", "sent", "why"), [
+    (head_of(1 << 62), 0, "there is no memory for it there"),
+    (head_of(1 << 20), 100, "fewer bytes than the 1048544 that were announced"),
+    (head_of(3), 0, "something that is no head of a shard"),
+    (b"short", 0, "something that is no head of a shard"),
+], ids=["too long", "cut", "ends before it begins", "short"])
+def test_a_length_that_cannot_be_is_refused_and_the_others_stay(rank, start, replicas, head, sent, why):
+    start()
+    assert rank.step(1)
+    rank.arrived()
+    with contextlib.closing(connect(rank.peer_replica._address(), TOKEN, 30)) as connection:
+        connection.send({"shard": [0, 0, 9, 0, 1], "head": head, "retained": [0, 0, 1, 0, 1]})
+        reply, _ = connection.receive()
+        if sent:
+            connection.send({}, [bytes(sent)])
+            reply, _ = connection.receive()
+    assert not reply["stored"]
+    assert why in reply["why"]
+    assert steps(replicas) == [1]
+    rank.step(2)
+    rank.arrived()
+    assert steps(replicas) == [1, 2]
+
+
+@pytest.mark.parametrize("header", [{"shard": "none"}, {"progress": {}}, ["shard"], {"shard": [1, 2]}])
+def test_what_has_a_right_checksum_and_no_shard_is_none(rank, start, replicas, header):
+    start()
+    rank.step(1)
+    rank.arrived()
+    packed, end = msgpack.packb(header), 128
+    with contextlib.closing(connect(rank.peer_replica._address(), TOKEN, 30)) as connection:
+        connection.send({"shard": [0, 0, 9, 0, 1], "head": head_of(end, packed), "retained": [0, 0, 1, 0, 1]})
+        connection.receive()
+        connection.send({}, [packed.ljust(end - HEAD, b"\0")])
+        assert connection.receive() == ({"stored": False, "why": "it came there with another checksum"}, 0)
+    assert steps(replicas) == [1]
 
 
 def test_what_comes_with_another_checksum_is_none(rank, start, replicas, capsys):

@@ -33,9 +33,10 @@ def shards(attempt: tuple[int, int], rank: int, *steps: int, ranks: int = 2) -> 
      [((1, 0, 5), (0, 1)), ((0, 0, 9), (0, 1))]),
     ([shards(OLD, 0, 4, ranks=3), shards(OLD, 1, 4, ranks=3) + shards(OLD, 2, 4, ranks=3)], []),
     ([shards(OLD, 0, 4), []], []),
+    ([shards(OLD, 0, 4), shards(OLD, 7, 4)], []),
     ([[], []], []),
 ], ids=["what both have", "newest first", "lost", "lost and the ranks moved", "they changed places", "rather its own",
-        "of two lives", "the later life first", "of other ranks", "one is missing", "nothing"])
+        "of two lives", "the later life first", "of other ranks", "one is missing", "of no rank", "nothing"])
 def test_which_states_are_consistent(reported, expected):
     assert consistent_states(reported) == [ConsistentState(*each) for each in expected]
 

@@ -12,6 +12,7 @@ from distflow.dock import DockClient, StorageShardServer
 from distflow.rpc import connection as module
 from distflow.rpc.connection import Connection, connect
 from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.messages import MACHINE_MEMORY
 
 LOG = "distflow.dock"
 
@@ -71,7 +72,8 @@ def test_silence_is_hung_up_on(service, monkeypatch, caplog):
         assert sock.recv(32) == b""
 
 
-@pytest.mark.parametrize("head", [(b"DFM1", 0xFFFFFFFF, 0), (b"DFM1", 0, 1 << 63), (b"DFD2", 0, 0)])
+@pytest.mark.parametrize("head", [(b"DFM1", 0xFFFFFFFF, 0), (b"DFM1", 0, 1 << 63), (b"DFM1", 0, MACHINE_MEMORY + 1),
+                                  (b"DFD2", 0, 0)])
 def test_lengths_are_checked_before_anything_is_allocated(service, token, head):
     connection = connect(service.address, token, 5.0)
     connection.send({"op": "hello", "who": "me", "session": "s"})
@@ -80,6 +82,25 @@ def test_lengths_are_checked_before_anything_is_allocated(service, token, head):
     with pytest.raises((module.ConnectionEnded, ConnectionResetError)):
         connection.receive()
     connection.close()
+
+
+def test_a_payload_is_no_longer_than_what_was_announced():
+    ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())
+    for _ in range(2):
+        theirs.send({}, [bytes(100)])
+    assert ours.receive(most=100) == ({}, 100)
+    ours.skip(100)
+    with pytest.raises(Refused, match="a payload of 100 bytes, where at most 99 are expected"):
+        ours.receive(most=99)
+
+
+def test_the_first_message_has_no_payload(service, token, caplog):
+    connection = connect(service.address, token, 5.0)
+    connection.send({"op": "hello", "who": "me", "session": "s"}, [bytes(1)])
+    with pytest.raises((module.ConnectionEnded, ConnectionResetError)):
+        connection.receive()
+    connection.close()
+    logged(caplog, "a payload of 1 bytes, where at most 0 are expected")
 
 
 def test_a_request_that_makes_no_sense_is_answered(service, token):

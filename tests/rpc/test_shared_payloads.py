@@ -10,7 +10,7 @@ from distflow.dock import Consumer, DockClient
 from distflow.dock.process import start
 from distflow.rpc import shared_payloads
 from distflow.rpc.errors import Refused
-from distflow.rpc.shared_memory import memory_name
+from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 UPDATE = Consumer("update", ("tokens",))
@@ -107,6 +107,19 @@ def test_other_files_and_memory_that_is_smaller_than_announced_are_refused(token
             mapped.write({}, [bytes(1 << 19)], 1 << 19)
     with pytest.raises(Refused, match="does not fit"):
         mapped.locate({"payload_at": offer["address"], "payload_size": 1 << 40}, 0)
+
+
+@pytest.mark.parametrize("size", [-1, 5000])
+def test_lengths_that_do_not_fit_the_memory_are_refused_at_both_ends(token, size):
+    segments, offer = offered(token)
+    mapped = MappedSegments.of_client(offer, token)
+    pool = SharedMemoryPool(memory_name("dock", token))
+    small = pool.add(4096)
+    with pytest.raises(Refused, match="does not fit"):
+        mapped.locate({"payload_at": small, "payload_size": size}, 0)
+    segments.offered = segments.pool.take(4096)
+    with pytest.raises(Refused, match="does not fit into the 4096 that were offered"):
+        segments.locate({"payload_size": size}, 0)
 
 
 def test_a_machine_that_shares_nothing_claims_nothing(token, monkeypatch):

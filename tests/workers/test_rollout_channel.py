@@ -11,7 +11,8 @@ from ranks import run_ranks
 
 from distflow.errors import Disagreement
 from distflow.recovery.store import Store
-from workers.rollout_channel import TOKEN, run_token
+from distflow.rpc.run_token import TOKEN, run_token
+from workers.rollout_channel import agreed_token
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -21,7 +22,7 @@ def tokens(port: int, exported: list[str]) -> str:
              "TORCHELASTIC_USE_AGENT_STORE": "True", TOKEN: exported[rank]}
     with mock.patch.dict(os.environ, place):
         try:
-            return run_token(Store(60)).hex()
+            return agreed_token(Store(60)).hex()
         except Disagreement as error:
             return str(error)
 
@@ -31,21 +32,29 @@ def board():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_one_that_is_drawn_is_in_the_store(board):
-    zero, one = run_ranks(2, tokens, board.port, ["", "exported on this machine alone"])
-    assert zero == one == board.get("0/token").decode()
+def test_without_a_secret_it_is_made_from_what_the_store_has(board, monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    zero, one = run_ranks(2, tokens, board.port, ["", ""])
+    assert zero == one == run_token(board.get("0/token").decode()).hex()
 
 
-def test_one_that_is_exported_is_not(board):
+def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(board, monkeypatch):
     zero, one = run_ranks(2, tokens, board.port, ["the token of the run"] * 2)
     assert zero == one
     assert len(bytes.fromhex(zero)) == 32
+    monkeypatch.delenv(TOKEN, raising=False)
     kept = [board.get(key).decode() for key in board.list_keys()]
-    assert not [value for value in kept if zero in value or "the token of the run" in value]
+    assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
 
 
-@pytest.mark.parametrize("other", ["another token", ""])
-def test_machines_with_other_tokens_are_told(board, other):
-    for error in run_ranks(2, tokens, board.port, ["the token of the run", other]):
+def test_another_run_has_another_one(monkeypatch):
+    monkeypatch.setenv(TOKEN, "the token of the run")
+    assert run_token("one") != run_token("another")
+
+
+@pytest.mark.parametrize("exported", [("the token of the run", "another run's token"), ("the token of the run", ""),
+                                      ("", "the token of the run")])
+def test_machines_with_other_tokens_are_told(board, exported):
+    for error in run_ranks(2, tokens, board.port, [*exported]):
         assert error.startswith(f"the ranks do not have the same {TOKEN}: rank 1 has ")
         assert error.endswith(f"Export the same {TOKEN} on all machines.")

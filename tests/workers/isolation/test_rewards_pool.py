@@ -232,14 +232,15 @@ def sees(completion, answer, *, key_variable=None):
 
 
 def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
-    """But those that a setting names, while its reward is called, and those that the user passes on to all."""
+    """But those that a setting names, while its reward is called, and those that the user passes on to all; the run's
+    own token in no case."""
     names = ["DISTFLOW_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "ASKED_KEY",
              "PASSED_KEY", "TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEYS"]
     for name in names:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("DISTFLOW_PASS_ENV", "PASSED_KEY,OTHER")
+    monkeypatch.setenv("DISTFLOW_PASS_ENV", "PASSED_KEY,OTHER,DISTFLOW_TOKEN")
     name, pool, seen = module(VARIABLES), RewardPool(1, memory_gib=1.0), []
-    for settings in ({}, {"key_variable": "ASKED_KEY"}, {}):
+    for settings in ({}, {"key_variable": "ASKED_KEY"}, {"key_variable": "DISTFLOW_TOKEN"}):
         job = Job("sees", name, [[each, ""] for each in names], list(range(len(names))), settings)
         seen.append({names[key] for key, value in pool.run([job], 90.0).values.items() if value == 1.0})
     pool.close()

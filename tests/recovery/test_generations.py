@@ -1,0 +1,145 @@
+"""An older trainer that comes back writes nothing beside its successor, wherever it was stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import Superseded
+from distflow.recovery import generations
+from distflow.recovery.checkpoint_files import complete_checkpoints, damage, read_progress
+from distflow.recovery.generations import TrainerGeneration, claim, require_newest
+
+_PLACES = ["the start", "the shards", "the parts", "the look for claims", "the name"]
+_TRAINERS = """
+import json, os, signal, sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+from distflow.errors import DistflowError
+from distflow.recovery import generations
+from distflow.recovery.checkpoint import Checkpoints
+
+
+def stopping(call, here=True, after=False):
+    def stopped(*arguments, **more):
+        result = call(*arguments, **more) if after else None
+        if here:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return result if after else call(*arguments, **more)
+    return stopped
+
+
+def commit_slowly(*arguments):
+    generations.require_newest = stopping(generations.require_newest, after=True)
+    commit(*arguments)
+
+
+def train(folder, attempt, steps, stop_at=""):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    checkpoints = Checkpoints(folder, 2)
+    FileSystemWriter.write_data = stopping(FileSystemWriter.write_data, stop_at == "the shards")
+    checkpoints.claim("one job", 0, attempt)
+    generations.commit = commit_slowly if stop_at == "the name" else stopping(commit, stop_at == "the look for claims")
+    save = stopping(checkpoints.save, stop_at == "the start")
+    for step in steps:
+        parts = {"part": lambda folder: stopping((folder / "file").write_text, stop_at == "the parts")("whole")}
+        save(step, {"actor": {"weight": torch.full((1000,), float(attempt))}}, {"attempt": attempt}, parts)
+
+
+def process(*arguments):
+    pid = os.fork()
+    if not pid:
+        try:
+            train(*arguments)
+            said = "saved"
+        except DistflowError as error:
+            said = f"{type(error).__name__} {error}"
+        print(json.dumps([str(arguments[0]), arguments[1], said]), flush=True)
+        os._exit(0)
+    return pid
+
+
+commit = generations.commit
+for place in sys.argv[2:]:
+    folder = Path(sys.argv[1], place)
+    old = process(folder, 0, [2], place)
+    assert os.WIFSTOPPED(os.waitpid(old, os.WUNTRACED)[1]), place
+    os.waitpid(process(folder, 1, [2, 3]), 0)
+    os.kill(old, signal.SIGCONT)
+    os.waitpid(old, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> tuple[Path, dict[tuple[str, int], str]]:
+    """Return the folder in which trainers were stopped, one at each of the places, and went on when another had saved;
+    and what each has said in the end."""
+    folder = tmp_path_factory.mktemp("stopped")
+    lines = subprocess.run([sys.executable, "-c", _TRAINERS, folder, *_PLACES], stdout=subprocess.PIPE, text=True,
+                           check=True, timeout=120).stdout.splitlines()
+    return folder, {(Path(place).name, attempt): said for place, attempt, said in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("place", _PLACES)
+def test_a_trainer_that_was_stopped_while_it_saved_commits_nothing_beside_its_successor(stopped, place):
+    folder, said = stopped[0] / place, stopped[1]
+    assert said[place, 1] == "saved"
+    assert said[place, 0].startswith("Superseded this trainer (job 1 of the run, round 0, attempt 0) writes nothing")
+    checkpoints = complete_checkpoints(folder)
+    assert [path.name for path in checkpoints] == ["step-00000002", "step-00000003"]
+    for checkpoint in checkpoints:
+        assert (read_progress(checkpoint)["attempt"], damage(checkpoint)) == (1, "")
+        assert read_progress(checkpoint)["generation"][:3] == [1, 0, 1]
+    assert not list(folder.glob("step-*.*"))
+
+
+def test_what_an_older_trainer_has_not_finished_is_removed_and_what_a_newer_one_writes_is_not(tmp_path):
+    for name in ("step-00000001.partial", "step-00000002.1-0-3-aaaaaaaa.partial",
+                 "step-00000002.1-2-0-aaaaaaaa.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").write_text("half")
+    generations.clear(tmp_path, TrainerGeneration(1, 1, 0, "aaaaaaaa"))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.1-2-0-aaaaaaaa.partial"]
+
+
+def test_generations_grow_from_job_to_job_and_within_one(tmp_path):
+    """A job that has begun later has the folder, whatever rounds and attempts the earlier one still begins."""
+    first = [claim(tmp_path, "first", *each) for each in ((0, 0), (0, 1), (1, 0))]
+    second = claim(tmp_path, "second", 0, 0)
+    assert sorted(first) == first
+    assert first[-1] < second
+    assert claim(tmp_path, "second", 0, 0) == second
+    for late in ((1, 0), (2, 5)):
+        with pytest.raises(Superseded, match=r"job 1 of the run, .* \(job 2, round 0, attempt 0"):
+            claim(tmp_path, "first", *late)
+    with pytest.raises(Superseded):
+        require_newest(tmp_path, first[-1])
+    require_newest(tmp_path, second)
+
+
+def test_a_late_attempt_does_not_take_the_folder_from_the_next_one(tmp_path):
+    claim(tmp_path, "job", 0, 2)
+    with pytest.raises(Superseded, match="attempt 1.*attempt 2"):
+        claim(tmp_path, "job", 0, 1)
+
+
+def test_a_step_is_replaced_or_stays(tmp_path):
+    """What stood under the name goes when the new one is there; without a new one it stays."""
+    written, final = tmp_path / "new", tmp_path / "step-00000001"
+    for folder, text in ((final, "old"), (written, "new")):
+        folder.mkdir()
+        (folder / "file").write_text(text)
+    generations.replace(written, final)
+    assert (final / "file").read_text() == "new"
+    with pytest.raises(FileNotFoundError):
+        generations.replace(written, final)
+    assert (final / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
