@@ -239,13 +239,8 @@ class StorageShard:
                 columns.
         """
         names = frozenset(batch.columns)
-        if not names:
-            raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
         ids = batch.ids.tolist()
-        if len(set(ids)) < len(ids):
-            raise DockError("a batch has a row twice; row ids must be unique in the run")
-        if turn is None:
-            self._check_groups(ids)
+        self._check(ids, names, turn)
         fresh = [local for local, row in enumerate(ids) if self._wants(row, names, turn)]
         if not fresh:
             return numpy.empty(0, numpy.int64)
@@ -337,9 +332,14 @@ class StorageShard:
                             "columns that are made together must be put together, or those of two attempts would mix")
         return not there
 
-    def _check_groups(self, ids: list[int]) -> None:
+    def _check(self, ids: list[int], names: frozenset[str], turn: int | None) -> None:
+        if not names:
+            raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
+        if len(set(ids)) < len(ids):
+            raise DockError("a batch has a row twice; row ids must be unique in the run")
         counts = Counter(row // self.group_size for row in ids)
-        if torn := [group for group, count in counts.items() if count < self.group_size]:
+        torn = [group for group, count in counts.items() if count < self.group_size]
+        if torn and turn is None:
             first, last = torn[0] * self.group_size, (torn[0] + 1) * self.group_size - 1
             raise DockError(f"of rows {first} to {last}, which are one group, only {counts[torn[0]]} came. Put the "
                             "rows of a group together, or those of two producers would mix")
