@@ -68,8 +68,10 @@ class AsyncSource(Dataloader):
         prompts = self.at(torch.unique(lease.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:
-            found = (each["indexes"].get(TRAINER) for each in self.dock.status())
+            shards = self.dock.status()
+            found = (each["indexes"].get(TRAINER) for each in shards)
             current().add("dock/ready", sum(each["ready"] for each in found if each))
+            current().add("dock/bytes", max(each["bytes"] for each in shards))
         return prompts
 
     def _enqueue_prompts(self, number: int) -> None:
