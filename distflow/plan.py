@@ -118,7 +118,7 @@ class Task:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Estimated bytes of one item in a rank's memory, and the `formula` of the estimate."""
+    """Estimated bytes of one item in a rank's memory or a machine's, and the `formula` of the estimate."""
 
     name: str
     bytes: int
@@ -147,6 +147,7 @@ class Plan:
     """Layouts, by role, of the models with which the trainer samples or validates."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
+    host_memory: tuple[MemoryItem, ...] = ()  # of a machine that trains, beside that of its ranks
 
     def chain(self, rank: int) -> tuple[Task, ...]:
         """Return the ordered tasks of a rank; those of whose layout it is no part, for the rows that it sends."""

@@ -22,6 +22,8 @@ the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time. Offloaded states c
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
 `memory_gib` is not known only their weights are counted.
+
+The dock's samples lie in host memory, which `memory_gib` says nothing of: they are shown and not added.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from distflow.config.load import Shape, Spec
 from distflow.config.models import adapted, base_of
 from distflow.config.run import RoleRun
 from distflow.errors import Diagnostic, Location
-from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem
+from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 
 GIB = 1024**3
 _TRAINING_STATE = 16
@@ -61,6 +63,14 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
         elif shape and settings:
             items += _rollout(spec, role, settings, shape, layouts[role, True].tp, _width(shape, settings), False)
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
+
+
+def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
+    """Return what the samples between the groups take of the host memory of each machine that trains."""
+    step, limit = sum(move.bytes_per_step for move in moves), int(spec.run.dock_gib * GIB)
+    formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
+               "that train")
+    return (MemoryItem("dock: samples", limit, formula),)
 
 
 def needed(items: Iterable[MemoryItem]) -> int:

@@ -29,7 +29,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
     rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
-    return joined(trainer, rollout, halves, ranks)
+    return replace(joined(trainer, rollout, halves, ranks), host_memory=memory.of_dock(spec, trainer.dock))
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
     """`dock(shards, consumers)`: a client of a new dock; `dock.services` are its parts."""
     opened: list[StorageShardServer | DockClient] = []
 
-    def make(shards: int = 1, consumers: tuple[Consumer, ...] = (REWARD, UPDATE), **limits) -> DockClient:
-        services = [StorageShardServer(token, **limits) for _ in range(shards)]
+    def make(shards: int = 1, consumers: tuple[Consumer, ...] = (REWARD, UPDATE),
+             max_bytes: int | None = None) -> DockClient:
+        services = [StorageShardServer(token) for _ in range(shards)]
         opened.extend(services)
         client = DockClient([service.start() for service in services], token, "tester", patience=5.0)
         opened.append(client)
-        client.configure(consumers)
+        client.configure(consumers, max_bytes)
         client.services = services
         return client
 

@@ -174,7 +174,8 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if lock and resume:
         lock.hold()
     device = _device(store)
-    channel = open_channel(plan, spec.run.data.batch, store) if plan.groups and not alone else None
+    room = int(spec.run.dock_gib * 2**30)
+    channel = open_channel(plan, spec.run.data.batch, store, room) if plan.groups and not alone else None
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # then `spec` is that of the job's beginning
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
     return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, elastic, lock)

@@ -30,7 +30,7 @@ from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import Dataloader
 from distflow.data.row_filter import joined
-from distflow.dock import DockClient, DockError, LeaseLost, TimedOut
+from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
@@ -197,12 +197,9 @@ class RolloutContext:
                 break
             self._renew_leases(dock)
             if self.room.acquire(timeout=_MOMENT):
-                try:
-                    lease = dock.lease(ROLLOUT, self.channel.rows, wait=_MOMENT)
-                except TimedOut:
-                    self.room.release()
-                else:
+                if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=_MOMENT):
                     return self._prompt(dock, lease)
+                self.room.release()
         return None
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
@@ -300,9 +297,8 @@ class RolloutContext:
         reports = report_column([prompt.metrics.take() for prompt in prompts], self.channel.rows)
         dock.report_activity(f"putting samples of step {prompts[0].step}")
         rows = rows_for_trainer(self.plan, buffer).with_columns({REPORT: reports})
-        # With their groups: a shard that was restarted meanwhile does not know which prompts were enqueued.
         with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
-            dock.put(rows, group=rows.ids // self.channel.rows, wait=self.spec.run.wait_limit)
+            dock.put(rows)
         for lease in (prompt.lease for prompt in prompts):
             self.leases.pop(lease.number, None)
             try:

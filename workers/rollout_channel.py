@@ -58,8 +58,8 @@ class RolloutChannel:
             self.shard_process.process.stdin.close()
         return replace(self, store=store, shard_process=None)
 
-    def dock(self, who: str) -> DockClient:  # one per thread
-        return DockClient(self.addresses, self.token, who)
+    def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
+        return DockClient(self.addresses, self.token, who, attempt=attempt)
 
     def weights(self, role: str) -> Store:
         """Return the store of a role's weights, with a connection of its own: one that waits would block others."""
@@ -71,12 +71,12 @@ class RolloutChannel:
     def rows_of(self, prompts: Tensor) -> Tensor:
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
 
-    def enqueue_prompts(self, dock: DockClient, first: int, last: int, wait: float) -> None:
+    def enqueue_prompts(self, dock: DockClient, first: int, last: int) -> None:
         """Let the prompts from `first` to `last` be sampled, with weights at least as new as those published last."""
         prompts = torch.arange(first, last + 1)
         ids = self.rows_of(prompts)
         rows = Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)})
-        dock.put(rows, version=self.version_set, group=ids // self.rows, wait=wait)
+        dock.put(rows, version=self.version_set)
 
     def add_version_set(self, versions: dict[str, int]) -> None:
         """Record the published versions of the roles' weights, under a number that no other set has."""
@@ -170,9 +170,9 @@ def reports_of(rows: Batch) -> list[bytes]:
     return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
 
-def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutChannel:
+def open_channel(plan: Plan, prompts: int, store: run_store.Store, max_bytes: int) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
-    that only samples may be lost. Collective over all groups."""
+    that only samples may be lost. Each shard is to store `max_bytes`. Collective over all groups."""
     token = agreed_token(store)
     store.store.add(_CAME, 1)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
@@ -184,18 +184,20 @@ def open_channel(plan: Plan, prompts: int, store: run_store.Store) -> RolloutCha
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     consumers = _consumers(plan, rows, prompts)
     channel = RolloutChannel(store.store, token, addresses, host, rows, prompts, plan.ranks, shard_process,
-                             DockLayout(tuple(addresses), tuple(consumers)))
+                             DockLayout(tuple(addresses), tuple(consumers), max_bytes))
     if store.rank == 0:
         with channel.dock("trainer 0") as dock:
-            dock.configure(consumers)
+            dock.configure(consumers, max_bytes)
     store.broadcast("dock met", "yes")
     return channel
 
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
-    written = (*(f"{move.producer}/{name}" for move in plan.groups[0].plan.dock for name in move.columns), REPORT)
-    return [Consumer(ROLLOUT, (ORDER,), written, rows),
-            Consumer(TRAINER, written, (), rows, rows * prompts, seconds=3600.0, can_roll_back=True)]
+    moves, step_rows = plan.groups[0].plan.dock, rows * prompts
+    written = (*(f"{move.producer}/{name}" for move in moves for name in move.columns), REPORT)
+    longest = -(-sum(move.bytes_per_step for move in moves) // step_rows)
+    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest),
+            Consumer(TRAINER, written, (), rows, step_rows, seconds=3600.0, can_roll_back=True)]
 
 
 def agreed_token(store: run_store.Store) -> bytes:

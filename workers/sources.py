@@ -17,7 +17,7 @@ from distflow.data.batch import Batch, ColumnData
 from distflow.data.dataloader import Dataloader
 from distflow.dock import DockError
 from distflow.dock.index import Lease
-from distflow.plan import TRAINER, Plan, Task
+from distflow.plan import ROLLOUT, TRAINER, Plan, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
@@ -34,14 +34,14 @@ class AsyncSource(Dataloader):
 
     def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
                  draws: int | None, limit: float, colocated: ColocatedSource | None = None,
-                 fusion: Fusion | None = None):
+                 fusion: Fusion | None = None, attempt: int = 0):
         """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
         rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
-        come."""
+        come. `attempt`: of the trainer."""
         super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout)
         self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
-        self.dock = channel.dock(f"trainer {rank}")
+        self.dock = channel.dock(f"trainer {rank}", attempt)
         self.received = ReceivedColumns(plan, channel.rows)
         self.leases: list[Lease] = []  # of draws that have been received; rank 0 commits them
         self.rows = Batch(torch.empty(0, dtype=torch.int64))
@@ -68,16 +68,19 @@ class AsyncSource(Dataloader):
         prompts = self.at(torch.unique(lease.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:
-            found = (each["indexes"].get(TRAINER) for each in self.dock.status())
+            shards = self.dock.status()
+            found = (each["indexes"].get(TRAINER) for each in shards)
             current().add("dock/ready", sum(each["ready"] for each in found if each))
+            current().add("dock/bytes", max(each["bytes"] for each in shards))
         return prompts
 
     def _enqueue_prompts(self, number: int) -> None:
-        """Let rollouts sample the draws that may follow draw `number` so soon."""
+        """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""
+        self.dock.require(ROLLOUT, number)
         first, last = max(self.enqueued, number), number + self.staleness + 1
         last = last if self.draws is None else min(last, self.draws)
         if last > first:
-            self.channel.enqueue_prompts(self.dock, first * self.batch, last * self.batch - 1, self.limit)
+            self.channel.enqueue_prompts(self.dock, first * self.batch, last * self.batch - 1)
             self.enqueued = last
 
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
@@ -94,16 +97,20 @@ class AsyncSource(Dataloader):
         self.leases = []
 
     def reconcile(self) -> None:
-        """Make the dock's commits agree with the state that training goes on from. Rows of earlier steps that a worker
-        trained on but did not commit before it died are committed; commits of later steps are rolled back."""
+        """Make the dock's commits agree with the state that training goes on from: those of later steps are rolled
+        back, and with them the leases of the attempt before. Rows of earlier steps that a worker trained on but did not
+        commit before it died are committed. The other ranks' leases wait for the rollback."""
         if self.rank > 0:
             return
-        count = self.batch * self.channel.rows
-        with contextlib.suppress(DockError):  # it is committed, or this dock never had it
-            for number in reversed(range(self.drawn_before)):
-                self.dock.commit(self.dock.lease(TRAINER, count, step=number, shares=self.plan.ranks))
         if rows := self.dock.rollback(TRAINER, self.drawn_before):
             events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
+        count = self.batch * self.channel.rows
+        with contextlib.suppress(DockError):  # it is committed
+            for number in reversed(range(self.drawn_before)):
+                lease = self.dock.try_lease(TRAINER, count, step=number, shares=self.plan.ranks)
+                if lease is None:  # this dock never had it
+                    break
+                self.dock.commit(lease)
 
     def release_before(self, state: dict[str, int]) -> None:
         """Release the rows that were trained on before this state, since no worker goes on from an earlier one."""
@@ -125,4 +132,5 @@ def source_of(ctx: TrainContext) -> Dataloader:
     colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
-    return AsyncSource(loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion)
+    return AsyncSource(loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion,
+                       ctx.attempt)

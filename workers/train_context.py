@@ -46,7 +46,7 @@ class TrainContext:
                  writes: bool = True, channel: RolloutChannel | None = None):
         self.context, self.status, self.functions, self.channel = context, status, functions, channel
         self.spec, self.plan, self.rank = context.spec, context.own, dist.get_rank()
-        run, self.known_change = self.spec.run, worker.config_change
+        run, self.known_change, self.attempt = self.spec.run, worker.config_change, worker.attempt.number
         chain = self.plan.chain(self.rank)
         self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
         self.prompted = prompted_role(self.spec, chain)
@@ -64,8 +64,8 @@ class TrainContext:
         self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
                                 run.wait_limit)
         if writes:
-            self.state.checkpoints.claim(context.lock.job if context.lock else "", worker.round, worker.attempt.number)
-        resume = context.resume or worker.attempt.number > 0
+            self.state.checkpoints.claim(context.lock.job if context.lock else "", worker.round, self.attempt)
+        resume = context.resume or self.attempt > 0
         self.first_step = self.state.restore() if resume else 0
         resumed_at = self.first_step if resume else None
         self.executor.before_update = self.state.before_update

@@ -101,6 +101,9 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield from _memory_of(group.plan, f" of the {group.name}")
     else:
         yield from _memory_of(plan)
+    if plan.host_memory:
+        yield from ("", "host memory of a machine that trains, beside that of its ranks (at most)")
+        yield from table([(item.name, _size(item.bytes), item.formula) for item in plan.host_memory])
 
 
 def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:

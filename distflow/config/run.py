@@ -463,6 +463,10 @@ class Run(Document):
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
     (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
+    dock_gib: PositiveFloat = 16.0
+    """GiB of samples that each machine that trains should store in its host memory (modes async and semi_sync). Where
+    they are full, ranks that sample begin no prompts but those of the step that the trainer waits for, until it has
+    released others. The trainer itself never waits for room."""
     layouts: dict[str, Parallel] = {}
     """How a node's ranks split its work, by node."""
     validation: Validation | None = None

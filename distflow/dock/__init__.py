@@ -1,6 +1,6 @@
 """Transfer dock: samples between groups that do not step together (MindSpeed RL §"Distributed Transfer Dock Strategy").
 
-    DockClient ── put, fetch ────► StorageShard     rows by (id, column); row i lives in shard i mod n
+    DockClient ── put, fetch ────► StorageShard     rows by (id, column); group g lives in shard g mod n
          │                           │      ▲
          │                 new columns      rows to remove
          │                           ▼      │
@@ -10,7 +10,8 @@ For each consumer on its own, a row is
 
     STORED       some of its columns have been put (a prompt's rows: their ids, by the trainer)
     READY        it has all columns that the consumer reads, and its group is whole
-    LEASED       one holder works on it; READY again when the lease expires or the holder's connection ends
+    LEASED       one holder works on it; READY again when the lease expires, the holder's connection ends, or the next
+                 attempt of the holder's group has rolled back
     COMMITTED    consumed; READY again after a rollback, as long as the consumer retains its step
     RELEASED     consumed for good; a row that all consumers have released leaves its shard
 
@@ -24,9 +25,9 @@ So rows may be produced more than once, and are trained on exactly once.
 """
 
 from distflow.dock.client import DockClient
-from distflow.dock.errors import DockError, Full, LeaseLost, TimedOut
+from distflow.dock.errors import DockError, LeaseLost, TimedOut
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer
 from distflow.dock.shard import StorageShardServer
 
-__all__ = ["Consumer", "DockClient", "DockError", "Full", "Lease", "LeaseLost", "StorageShardServer", "TimedOut"]
+__all__ = ["Consumer", "DockClient", "DockError", "Lease", "LeaseLost", "StorageShardServer", "TimedOut"]

@@ -40,11 +40,14 @@ class DockClient:
         token: the run's.
         who: name of this process in messages, as "rollout 3"; the host and process id are added.
         patience: seconds without any answer after which a process of the dock counts as unreachable.
+        attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
+            attempt before the one that has rolled back last are refused.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0):
+    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.pool = ConnectionPool(token, self.who, patience, self._repeat_commits, error_from)
+        self.attempt = attempt
         self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
@@ -56,9 +59,10 @@ class DockClient:
             self.known = DockLayout.from_plain(reply["layout"])
         return self.known
 
-    def configure(self, consumers: Sequence[Consumer]) -> None:
-        """Make one dock of the shards at `addresses`; once, by any process, and again when a shard was replaced."""
-        self.known = DockLayout(tuple(self.addresses), tuple(consumers))
+    def configure(self, consumers: Sequence[Consumer], max_bytes: int | None = None) -> None:
+        """Make one dock of the shards at `addresses`, each of which is to store `max_bytes`; once, by any process, and
+        again when a shard was replaced."""
+        self.known = DockLayout(tuple(self.addresses), tuple(consumers), max_bytes)
         for number, address in enumerate(self.addresses):
             self.pool.ask(address, {"op": "configure", "layout": self.known.to_plain(), "number": number})
 
@@ -66,57 +70,62 @@ class DockClient:
         """Set what this process is doing now; it is sent with the next request."""
         self.pool.activity = activity
 
-    def put(self, batch: Batch, *, version: Tensor | int | None = None, group: Tensor | None = None,
-            turn: int | None = None, wait: float = 0.0) -> int:
+    def put(self, batch: Batch, *, version: Tensor | int | None = None, turn: int | None = None) -> int:
         """Store rows, or columns of stored rows; return how many were new (a row that came again is dropped).
 
-        Columns that are made together must be put together. `turn` marks unfinished rows: the process that leases
-        them next gets them from `saved` and goes on; each turn replaces the one before.
+        Columns that are made together, and the rows of a group, must be put together. `turn` marks unfinished rows: the
+        process that leases them next gets them from `saved` and goes on; each turn replaces the one before.
 
         Args:
-            version, group: [rows] int64, or one number for all; None leaves what is known of a row.
-            wait: seconds to wait for room; 0 refuses at once.
-
-        Raises:
-            Full: there is no room. Rows for other shards may have been stored: putting all again is safe.
+            version: [rows] int64, or one number for all; None leaves what is known of a row.
         """
         ids = batch.ids.to("cpu", torch.int64).numpy()
-        meta = {name: _column(value, len(ids)) for name, value in
-                 (("version", version), ("group", group)) if value is not None}
+        versions = numpy.empty(0, numpy.int64) if version is None else _column(version, len(ids))
         whole, requests = RecordBatch(batch, 0, 0), []
         for number, positions in self.layout.split(ids):
             spans = spans_of(positions, [0], [whole])
             schema, buffers = pack(ids[positions], [(name, spans) for name in batch.columns])
-            header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn, "wait": wait,
-                      "meta": {name: values[positions].tobytes() for name, values in meta.items()}}
+            header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn,
+                      "versions": versions[positions if len(versions) else slice(0)].tobytes()}
             requests.append((self.layout.addresses[number], header, buffers))
-        return sum(reply["stored"] for reply, _ in self.pool.ask_all(requests, wait))
+        return sum(reply["stored"] for reply, _ in self.pool.ask_all(requests))
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
               share: int = 0, shares: int = 1) -> Lease:
-        """Lease up to `count` ready rows, at least `least` (by default all of them), for this process alone.
+        """Lease as `try_lease` does. Raises `TimedOut` if not enough rows came in `wait` seconds; it names the missing
+        columns and the consumers that write them."""
+        lease = self.try_lease(consumer, count, least=least, wait=wait, step=step, share=share, shares=shares)
+        if lease is None:
+            raise self._timed_out(consumer, count if least is None else least, wait)
+        return lease
+
+    def try_lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0,
+                  step: int | None = None, share: int = 0, shares: int = 1) -> Lease | None:
+        """Lease up to `count` ready rows, at least `least` (by default all of them), for this process alone; return
+        None if they did not come in `wait` seconds.
 
         The ranks of a group that work on one `step` each ask for their `share` of `shares`: the rows are drawn once and
-        dealt. Asking again for a step that is not committed returns the same rows, also to a restarted group.
-
-        Raises `TimedOut` if not enough rows came in `wait` seconds; it names the missing columns and the consumers that
-        write them.
+        dealt. Asking again for a step that is not committed returns the same rows.
         """
-        request = {"op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
-                   "wait": wait, "step": step, "share": share, "shares": shares,
-                   "request": secrets.randbits(62) + 1}
-        reply = self._await_rows(request)
+        reply = self._ask_index({
+            "op": "lease", "consumer": consumer, "count": count, "least": count if least is None else least,
+            "wait": wait, "step": step, "share": share, "shares": shares, "request": secrets.randbits(62) + 1}, wait)
+        if reply["rows"] is None:
+            return None
         table = read_table(reply["rows"])
         order = table[0].argsort()
-        ids, tokens, versions, groups, turns = (torch.from_numpy(values[order]) for values in table)
-        return Lease(consumer, reply["lease"], step, reply["seconds"], ids, tokens, versions, groups, turns,
+        ids, tokens, versions, turns = (torch.from_numpy(values[order]) for values in table)
+        return Lease(consumer, reply["lease"], step, reply["seconds"], ids, tokens, versions, turns,
                      read_tensor(reply["all"]))
 
     def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
-        reply = self._await_rows({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
-                                  "step": step})
-        return read_tensor(reply["id"]), read_tensor(reply["tokens"])
+        reply = self._ask_index({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
+                                 "step": step}, wait)
+        if reply["rows"] is None:
+            raise self._timed_out(consumer, least, wait)
+        ids, tokens = read_tensor(reply["rows"]).reshape(2, -1)
+        return ids, tokens
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
         """Fetch columns of leased rows (by default those that the consumer reads), or of rows by id, in their order.
@@ -134,6 +143,11 @@ class DockClient:
         """Fetch the rows that an earlier holder left unfinished, as it last saved them, and the turn of each."""
         return self._gather(rows.ids if isinstance(rows, Lease) else rows, {"op": "saved"})
 
+    def require(self, consumer: str, step: int) -> None:
+        """Let rows up to those of this step be leased whatever room there is: others wait for what is written of
+        them."""
+        self._ask_index({"op": "require", "consumer": consumer, "step": step})
+
     def renew(self, lease: Lease) -> None:
         """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
         self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
@@ -142,7 +156,8 @@ class DockClient:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
 
         Safe to repeat, by any rank: only the first returns True. Train, commit, and only then publish or save weights.
-        Raises `LeaseLost` if others were, or may have been, given the rows and train on them; nothing was committed.
+        Raises `LeaseLost` if others were, or may have been, given the rows and train on them, and `DockError` if these
+        are not the lease's rows; nothing was committed.
         """
         request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
                    "ids": lease.all_ids.numpy().tobytes()}
@@ -151,8 +166,9 @@ class DockClient:
         return reply["new"]
 
     def rollback(self, consumer: str, step: int) -> int:
-        """Undo the commits from this step on; return how many rows are ready again. Raises `DockError` if rows of such
-        a step have left, or the consumer is not `can_roll_back`; nothing was rolled back."""
+        """Undo the commits from this step on; return how many rows are ready again. Each attempt of a group begins with
+        it: the leases of the attempt before end, and what its processes still ask for is refused. Raises `DockError` if
+        rows of such a step have left, or the consumer is not `can_roll_back`; nothing was rolled back."""
         reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
         for each in list(self.commits):
             if each["consumer"] == consumer and each["step"] is not None and each["step"] >= step:
@@ -184,8 +200,8 @@ class DockClient:
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]
 
-    def _ask_index(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self.pool.ask(self._home(request["consumer"]), request)[0]
+    def _ask_index(self, request: dict[str, Any], wait: float = 0.0) -> dict[str, Any]:
+        return self.pool.ask(self._home(request["consumer"]), request | {"attempt": self.attempt}, wait=wait)[0]
 
     def _gather(self, ids: Tensor, request: dict[str, Any]) -> tuple[Batch, Tensor]:
         if not len(ids):
@@ -207,8 +223,8 @@ class DockClient:
         batches = [RecordBatch(part, base, 0) for part, base in zip(filled, bases)]
         return gather(there[order], filled[0].columns, spans_of(order + gaps, bases, batches)), turns
 
-    def _await_rows(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request that waits for rows; a `TimedOut` also says what the writers of missing columns are doing."""
+    def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
+        """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""
 
         def ask(consumer: str, ids: list[int]) -> list[str]:
             try:
@@ -216,12 +232,11 @@ class DockClient:
             except (DockError, RpcError) as error:
                 return [f"unknown: {error}"]
 
-        try:
-            return self.pool.ask(self._home(request["consumer"]), request, wait=request["wait"])[0]
-        except TimedOut as error:
-            if not error.report["known"]:
-                error.report["producers"] = self._producers()
-            raise TimedOut(explain(str(error), error.report, self.layout, ask), error.report) from None
+        reply = self._ask_index({"op": "shortage", "consumer": consumer, "least": least, "wait": wait})
+        report = reply["report"]
+        if not report["known"]:
+            report["producers"] = self._producers()
+        return TimedOut(explain(reply["message"], report, self.layout, ask), report)
 
     def _producers(self) -> list[str]:
         found: dict[str, str] = {}
@@ -239,7 +254,7 @@ class DockClient:
         for request in list(self.commits):
             if self._home(request["consumer"]) == address:
                 try:
-                    self.pool.ask(address, request)
+                    self.pool.ask(address, request | {"attempt": self.attempt})
                 except (DockError, RpcError) as error:
                     _log.warning("%s: a commit made before the dock was restored no longer stands: %s", self.who, error)
 

@@ -2,7 +2,6 @@
 
 DistflowError
 └── DockError
-    ├── Full
     ├── TimedOut
     └── LeaseLost
 
@@ -21,10 +20,6 @@ class DockError(DistflowError):
     """The dock cannot do what was asked of it. The message says what to change."""
 
 
-class Full(DockError):
-    """There was no room. Consume faster, produce less far ahead, or give the shards room for more rows or bytes."""
-
-
 class TimedOut(DockError):
     """Rows did not come within the limit. `report` holds what the index knows of them: `report["missing"]` has each set
     of missing columns, with the ids of some rows and their count."""
@@ -35,13 +30,12 @@ class TimedOut(DockError):
 
 
 class LeaseLost(DockError):
-    """The rows of this lease were given to another holder or are committed: throw away what was made of them."""
+    """The rows of this lease were given to another holder, or are committed: throw away what was made of them."""
 
 
-_BY_NAME = {kind.__name__: kind for kind in (DockError, Full, TimedOut, LeaseLost, ColumnError, CheckpointError)}
+_BY_NAME = {kind.__name__: kind for kind in (DockError, LeaseLost, ColumnError, CheckpointError)}
 
 
 def error_from(reply: Mapping[str, Any]) -> DistflowError:
     """Return the error that a shard's reply reports by its class's name; an unknown name becomes a `DockError`."""
-    kind = _BY_NAME.get(reply["error"], DockError)
-    return TimedOut(reply["message"], reply["report"]) if kind is TimedOut else kind(reply["message"])
+    return _BY_NAME.get(reply["error"], DockError)(reply["message"])

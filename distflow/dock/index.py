@@ -6,15 +6,19 @@ lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 from torch import Tensor
 
 from distflow.dock.errors import DockError, LeaseLost
-from distflow.dock.selection import Consumer, Ids, RowState, choose, deal
+from distflow.dock.selection import Consumer, Ids, ReadyRows, Room, RowGroup, RowState, deal
 
 
 class Intervals:
@@ -77,8 +81,8 @@ class Intervals:
 class Lease:
     """Lease as its holder sees it, valid for `seconds` from now and from every `renew`.
 
-    `ids` [rows] are those of the holder's share, ascending, and the other tensors are in their order; group -1 is a
-    group of its own, turn -1 none saved. `all_ids` are those of all shares, which a commit covers.
+    `ids` [rows] are those of the holder's share, ascending, and the other tensors are in their order; turn -1: none
+    saved. `all_ids` are those of all shares, which a commit covers.
     """
 
     consumer: str
@@ -88,7 +92,6 @@ class Lease:
     ids: Tensor
     tokens: Tensor
     versions: Tensor
-    groups: Tensor
     turns: Tensor
     all_ids: Tensor
 
@@ -108,40 +111,53 @@ class GrantedLease:
     shares: list[list[RowState]]
     step: int | None
     since: float
-    expires: float
     request: int
+    expires: float = 0.0
     holders: set[str] = field(default_factory=set)  # sessions that have asked for a share
     last: str = ""  # session that asked last, for messages
 
-    @property
-    def rows(self) -> list[RowState]:
-        return [row for share in self.shares for row in share]
+    def __post_init__(self) -> None:
+        self.rows = [row for share in self.shares for row in share]
+
+    @functools.cached_property
+    def ids(self) -> bytes:
+        """Ids of all shares, int64: every rank of the group asks for them."""
+        return numpy.array([row.id for row in self.rows], numpy.int64).tobytes()
 
 
 class ConsumerIndex:
     """Ready rows, leases and commits of one consumer.
 
+    Its group's ranks restart together, and each attempt begins with a rollback. Then the leases of the attempt before
+    end, and what a process of that attempt asks for is refused.
+
     Args:
         epoch: start of the process; it makes the lease numbers of a restored index differ from those before.
         epochs: earlier epochs of which every commit is known, since a journal has them.
+        room: of the dock; shared with other indexes.
     """
 
-    def __init__(self, consumer: Consumer, epoch: int = 1, epochs: Iterable[int] = ()):
-        self.consumer = consumer
+    def __init__(self, consumer: Consumer, epoch: int = 1, epochs: Iterable[int] = (), room: Room | None = None):
+        self.consumer, self.room = consumer, room or Room()
         self.reads = set(consumer.reads)
         self.rows: dict[int, RowState] = {}  # known and not committed
-        self.ready: dict[int, RowState] = {}  # can be leased, in the order in which they became ready
+        self.ready = ReadyRows(consumer)
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()  # committed rows, leases and steps
         self.retained: dict[int, list[RowState]] = {}  # by step; can still be rolled back, so stay in their shards
         self.first_retained = 0
-        self.leases: dict[int, GrantedLease] = {}
+        self.leases: OrderedDict[int, GrantedLease] = OrderedDict()  # in the order in which they expire
+        self.by_step: dict[int, GrantedLease] = {}
+        self.by_request: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
+        self.n_leased = 0  # rows
         self.epoch, self.number, self.epochs = epoch, epoch << 32, {epoch, *epochs}
+        self.attempt = 0  # of the consumer's group, that rolled back last
+        self.required = 0  # others wait for rows of this step
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
         names, committed = set(columns), []
-        for number, tokens, version, group, turn in table.T.tolist():
+        for number, tokens, version, turn in table.T.tolist():
             if number in self.done:
                 committed.append(number)
                 continue
@@ -149,18 +165,18 @@ class ConsumerIndex:
             if row is None:
                 row = self.rows[number] = RowState(number, set())
             row.columns |= names
-            row.tokens, row.version, row.group, row.turn = tokens, version, group, turn
+            row.tokens, row.version, row.turn = tokens, version, turn
             if not row.held and self.reads <= row.columns:
-                self.ready.setdefault(number, row)
+                self.ready.add(row)
         return committed
 
-    def relearn(self, listed: Mapping[int, Iterable[str]], shard: int, shards: int,
+    def relearn(self, listed: Mapping[int, Iterable[str]], lives_there: Callable[[int], bool],
                 replaced: bool = True) -> None:
         """Forget the rows that a shard does not list any more, ahead of `learn`. Committed rows whose results were lost
         with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way may
         lack results that have come since."""
-        for number in [each for each in self.rows if each % shards == shard and each not in listed]:
-            self.ready.pop(number, None)
+        for number in [each for each in self.rows if each not in listed and lives_there(each)]:
+            self.ready.discard(number)
             self.rows.pop(number)
         for number, names in listed.items():
             if replaced and number in self.done and not set(self.consumer.writes) <= set(names):
@@ -168,26 +184,28 @@ class ConsumerIndex:
             if number in self.rows:
                 self.rows[number].columns = set(names)
                 if not self.reads <= set(names):
-                    self.ready.pop(number, None)
+                    self.ready.discard(number)
 
-    def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None,
-              share: int = 0, shares: int = 1, request: int = 0) -> GrantedLease | None:
+    def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
+              shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
         """Lease up to `count` rows, or return None if fewer than `least` are ready.
 
-        A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw, and a
-        restarted group gets the rows that it had. The same `request` always gets the same lease. Raises DockError: the
-        step is committed, or the group asks with another number of shares than before."""
+        A session that asks for a leased step joins that lease: the ranks of a group get their shares of one draw. The
+        same `request` always gets the same lease. Raises DockError: the step is committed, or the group asks with
+        another number of shares than before."""
         if not 0 <= share < shares:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
+        self.check_attempt(attempt)
         self.expire(now)
+        if not self.has_rows(least, step, attempt, request):
+            return None
         granted = self._same(step, request)
         if granted is None:
-            groups = choose(self.ready.values(), self.consumer, count, step)
-            if not groups or sum(map(len, groups)) < least:
+            groups = self._choose(count, step)
+            if sum(map(len, groups)) < max(least, 1):
                 return None
             self.number += 1
-            granted = GrantedLease(self.number, deal(groups, shares), step, now, now, request)
-            self.leases[granted.number] = granted
+            granted = GrantedLease(self.number, deal(groups, shares), step, now, request)
             self._hold(granted)
         if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
@@ -195,13 +213,37 @@ class ConsumerIndex:
         self._touch(granted, now, session)
         return granted
 
-    def look(self, count: int, now: float, *, least: int, step: int) -> list[RowState] | None:
+    def look(self, count: int, now: float, *, least: int, step: int, attempt: int = 0) -> list[RowState] | None:
         """Return the rows that `lease` would hand out for a step, by id, or None; no state changes."""
+        self.check_attempt(attempt)
         self.expire(now)
+        if not self.has_rows(least, step, attempt):
+            return None
         granted = self._same(step, 0)
-        groups = granted.shares if granted else choose(self.ready.values(), self.consumer, count, step)
+        groups = granted.shares if granted else self._choose(count, step)
         rows = sorted((row for group in groups for row in group), key=lambda row: row.id)
         return rows if len(rows) >= max(least, 1) else None
+
+    def has_rows(self, least: int, step: int | None, attempt: int = 0, request: int = 0) -> bool:
+        """Return whether there is something to answer: enough rows are ready, or their step has a lease or is committed
+        already. An attempt that has not rolled back yet waits for that; one that is over is told so."""
+        if attempt != self.attempt:
+            return attempt < self.attempt
+        if request in self.by_request or (step is not None and (step in self.by_step or step in self.steps)):
+            return True
+        return self.ready.count(step) >= max(least, 1) and not self.lacks_room(step)
+
+    def lacks_room(self, step: int | None = None) -> bool:
+        """Return whether rows are ready that cannot be leased, for want of room in the dock."""
+        first = next(self.ready.groups(step), None)
+        return first is not None and not self._may_begin(first[0], len(first))
+
+    def check_attempt(self, attempt: int) -> None:
+        """Raise `LeaseLost` for a process that a restart of its group has left behind."""
+        if attempt < self.attempt:
+            raise LeaseLost(f"this process is of attempt {attempt} of `{self.consumer.name}`, but attempt "
+                            f"{self.attempt} has begun and rolled back: the rows are its own now. End this process, "
+                            "whose group was started again without it")
 
     def renew(self, number: int, now: float, session: str) -> float:
         """Extend a lease and return its seconds; an expired one is revived, unless its rows were given to others."""
@@ -211,8 +253,7 @@ class ConsumerIndex:
             granted = self.expired.get(number)
             if granted is None or any(self._gone(row, number) for row in granted.rows):
                 raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
-            self.leases[number] = self.expired.pop(number)
-            self._hold(granted)
+            self._hold(self.expired.pop(number))
         self._touch(granted, now, session)
         return self.consumer.seconds
 
@@ -229,16 +270,20 @@ class ConsumerIndex:
 
         Raises:
             LeaseLost: another holder may have committed the rows; nothing is committed.
+            DockError: the lease does not hold these rows, or is of another step.
         """
         self.expire(now)
         if number in self.finished:
             return False
+        if number >> 32 == self.epoch:
+            self._check_held(number, step, ids)
         taken = [row for row in ids if row in self.done or (not answered and self._leased_to_other(row, number))]
         unsure = number >> 32 not in self.epochs and not answered
         if taken or unsure or (step is not None and step in self.steps):
             raise LeaseLost(self._lost(number, taken or ids, step))
         keep()
-        self.leases.pop(number, None)
+        if granted := self.leases.get(number):
+            self._end(granted)
         self.expired.pop(number, None)
         self.finished.add(number)
         if step is not None:
@@ -251,24 +296,28 @@ class ConsumerIndex:
     def dropped(self, session: str, now: float) -> bool:
         """End the leases of a session without connections, unless others share them; return whether any ended."""
         mine = [granted for granted in self.leases.values() if session in granted.holders]
-        for granted in mine:
+        for granted in reversed(mine):
             granted.holders.discard(session)
             if not granted.holders:
                 granted.expires = now
+                self.leases.move_to_end(granted.number, last=False)
         return self.expire(now) > 0
+
+    @property
+    def next_expiry(self) -> float:
+        return next(iter(self.leases.values())).expires if self.leases else math.inf
 
     def expire(self, now: float) -> int:
         """Make the rows of expired leases ready again, ahead of all others; return how many."""
-        over = [granted for granted in self.leases.values() if granted.expires <= now]
-        back: dict[int, RowState] = {}
-        for granted in over:
-            self.expired[granted.number] = self.leases.pop(granted.number)
-            for row in granted.rows:
-                row.held = False
-                if self.rows.get(row.id) is row and self.reads <= row.columns:
-                    back[row.id] = row
-        if over:
-            self.ready = back | self.ready
+        over: list[GrantedLease] = []
+        while self.next_expiry <= now:
+            over.append(next(iter(self.leases.values())))
+            self._end(over[-1])
+            self.expired[over[-1].number] = over[-1]
+        for row in (row for granted in reversed(over) for row in reversed(granted.rows)):
+            row.held = False
+            if self.rows.get(row.id) is row and self.reads <= row.columns:
+                self.ready.add(row, first=True)
         while len(self.expired) > _EXPIRED_KEPT:
             self.expired.pop(next(iter(self.expired)))
         return sum(len(granted.rows) for granted in over)
@@ -295,17 +344,23 @@ class ConsumerIndex:
         for name in ("done", "finished", "steps"):
             setattr(self, name, Intervals(state[name]))
 
-    def rollback(self, step: int) -> int:
-        """Make the committed rows of all steps from `step` on ready again; return how many."""
+    def rollback(self, step: int, attempt: int = 0) -> int:
+        """Make the committed rows of all steps from `step` on ready again; return how many. A new attempt's rollback
+        also ends the leases of the one before."""
+        if attempt > self.attempt:
+            self.attempt = attempt
+            for granted in self.leases.values():
+                granted.expires = -math.inf
+            self.expire(-math.inf)
         back = {row.id: row for number in sorted(self.retained) if number >= step for row in self.retained[number]}
         for number in [number for number in self.retained if number >= step]:
             del self.retained[number]
             self.steps.remove(number)
-        for row in back.values():
+        for row in reversed(back.values()):
             row.held = False
             self.done.remove(row.id)
-        self.rows |= back
-        self.ready = back | self.ready
+            self.rows[row.id] = row
+            self.ready.add(row, first=True)
         return len(back)
 
     def check_rollback(self, step: int) -> None:
@@ -326,10 +381,10 @@ class ConsumerIndex:
         way, or turn out torn."""
         return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else []
 
-    def release_torn(self, listed: Collection[int], shard: int, shards: int) -> list[int]:
+    def release_torn(self, listed: Collection[int], lives_there: Callable[[int], bool]) -> list[int]:
         """Release the steps of which a shard has lost rows, given all rows that it lists; return their other rows."""
         torn = [number for number, rows in self.retained.items()
-                if any(row.id % shards == shard and row.id not in listed for row in rows)]
+                if any(row.id not in listed and lives_there(row.id) for row in rows)]
         return [row.id for number in torn for row in self.retained.pop(number)]
 
     def final(self, rows: Iterable[int]) -> list[int]:
@@ -346,19 +401,62 @@ class ConsumerIndex:
         return result.ranges
 
     def _same(self, step: int | None, request: int) -> GrantedLease | None:
-        found = [granted for granted in self.leases.values()
-                 if (step is not None and granted.step == step) or (request and granted.request == request)]
-        if not found and step is not None and step in self.steps:
-            raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
-        return found[0] if found else None
+        found = self.by_request.get(request)
+        if found is None and step is not None:
+            found = self.by_step.get(step)
+            if found is None and step in self.steps:
+                raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
+        return found
+
+    def _choose(self, count: int, step: int | None) -> list[RowGroup]:
+        """Return the groups to lease, in order: all before the first that does not fit into `count` rows, or into the
+        dock's room. Groups after that are not looked at."""
+        chosen: list[RowGroup] = []
+        rows = 0
+        for group in self.ready.groups(step):
+            rows += len(group)
+            if rows > count or not self._may_begin(group[0], rows):
+                break
+            chosen.append(group)
+        return chosen
+
+    def _may_begin(self, row: RowState, rows: int) -> bool:
+        """Return whether a row may be leased as the last of `rows` more: there is room for what is written of them, or
+        others wait for it. They could else wait for ever, since only what is complete leaves the dock."""
+        return (not self.consumer.writes or self.ready.step_of(row.id) <= self.required
+                or self.room.fits(self.n_leased + rows, self.consumer.row_bytes))
+
+    def _check_held(self, number: int, step: int | None, ids: list[int]) -> None:
+        granted = self.leases.get(number) or self.expired.get(number)
+        if granted is None:
+            raise LeaseLost(self._lost(number, ids, step))
+        if step != granted.step or set(ids) != {row.id for row in granted.rows}:
+            wrong = sorted(set(ids) ^ {row.id for row in granted.rows})[:SHOWN]
+            what = f"commits other rows than it holds: {wrong}" if wrong else f"is of step {granted.step}, not {step}"
+            raise DockError(f"lease {number} of `{self.consumer.name}` {what}. Nothing is committed. Commit the lease "
+                            "as `lease` has returned it")
 
     def _hold(self, granted: GrantedLease) -> None:
+        self.leases[granted.number] = granted
+        self.n_leased += len(granted.rows)
+        if granted.step is not None:
+            self.by_step.setdefault(granted.step, granted)
+        if granted.request:
+            self.by_request[granted.request] = granted
         for row in granted.rows:
             row.lease, row.held = granted.number, True
-            self.ready.pop(row.id, None)
+            self.ready.discard(row.id)
+
+    def _end(self, granted: GrantedLease) -> None:
+        del self.leases[granted.number]
+        self.n_leased -= len(granted.rows)
+        self.by_request.pop(granted.request, None)
+        if granted.step is not None and self.by_step.get(granted.step) is granted:
+            del self.by_step[granted.step]
 
     def _touch(self, granted: GrantedLease, now: float, session: str) -> None:
         granted.expires = now + self.consumer.seconds
+        self.leases.move_to_end(granted.number)
         granted.holders.add(session)
         granted.last = session
 
@@ -374,7 +472,7 @@ class ConsumerIndex:
         for number in ids:
             self.done.add(number)
             self.rows.pop(number, None)
-            self.ready.pop(number, None)
+            self.ready.discard(number)
 
     def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
         leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}

@@ -5,7 +5,6 @@ Every wait has an end, and a timeout says what was missing (`timeouts.py`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -16,13 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
-from distflow.dock.errors import Full, TimedOut
 from distflow.dock.index import ConsumerIndex
 from distflow.dock.persistence import Journal, read_snapshot, write_snapshot
-from distflow.dock.selection import DockLayout, Ids, RowState
-from distflow.dock.shard_state import ClientSession, ShardState
+from distflow.dock.selection import DockLayout, RowState
+from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.storage import read_ids, unpack
-from distflow.dock.timeouts import describe_rows, no_room, shortage, status
+from distflow.dock.timeouts import describe_rows, shortage, status
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
@@ -30,11 +28,11 @@ from distflow.rpc.server import Server
 from distflow.rpc.shared_payloads import MappedSegments
 
 _log = logging.getLogger("distflow.dock")
-_WAKE = 0.5  # seconds after which a waiting request looks again: leases of others expire without a notification
+_WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
-_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "renew", "commit", "rollback",
-               "release_before", "updates", "describe_rows", "status", "snapshot")
+_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "shortage", "require", "renew",
+               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "snapshot")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -53,7 +51,7 @@ def locked(action: Callable[[Any, ClientRequest], Header]) -> Callable[[Any, Cli
     """Run an operation that answers with a header alone under the lock of the shard's state."""
 
     def run(server: StorageShardServer, request: ClientRequest) -> Reply:
-        with server.state.changed:
+        with server.state.lock:
             return action(server, request), []
 
     return run
@@ -66,7 +64,6 @@ class StorageShardServer:
         token: the run's; at least 16 bytes. A client that does not know it is refused and logged.
         host: the address to listen at; only this machine can reach the default. Else that of a private interface.
         port: 0 lets the system choose.
-        max_rows, max_bytes: what the shard stores before producers must wait.
         snapshot: a file that `DockClient.snapshot` wrote, to go on from.
         journal: a file of this process alone, for its commits. Give the same one when only this process is restored;
             a new one when the weights are set back too, since the commits after the checkpoint will be made again.
@@ -76,17 +73,17 @@ class StorageShardServer:
         RpcError: the port is taken, or the token is too short.
     """
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, max_rows: int = 1 << 20,
-                 max_bytes: int = 16 << 30, snapshot: Path | None = None, journal: Path | None = None):
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, snapshot: Path | None = None,
+                 journal: Path | None = None):
         self.token = token
         commits = Journal(journal) if journal is not None else None
-        self.state = ShardState(token, 1 + secrets.randbits(30), max_rows, max_bytes, commits)
+        self.state = ShardState(token, 1 + secrets.randbits(30), commits)
         self.writing = threading.Lock()
         self.over = self.forgets = False
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
         if snapshot is not None:
-            with self.state.changed:
+            with self.state.lock:
                 self.state.restore(read_snapshot(snapshot))
         if commits is not None:
             commits.begin(self.state.epoch)
@@ -99,23 +96,24 @@ class StorageShardServer:
     def replace(self, layout: DockLayout, number: int) -> None:
         """Replace a process that ended with its rows, before `start`; clients will not repeat their commits to it."""
         self.forgets = True
-        with self.state.changed:
+        with self.state.lock:
             self.state.configure(layout, number)
 
     def close(self) -> None:
         """Stop listening and end all connections; the rows are gone with the process."""
         self.over = True
         self.server.close()
-        with self.state.changed:
+        with self.state.lock:
             self.state.stop()
-            self.state.changed.notify_all()
+            for condition in self.state.waiting.values():
+                condition.notify_all()
             if self.state.journal is not None:
                 self.state.journal.close()
 
     def _serve(self, connection: Connection, hello: Header) -> None:
         """Answer the requests of one connection until it ends."""
         session, peer = str(hello.get("session", "")), connection.peer
-        with self.state.changed:
+        with self.state.lock:
             client = self.state.enter(session, str(hello.get("who", peer)))
         try:
             connection.memory = MappedSegments.of_client(hello.get("memory"), self.token)
@@ -129,7 +127,7 @@ class StorageShardServer:
         except (OSError, Refused, ConnectionEnded) as error:
             _log.debug("%s (%s) hung up: %s", client.who, peer, error)
         finally:
-            with self.state.changed:
+            with self.state.lock:
                 self.state.sent += connection.sent
                 self.state.received += connection.received
                 self.state.leave(session)
@@ -142,8 +140,7 @@ class StorageShardServer:
         try:
             reply, buffers = self.actions[header["op"]](ClientRequest(connection, session, header, size))
         except DistflowError as error:
-            reply, buffers = {"error": type(error).__name__, "message": str(error),
-                              "report": getattr(error, "report", {})}, []
+            reply, buffers = {"error": type(error).__name__, "message": str(error)}, []
         except _UNANSWERABLE as error:
             _log.exception("%s sent a request that cannot be answered", client.who)
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
@@ -161,98 +158,98 @@ class StorageShardServer:
         return {"layout": self.state.configured().to_plain()}
 
     def put(self, request: ClientRequest) -> Reply:
-        """Wait for room before the payload is received; then store the rows and tell the indexes."""
-        state, header, ids = self.state, request.header, read_ids(request.header["ids"])
-        new = self._reserve(ids, request.size, header["wait"])
-        with contextlib.ExitStack() as reserved:
-            reserved.callback(self._unreserve, new, request.size)
-            batch = unpack(len(ids), header["columns"], request.connection.payload(request.size))
-            meta = {name: read_ids(header["meta"][name]) for name in ("version", "group") if name in header["meta"]}
-            with state.changed:  # in one hold: in between, others could take the room that these rows still need
-                reserved.close()
-                stored = state.storage.put(batch, meta, header["turn"])
-                state.announce(stored.tolist(), batch.columns if header["turn"] is None else (), new > 0)
+        """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
+        header, ids = request.header, read_ids(request.header["ids"])
+        batch = unpack(len(ids), header["columns"], request.connection.payload(request.size))
+        with self.state.lock:
+            self.state.configured()
+            known = len(self.state.storage.rows)
+            stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
+            self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
+                                len(self.state.storage.rows) > known)
         return {"stored": len(stored)}, []
-
-    def _reserve(self, ids: Ids, nbytes: int, wait: float) -> int:
-        """Wait for room for rows; return how many of them are new."""
-        state, began = self.state, time.monotonic()
-        evict_at, deadline = began, began + wait
-        with state.changed:
-            state.configured()
-            while (new := state.storage.reserve(ids, nbytes)) is None:
-                now = time.monotonic()
-                if now >= evict_at:
-                    if state.evict():
-                        continue
-                    evict_at = now + _WAKE  # rows that another process evicts take a moment to leave
-                if (left := deadline - now) <= 0 or self.over:
-                    raise Full(no_room(state, len(ids), nbytes, wait))
-                state.changed.wait(min(left, _WAKE))
-        return new
-
-    def _unreserve(self, rows: int, nbytes: int) -> None:
-        with self.state.changed:
-            self.state.storage.unreserve(rows, nbytes)
-            self.state.changed.notify_all()
 
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])
-        with self.state.changed:
+        with self.state.lock:
             schema, buffers = self.state.storage.read(ids, request.header["columns"])
         return {"rows": len(ids), "columns": schema}, buffers
 
     def saved(self, request: ClientRequest) -> Reply:
-        with self.state.changed:
+        with self.state.lock:
             ids, turns, schema, buffers = self.state.storage.saved(read_ids(request.header["ids"]))
         return {"rows": len(ids), "columns": schema, "turns": turns.tobytes()}, buffers
 
     @locked
     def lease(self, request: ClientRequest) -> Header:
-        header, index = request.header, self.state.index(request.header["consumer"])
+        """Reply with the leased rows; without any if they do not come in time, which `shortage` explains."""
+        header, index = request.header, self._index(request)
         granted = self._await_rows(header, index, lambda now: index.lease(
-            header["count"], now, request.session, least=header["least"], step=header["step"],
-            share=header["share"], shares=header["shares"], request=header["request"]))
+            header["count"], now, request.session, least=header["least"], step=header["step"], share=header["share"],
+            shares=header["shares"], request=header["request"], attempt=header["attempt"]))
+        if granted is None:
+            return {"rows": None}
+        self.state.wake()  # those that wait for the same step with another share
         rows = granted.shares[header["share"]]
-        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": _packed(granted.rows, "id"),
-                "rows": _packed(rows, "id", "tokens", "version", "group", "turn")}
+        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": granted.ids,
+                "rows": _packed(rows, "id", "tokens", "version", "turn")}
 
     @locked
     def look(self, request: ClientRequest) -> Header:
-        header, index = request.header, self.state.index(request.header["consumer"])
-        rows = self._await_rows(header, index, lambda now: index.look(header["count"], now, least=header["least"],
-                                                                      step=header["step"]))
-        return {name: _packed(rows, name) for name in ("id", "tokens")}
+        header, index = request.header, self._index(request)
+        rows = self._await_rows(header, index, lambda now: index.look(
+            header["count"], now, least=header["least"], step=header["step"], attempt=header["attempt"]))
+        return {"rows": None if rows is None else _packed(rows, "id", "tokens")}
 
-    def _await_rows(self, header: Header, index: ConsumerIndex, find: Callable[[float], T | None]) -> T:
+    def _await_rows(self, header: Header, index: ConsumerIndex, find: Callable[[float], T | None]) -> T | None:
         """Return what `find` finds, now or before the request's wait is over. The lock is released in between."""
         began = time.monotonic()
-        while (found := find(time.monotonic())) is None:
-            now = time.monotonic()
+        wanted = RowRequest(index.consumer.name, header["step"], header["least"], header["attempt"])
+        while (found := find(now := time.monotonic())) is None:
+            lacks_room = index.lacks_room(header["step"])
+            if lacks_room and self.state.evict(now):
+                continue
             if (left := began + header["wait"] - now) <= 0 or self.over:
-                raise TimedOut(*shortage(self.state, index, header, now))
-            self.state.changed.wait(min(left, _WAKE))
+                return None
+            self.state.wait(wanted, min(left, index.next_expiry - now, _WAKE if lacks_room else left))
         return found
 
     @locked
+    def require(self, request: ClientRequest) -> Header:
+        self._index(request).required = request.header["step"]
+        self.state.wake()
+        return {}
+
+    @locked
+    def shortage(self, request: ClientRequest) -> Header:
+        message, report = shortage(self.state, self.state.index(request.header["consumer"]), request.header,
+                                   time.monotonic())
+        return {"message": message, "report": report}
+
+    @locked
     def renew(self, request: ClientRequest) -> Header:
-        index = self.state.index(request.header["consumer"])
-        return {"seconds": index.renew(request.header["lease"], time.monotonic(), request.session)}
+        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session)}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:
         header = request.header
-        return {"new": self.state.commit(header["consumer"], header["lease"], header["step"], read_ids(header["ids"]),
+        return {"new": self.state.commit(self._index(request), header["lease"], header["step"], read_ids(header["ids"]),
                                          header.get("answered", False))}
 
     @locked
     def rollback(self, request: ClientRequest) -> Header:
-        return {"rows": self.state.rollback(request.header["consumer"], request.header["step"])}
+        return {"rows": self.state.rollback(self._index(request), request.header["step"], request.header["attempt"])}
 
     @locked
     def release_before(self, request: ClientRequest) -> Header:
-        self.state.release_before(request.header["consumer"], request.header["step"])
+        self.state.release_before(self._index(request).consumer.name, request.header["step"])
         return {}
+
+    def _index(self, request: ClientRequest) -> ConsumerIndex:
+        """Return the index that a request is about. Raises `LeaseLost` for a process of an earlier attempt."""
+        index = self.state.index(request.header["consumer"])
+        index.check_attempt(request.header["attempt"])
+        return index
 
     @locked
     def updates(self, request: ClientRequest) -> Header:
@@ -272,7 +269,7 @@ class StorageShardServer:
 
     def snapshot(self, request: ClientRequest) -> Reply:
         with self.writing:  # a repeated request must not write into the first one's file
-            with self.state.changed:
+            with self.state.lock:
                 messages = self.state.capture()
             path = Path(request.header["folder"]) / f"warehouse-{self.state.storage.number}.dock"
             return {"bytes": write_snapshot(messages, path)}, []

@@ -4,10 +4,12 @@
     clients    sessions, with their activity           outboxes   updates for the other processes, one for each
 
     rows, listing           from a shard to the indexes: rows have got columns; all rows that it holds
+    stored                  from a shard to the indexes: bytes that it stores
     retire, committed       from an index to the shards: rows were committed; all rows that were
-    memory_pressure         from a shard to the indexes: release a retained step
+    memory_pressure         from an index that has no room for more rows to the others: release a retained step
 
-All methods run under one lock, `changed`, which also wakes the requests that wait for rows or for room.
+All methods run under one `lock`. Requests that wait for rows are woken when theirs have come (`wake`), and not by those
+of others: a step's rows come in thousands of puts, and hundreds of ranks wait for all of them.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from torch import Tensor
@@ -28,7 +31,7 @@ from torch import Tensor
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.persistence import Journal
-from distflow.dock.selection import Consumer, DockLayout, Ids
+from distflow.dock.selection import Consumer, DockLayout, Ids, Room
 from distflow.dock.storage import Message, StorageShard, StoredRow, pack_live, read_ids, read_table, unpack
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
@@ -36,6 +39,7 @@ from distflow.rpc.errors import RpcError
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a peer, doubled each time
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
+_EVICTION_PAUSE = 0.5
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -45,14 +49,14 @@ Update = dict[str, Any]
 class Outbox(threading.Thread):
     """Thread that sends updates to one peer, in order. Each connection begins with `full_updates`: none can be lost.
 
-    `post` and `full_updates` run under the lock of the server, `changed`.
+    `post` and `full_updates` run under the `lock` of the shard's state.
     """
 
-    def __init__(self, address: Address, token: bytes, who: str, changed: threading.Condition,
+    def __init__(self, address: Address, token: bytes, who: str, lock: threading.RLock,
                  full_updates: Callable[[], list[Update]]):
         super().__init__(name=f"dock updates for {address[0]}:{address[1]}", daemon=True)
         self.address, self.token, self.who = address, token, who
-        self.changed, self.full_updates = changed, full_updates
+        self.lock, self.full_updates = lock, full_updates
         self.waiting: deque[Update] = deque()
         self.failure = ""  # why the peer is unreachable; empty if it is not
         self.since, self.warned = 0.0, False
@@ -81,7 +85,7 @@ class Outbox(threading.Thread):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _stream(self, connection: Connection) -> None:
-        with self.changed:
+        with self.lock:
             self.waiting.clear()
             self.failure, self.warned = "", False
             updates = self.full_updates()
@@ -92,7 +96,7 @@ class Outbox(threading.Thread):
             updates = [self.waiting.popleft() for _ in range(len(self.waiting))]
 
     def _note_failure(self, failure: str) -> None:
-        with self.changed:
+        with self.lock:
             now = time.monotonic()
             self.since = self.since if self.failure else now
             if now - self.since > _LONGEST_PAUSE and not self.warned:
@@ -117,13 +121,23 @@ class ClientSession:
     connections: int = 0
 
 
+class RowRequest(NamedTuple):
+    """What a request for rows waits for; those that want the same wait together."""
+
+    consumer: str
+    step: int | None
+    least: int
+    attempt: int
+
+
 class ShardState:
     """Shard, indexes and clients of one process. It can hold rows as soon as `configure` has given it the layout."""
 
-    def __init__(self, token: bytes, epoch: int, max_rows: int, max_bytes: int, journal: Journal | None = None):
+    def __init__(self, token: bytes, epoch: int, journal: Journal | None = None):
         self.token, self.epoch, self.journal = token, epoch, journal
-        self.changed = threading.Condition()
-        self.storage = StorageShard(0, 1, max_rows, max_bytes)
+        self.lock = threading.RLock()
+        self.waiting: dict[RowRequest, threading.Condition] = {}
+        self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
@@ -139,7 +153,7 @@ class ShardState:
         if self.layout is not None and (storage.number, storage.count) != (number, len(layout.addresses)):
             raise DockError(f"this process is shard {storage.number} of {storage.count}; it cannot become {number} of "
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
-        storage.number, storage.count, self.layout = number, len(layout.addresses), layout
+        self._place(layout, number)
         for consumer in layout.consumers:
             if consumer.home == number:
                 index = self.indexes.get(consumer.name) or self.add_index(consumer)
@@ -151,8 +165,13 @@ class ShardState:
         for outbox in self.outboxes.values():
             outbox.start()
 
+    def _place(self, layout: DockLayout, number: int) -> None:
+        self.layout, storage = layout, self.storage
+        storage.number, storage.count, storage.group_size = number, len(layout.addresses), layout.group_size
+        self.room.limit = math.inf if layout.max_bytes is None else layout.max_bytes * storage.count
+
     def add_index(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
-        index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else ())
+        index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else (), self.room)
         if state is not None:
             index.restore(state)
         if self.journal is not None:
@@ -177,10 +196,10 @@ class ShardState:
         """Take over the content of a snapshot, and become the shard that it was."""
         head, _ = next(messages)
         storage, layout = self.storage, DockLayout.from_plain(head["layout"])
-        storage.number, storage.count = head["number"], len(layout.addresses)
+        storage.number, storage.count, storage.group_size = head["number"], len(layout.addresses), layout.group_size
         storage.gone = Intervals(head["gone"])
-        for row, tokens, version, group, turn in read_table(head["table"]).T.tolist():
-            storage.rows[row] = StoredRow(frozenset(), tokens, version, group, turn)
+        for row, tokens, version, turn in read_table(head["table"]).T.tolist():
+            storage.rows[row] = StoredRow(frozenset(), tokens, version, turn)
         for header, data in messages:
             storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
         for consumer, ids in head["consumed"].items():
@@ -191,9 +210,9 @@ class ShardState:
                 self.add_index(consumer, head["indexes"][consumer.name])
         self.configure(layout, head["number"])
 
-    def commit(self, consumer: str, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
+    def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
         """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
-        rows, index = ids.tolist(), self.index(consumer)
+        rows, consumer = ids.tolist(), index.consumer.name
 
         def keep() -> None:
             if self.journal is not None:
@@ -202,25 +221,29 @@ class ShardState:
         new = index.commit(number, step, rows, time.monotonic(), answered=answered, keep=keep)
         if new and step not in index.retained:
             self.retire(consumer, rows)
+        self.wake()
         return new
 
-    def rollback(self, consumer: str, step: int) -> int:
+    def rollback(self, index: ConsumerIndex, step: int, attempt: int) -> int:
         """Undo commits at one of the indexes here, in the journal first; see `ConsumerIndex.rollback`."""
-        index = self.index(consumer)
         index.check_rollback(step)
         if self.journal is not None:
-            self.journal.rollback(consumer, step)
-        self.changed.notify_all()
-        return index.rollback(step)
+            self.journal.rollback(index.consumer.name, step)
+        rows = index.rollback(step, attempt)
+        self.wake()
+        return rows
 
     def release_before(self, consumer: str, step: int) -> None:
         """Make a consumer's commits of steps before this one final; their rows may leave."""
         self.retire(consumer, self.index(consumer).release_before(step))
-        self.changed.notify_all()
 
-    def evict(self) -> bool:
-        """Ask the indexes to release a retained step; return whether any rows have left at once."""
+    def evict(self, now: float) -> bool:
+        """Ask the indexes to release a retained step, unless they were asked just before: rows in other processes take
+        a moment to leave. Return whether any rows here have left."""
         before = len(self.storage.rows)
+        if now < self.evict_at:
+            return False
+        self.evict_at = now + _EVICTION_PAUSE
         for home in {consumer.home for consumer in self.configured().consumers if consumer.can_roll_back}:
             self._post(home, {"kind": "memory_pressure"})
         return len(self.storage.rows) < before
@@ -245,8 +268,9 @@ class ShardState:
         """Tell all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
-        for home in {consumer.home for consumer in self.configured().consumers}:
+        for home in self._homes():
             self._post(home, update)
+        self._post_stored()
 
     def retire(self, consumer: str, ids: Iterable[int]) -> None:
         """Tell the shards that a consumer's commits of rows are final."""
@@ -263,16 +287,19 @@ class ShardState:
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
             self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
+            self._post_stored()
+        elif update["kind"] == "stored":
+            self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             done = Intervals(update["ranges"])
             self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done], self._all())
+            self._post_stored()
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
                 self.retire(name, index.release_oldest())
-            return  # a producer that wakes for nothing would ask again, and wake the others
-        self.changed.notify_all()
+        self.wake()
 
     def enter(self, session: str, who: str) -> ClientSession:
         client = self.clients.setdefault(session, ClientSession(who, active_at=time.monotonic()))
@@ -285,12 +312,42 @@ class ShardState:
         client.connections -= 1
         if client.connections:
             return
-        ended = [index.dropped(session, time.monotonic()) for index in self.indexes.values()]
+        for index in self.indexes.values():
+            index.dropped(session, time.monotonic())
         absent = [name for name, other in self.clients.items() if not other.connections]
         for name in absent[: max(0, len(absent) - _ENDED_KEPT)]:
             del self.clients[name]
-        if any(ended):
-            self.changed.notify_all()
+        self.wake()
+
+    def wait(self, request: RowRequest, seconds: float) -> None:
+        """Wait until `wake` finds rows for a request, or until the time is over. The lock is released meanwhile."""
+        condition = self.waiting.get(request) or self.waiting.setdefault(request, threading.Condition(self.lock))
+        condition.wait(seconds)
+
+    def wake(self) -> None:
+        """Wake the requests that may have rows now. Without a step each needs rows of its own."""
+        for request, condition in list(self.waiting.items()):
+            index = self.indexes[request.consumer]
+            if not index.has_rows(request.least, request.step, request.attempt):
+                continue
+            if request.step is None:
+                condition.notify(index.ready.count(None) // max(request.least, 1))
+            else:
+                condition.notify_all()
+                del self.waiting[request]
+
+    def _homes(self) -> set[int]:
+        return {consumer.home for consumer in self.configured().consumers}
+
+    def _post_stored(self) -> None:
+        if self.room.limit < math.inf:
+            for home in self._homes():
+                self._post(home, self._stored())
+
+    def _stored(self) -> Update:
+        columns = [column for consumer in self.configured().consumers for column in consumer.writes]
+        written = min((len(self.storage.positions.get(column, ())) for column in columns), default=0)
+        return {"kind": "stored", "shard": self.storage.number, "bytes": self.storage.nbytes, "rows": written}
 
     def _all(self) -> frozenset[str]:
         return frozenset(consumer.name for consumer in self.configured().consumers)
@@ -302,7 +359,7 @@ class ShardState:
             self.outboxes[home].post(update)
 
     def _outbox(self, other: int) -> Outbox:
-        return Outbox(self.configured().addresses[other], self.token, f"shard {self.storage.number}", self.changed,
+        return Outbox(self.configured().addresses[other], self.token, f"shard {self.storage.number}", self.lock,
                       lambda: self._full_updates(other))
 
     def _full_updates(self, other: int) -> list[Update]:
@@ -310,7 +367,7 @@ class ShardState:
         updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
                                  for name, index in self.indexes.items()]
         homed = [consumer.name for consumer in self.configured().consumers if consumer.home == other]
-        return updates + [self._listing(name) for name in homed]
+        return [*updates, *map(self._listing, homed), self._stored()]
 
     def _listing(self, consumer: str) -> Update:
         forms: dict[frozenset[str], list[int]] = {}
@@ -331,8 +388,13 @@ class ShardState:
         source = index.consumer.name, update["shard"]
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
-        index.relearn(listed, update["shard"], self.storage.count, replaced)
-        self.retire(index.consumer.name, index.release_torn(listed, update["shard"], self.storage.count))
+        layout = self.configured()
+
+        def lives_there(row: int) -> bool:
+            return layout.shard_of(row) == update["shard"]
+
+        index.relearn(listed, lives_there, replaced)
+        self.retire(index.consumer.name, index.release_torn(listed, lives_there))
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
         committed = [row for columns, table in parts for row in index.learn(table, columns)]
         self.retire(index.consumer.name, index.final(committed))

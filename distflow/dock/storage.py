@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.column_buffers import buffers_of, elements_of, form_of, raw
-from distflow.dock.errors import DockError, Full
+from distflow.dock.errors import DockError
 from distflow.dock.index import SHOWN, Intervals
 from distflow.dock.selection import Ids
 from distflow.errors import ColumnError, listing
@@ -190,7 +191,6 @@ class StoredRow:
     columns: frozenset[str] = frozenset()
     tokens: int = 0
     version: int = 0
-    group: int = -1
     turn: int = -1
     saved: int = -1  # position of that turn's row
     consumed: set[str] = field(default_factory=set)
@@ -207,63 +207,40 @@ def read_tensor(data: bytes) -> Tensor:
 
 def read_table(data: bytes) -> Ids:
     """Read what `StorageShard.table` returned, from its bytes."""
-    return read_ids(data).reshape(5, -1)
+    return read_ids(data).reshape(4, -1)
 
 
 _COMPACT_FROM = 256 << 10  # bytes of a batch that is worth copying when half of its rows are gone
 
 
 class StorageShard:
-    """Rows of shard `number` of `count`; at most `max_rows` rows and `max_bytes` bytes are admitted."""
+    """Rows of shard `number` of `count`. The rows of a group live in one shard (`DockLayout.shard_of`), and come in one
+    put: so a group never has rows of two producers, and all of them become visible together."""
 
-    def __init__(self, number: int = 0, count: int = 1, max_rows: int = 1 << 20, max_bytes: int = 16 << 30):
-        self.number, self.count = number, count
-        self.max_rows, self.max_bytes = max_rows, max_bytes
+    def __init__(self, number: int = 0, count: int = 1, group_size: int = 1):
+        self.number, self.count, self.group_size = number, count, group_size
         self.rows: dict[int, StoredRow] = {}
         self.positions: dict[str, dict[int, int]] = {}  # by column and row id
         self.batches: list[RecordBatch] = []
         self.bases: list[int] = []
-        self.next_base = self.nbytes = self.coming_rows = self.coming_bytes = 0
+        self.next_base = self.nbytes = 0
         self.thinned: dict[int, RecordBatch] = {}  # batches that have lost rows since the last `_compact`, by base
-        self.gone = Intervals()  # rows that all consumers have committed, as id // count: dense where ids are
+        self.gone = Intervals()  # rows that all consumers have committed, by `_local`
 
-    def reserve(self, ids: Ids, nbytes: int) -> int | None:
-        """Reserve room for rows that are about to arrive; return how many are new, or None if there is no room now.
-
-        Columns for stored rows always find room: rows could otherwise never be finished and leave. Raises `Full` if the
-        rows would not fit into the empty shard.
-        """
-        new = sum(row not in self.rows and row // self.count not in self.gone for row in ids.tolist())
-        if new > self.max_rows or (new and nbytes > self.max_bytes):
-            raise Full(f"{new} rows of {nbytes} bytes never fit into shard {self.number}, which has room for "
-                       f"{self.max_rows} rows of {self.max_bytes} bytes in all. Put fewer at once")
-        rows, held = len(self.rows) + self.coming_rows + new, self.nbytes + self.coming_bytes + nbytes
-        if new and (rows > self.max_rows or held > self.max_bytes):
-            return None
-        self.coming_rows += new
-        self.coming_bytes += nbytes
-        return new
-
-    def unreserve(self, new: int, nbytes: int) -> None:
-        self.coming_rows -= new
-        self.coming_bytes -= nbytes
-
-    def put(self, batch: Batch, meta: Mapping[str, Ids] | None = None, turn: int | None = None) -> Ids:
+    def put(self, batch: Batch, versions: Ids | None = None, turn: int | None = None) -> Ids:
         """Store rows, and return the ids of those that were new; repeated ones are dropped.
 
         Args:
-            meta: weight version and group, by name; without them, what is known of a row stays.
+            versions: of the weights, one for each row; none, or an empty list, leaves what is known of a row.
             turn: of unfinished rows: they replace those of an earlier turn, and only `saved` returns them.
 
         Raises:
-            DockError: rows have some of these columns already, but not all; or there are no columns.
+            DockError: rows have some of these columns already, but not all; a group is not whole; or there are no
+                columns.
         """
         names = frozenset(batch.columns)
-        if not names:
-            raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
         ids = batch.ids.tolist()
-        if len(set(ids)) < len(ids):
-            raise DockError("a batch has a row twice; row ids must be unique in the run")
+        self._check(ids, names, turn)
         fresh = [local for local, row in enumerate(ids) if self._wants(row, names, turn)]
         if not fresh:
             return numpy.empty(0, numpy.int64)
@@ -279,10 +256,9 @@ class StorageShard:
                 stored.turn, stored.saved = turn, records.base + local
                 continue
             stored.columns |= names
-        for name, values in (meta or {}).items():
-            given = values.tolist()
+        if versions is not None and len(versions):
             for local in fresh:
-                setattr(self.rows[ids[local]], name, given[local])
+                self.rows[ids[local]].version = int(versions[local])
         if turn is None:
             for name in names:
                 self.positions.setdefault(name, {}).update((ids[local], records.base + local) for local in fresh)
@@ -323,10 +299,10 @@ class StorageShard:
         self._compact()
 
     def table(self, ids: Iterable[int]) -> Ids:
-        """Return the metadata for the indexes, [5, rows] int64: id, tokens, version, group, turn."""
-        rows = [(row, stored.tokens, stored.version, stored.group, stored.turn)
+        """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
+        rows = [(row, stored.tokens, stored.version, stored.turn)
                 for row in ids if (stored := self.rows.get(row)) is not None]
-        return numpy.array(rows, numpy.int64).reshape(-1, 5).T
+        return numpy.array(rows, numpy.int64).reshape(-1, 4).T
 
     def restore_rows(self, batch: Batch, turn: bool) -> None:
         """Store rows of a snapshot, whose metadata is here already. `turn`: the rows are the last saved turns."""
@@ -340,10 +316,10 @@ class StorageShard:
                 self.positions.setdefault(name, {})[row] = records.base + local
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
-        if row % self.count != self.number:
+        if row // self.group_size % self.count != self.number:
             raise DockError(f"row {row} does not live in shard {self.number} of {self.count}; "
                             "this process has another layout than the dock")
-        if row // self.count in self.gone:
+        if self._local(row) in self.gone:
             return False
         stored = self.rows.get(row)
         if stored is None:
@@ -355,6 +331,22 @@ class StorageShard:
             raise DockError(f"row {row} has {listing(sorted(there), 'already')} but not {', '.join(names - there)}: "
                             "columns that are made together must be put together, or those of two attempts would mix")
         return not there
+
+    def _check(self, ids: list[int], names: frozenset[str], turn: int | None) -> None:
+        if not names:
+            raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
+        if len(set(ids)) < len(ids):
+            raise DockError("a batch has a row twice; row ids must be unique in the run")
+        counts = Counter(row // self.group_size for row in ids)
+        torn = [group for group, count in counts.items() if count < self.group_size]
+        if torn and turn is None:
+            first, last = torn[0] * self.group_size, (torn[0] + 1) * self.group_size - 1
+            raise DockError(f"of rows {first} to {last}, which are one group, only {counts[torn[0]]} came. Put the "
+                            "rows of a group together, or those of two producers would mix")
+
+    def _local(self, row: int) -> int:
+        """Return a row's number among those of this shard: dense where ids are, so that ranges of them are few."""
+        return row // (self.group_size * self.count) * self.group_size + row % self.group_size
 
     def _append(self, batch: Batch, live: int) -> RecordBatch:
         records = RecordBatch(batch, self.next_base, 0)
@@ -371,7 +363,7 @@ class StorageShard:
         for position in {self.positions[name].pop(row) for name in stored.columns}:
             self._release(position)
         del self.rows[row]
-        self.gone.add(row // self.count)
+        self.gone.add(self._local(row))
 
     def _forget_turn(self, stored: StoredRow) -> None:
         if stored.saved >= 0:
@@ -425,7 +417,7 @@ class StorageShard:
     def _absent(self, ids: Ids, name: str) -> str:
         by_row = self.positions.get(name, {})
         missing = [row for row in ids.tolist() if row not in by_row]
-        gone = [row for row in missing if row // self.count in self.gone]
+        gone = [row for row in missing if self._local(row) in self.gone]
         unknown = [row for row in missing if row not in self.rows]
         if gone:
             return f"rows {gone[:SHOWN]} were committed by all consumers and have left shard {self.number}"

@@ -29,19 +29,6 @@ def shortage(state: ShardState, index: ConsumerIndex, request: dict[str, Any], n
     return f"`{index.consumer.name}` waited {request['wait']:g} s for rows", report
 
 
-def no_room(state: ShardState, rows: int, nbytes: int, waited: float) -> str:
-    """Return the message of a put that found no room: how many rows each consumer has yet to commit."""
-    storage = state.storage
-    uncommitted = {consumer.name: 0 for consumer in state.configured().consumers}
-    for row in storage.rows.values():
-        for name in uncommitted.keys() - row.consumed:
-            uncommitted[name] += 1
-    slow = ", ".join(f"`{name}` has yet to commit {count}" for name, count in uncommitted.items() if count)
-    return (f"shard {storage.number} has no room for {rows} rows of {nbytes} bytes, and none came in {waited:g} s. "
-            f"It holds {len(storage.rows)} of {storage.max_rows} rows and {storage.nbytes} of {storage.max_bytes} "
-            f"bytes. Of its rows {slow or 'all are committed'}")
-
-
 def describe_rows(state: ShardState, index: ConsumerIndex, ids: Iterable[int], now: float) -> list[str]:
     """Return the state of rows at the consumer that writes their missing columns, a line for all rows of one state."""
     found: dict[str, list[int]] = {}
@@ -54,11 +41,18 @@ def describe_rows(state: ShardState, index: ConsumerIndex, ids: Iterable[int], n
         elif row.held:
             description = f"are leased by {_holder(state, index.leases[row.lease], now)}"
         elif number in index.ready:
-            description = "are ready, and no process has leased them"
+            description = f"are ready, {_why_not_leased(state, index)}"
         else:
             description = f"lack {', '.join(sorted(index.reads - row.columns))} themselves"
         found.setdefault(description, []).append(number)
     return [f"rows {numbers} {description}" for description, numbers in found.items()]
+
+
+def _why_not_leased(state: ShardState, index: ConsumerIndex) -> str:
+    if not index.lacks_room():
+        return "and no process has leased them"
+    return (f"but the dock stores {state.room.bytes} of {state.room.limit:.0f} bytes (`dock_gib` in the run file), and "
+            f"{index.n_leased} rows are under way: others must leave it first")
 
 
 def _holder(state: ShardState, granted: GrantedLease, now: float) -> str:
@@ -95,7 +89,8 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
     """Return the figures of a process: what it holds, what went through it, and its clients."""
     storage = state.storage
     return {
-        "rows": len(storage.rows), "received": state.received + sum(each.received for each in connections),
+        "rows": len(storage.rows), "bytes": storage.nbytes,
+        "received": state.received + sum(each.received for each in connections),
         "sent": state.sent + sum(each.sent for each in connections),
         "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
                            "leases": len(each.leases)}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock import Consumer, DockClient, DockError, Full, LeaseLost, StorageShardServer, TimedOut
+from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import CheckpointError, ColumnError
 from distflow.rpc.errors import Unreachable
 
@@ -147,29 +147,16 @@ def test_a_waiting_consumer_wakes_when_rows_come(dock, token):
     other.close()
 
 
-def test_a_group_is_leased_whole_wherever_its_rows_live(dock):
-    at = dock(2, (Consumer("update", ("tokens",), group_size=2),))
-    at.put(tokens([0, 2, 3, 5]), group=torch.tensor([0, 1, 1, 2]))
-    lease = at.lease("update", 2, wait=5)
-    assert (lease.ids.tolist(), lease.groups.tolist()) == ([2, 3], [1, 1])
-    with pytest.raises(TimedOut, match=r"(?s) are ready.* of incomplete groups"):
+def test_a_group_is_leased_whole(dock):
+    at = dock(2, (Consumer("tokens", ("prompt",)), Consumer("update", ("tokens",), group_size=2)))
+    at.put(tokens(range(6)))
+    assert at.lease("update", 3, least=2, wait=5).ids.tolist() in ([0, 1], [2, 3])
+    assert len(at.lease("update", 4, wait=5)) == 4
+    at.put(tokens([7]), turn=0)
+    with pytest.raises(DockError, match="of rows 6 to 7, which are one group, only 1 came"):
+        at.put(tokens([7]))
+    with pytest.raises(TimedOut):
         at.lease("update", 2)
-
-
-def test_room_refused_or_waited_for(dock, token):
-    at = dock(1, (UPDATE,), max_rows=4)
-    at.put(tokens(range(4)))
-    with pytest.raises(Full, match=r"none came in 0 s. It holds 4 of 4 rows .* `update` has yet to commit 4"):
-        at.put(tokens([4, 5]))
-    assert at.put(scored(range(4))) == 4, "what lets rows leave is always taken"
-    other = DockClient(at.addresses, token, "producer")
-    thread = threading.Thread(target=lambda: other.put(tokens([4, 5]), wait=30))
-    thread.start()
-    at.commit(at.lease("update", 4, wait=5))
-    thread.join(20)
-    assert not thread.is_alive()
-    assert left(at) == 2
-    other.close()
 
 
 def test_a_wait_that_passes_its_limit_names_what_is_missing(dock, token):
@@ -247,13 +234,13 @@ def test_a_holder_in_the_same_process_loses_its_lease_in_the_open(dock):
 
 def test_an_answer_that_never_comes_is_an_error(dock, token):
     at = dock()
-    at.services[0].state.changed.acquire()
+    at.services[0].state.lock.acquire()
     try:
         with (DockClient(at.addresses, token, "impatient", patience=1.0) as other,
               pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
             other.status()
     finally:
-        at.services[0].state.changed.release()
+        at.services[0].state.lock.release()
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
@@ -261,7 +248,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
     at.put(tokens(range(8)))
     with DockClient(at.addresses, token, "impatient", patience=1.0) as other:
         other.fetch(torch.arange(8), ["tokens"])
-        with at.services[0].state.changed, pytest.raises(Unreachable):
+        with at.services[0].state.lock, pytest.raises(Unreachable):
             other.fetch(torch.arange(8), ["tokens"])
         for rows in ([5, 1], [2, 6, 4]):
             batch = other.fetch(torch.tensor(rows), ["tokens"])
@@ -291,7 +278,7 @@ def test_committed_rows_that_a_shard_lists_leave_it(dock):
     at = dock(1, (UPDATE,))
     at.put(tokens([1, 3, 5]))
     state = at.services[0].state
-    with state.changed:
+    with state.lock:
         state.index("update").finish([1, 3])
         state.apply(state._listing("update"))
     until(lambda: left(at) == 1)

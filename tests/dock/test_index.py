@@ -8,13 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from distflow.dock import Consumer, DockError, LeaseLost
 from distflow.dock.index import ConsumerIndex
+from distflow.dock.selection import Room
 
 UPDATE = Consumer("update", ("tokens", "rewards"), seconds=10.0)
 
 
 def table(ids, **meta):
-    columns = [meta.get(name, 0) for name in ("tokens", "version", "group", "turn")]
-    return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 5).T
+    columns = [meta.get(name, 0) for name in ("tokens", "version", "turn")]
+    return numpy.array([[row, *columns] for row in ids], numpy.int64).reshape(-1, 4).T
 
 
 def index_of(ready=range(4), consumer=UPDATE):
@@ -96,12 +97,12 @@ def test_a_step_is_committed_once_whoever_comes():
     first = made.lease(2, 0.0, "a", step=0)
     made.dropped("a", 1.0)
     made.rows[0].columns.clear()  # so that the second draw has other rows
-    made.ready.pop(0)
+    made.ready.discard(0)
     second = made.lease(2, 2.0, "b", step=0)
     assert ids(second) == [1, 2]
     assert made.commit(second.number, 0, ids(second), 3.0)
     with pytest.raises(LeaseLost, match="step 0 is committed with other rows"):
-        made.commit(first.number, 0, [0], 3.0)
+        made.commit(first.number, 0, ids(first), 3.0)
 
 
 def test_the_ranks_of_a_group_share_one_draw():
@@ -164,7 +165,7 @@ def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
     state = before.state()
     first = before.lease(1, 0.0, "a")
     before.dropped("a", 0.5)
-    second = before.lease(1, 0.6, "b")
+    second = before.lease(1, 0.6, "b", step=7)
     assert before.commit(second.number, 7, ids(second), 0.7)
     after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
     with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier epoch of its index"):
@@ -191,7 +192,7 @@ def test_a_commit_that_cannot_be_kept_is_none():
         raise DockError("the disk is full")
 
     made = index_of()
-    first = made.lease(4, 0.0, "a")
+    first = made.lease(4, 0.0, "a", step=3)
     with pytest.raises(DockError, match="full"):
         made.commit(first.number, 3, ids(first), 0.1, keep=full)
     assert not len(made.done)
@@ -205,9 +206,9 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     scored = reward.lease(6, 0.0, "a")
     reward.commit(scored.number, None, ids(scored), 0.0)
     listed = {1: ["tokens"], 5: ["tokens", "rewards"]}
-    update.relearn(listed, 1, 2)
-    assert sorted(update.ready) == [0, 2, 4, 5]
-    reward.relearn(listed, 1, 2)
+    update.relearn(listed, lambda row: row % 2 == 1)
+    assert sorted(update.ready.rows) == [0, 2, 4, 5]
+    reward.relearn(listed, lambda row: row % 2 == 1)
     reward.learn(table([1]), ["tokens"])
     reward.learn(table([5]), ["tokens", "rewards"])
     assert ids(reward.lease(6, 1.0, "b")) == [1], "its reward is made again"
@@ -218,12 +219,81 @@ def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     made = index_of(range(2))
     first = made.lease(2, 0.0, "a")
     made.expire(10.0)
-    made.relearn({}, 0, 1)
+    made.relearn({}, lambda row: True)
     made.learn(table(range(2)), ["tokens", "rewards"])
     with pytest.raises(LeaseLost):
         made.renew(first.number, 11.0, "a")
     made.expire(99.0)
     assert ids(made.lease(2, 99.0, "b")) == [0, 1]
+
+
+def test_a_commit_names_the_rows_that_its_lease_holds():
+    made = index_of()
+    first, other = made.lease(2, 0.0, "a", step=3), made.lease(2, 0.0, "b")
+    for step, rows, wrong in ((3, [0, 1, 2], r"commits other rows than it holds: \[2\]"), (3, [0], ".*1"),
+                              (4, [0, 1], "is of step 3, not 4"), (None, [0, 1], "is of step 3, not None")):
+        with pytest.raises(DockError, match=f"lease {first.number} of `update` {wrong}.* Nothing is committed"):
+            made.commit(first.number, step, rows, 0.1)
+    with pytest.raises(LeaseLost):
+        made.commit(other.number + 1, None, [0, 1], 0.1)  # which nobody was given
+    made.dropped("b", 0.2)
+    with pytest.raises(DockError, match="other rows than it holds"):
+        made.commit(other.number, None, [3], 0.3)
+    assert not len(made.done)
+    assert made.commit(first.number, 3, ids(first), 0.4)
+    assert made.commit(other.number, None, ids(other), 0.4), "it ended, but no other holder was given its rows"
+
+
+def test_a_rollback_ends_the_leases_of_the_attempt_before():
+    """The trainer of attempt 0 was cut off, and holds the lease of step 1 when attempt 1 goes on from step 0."""
+    made = index_of(range(4), Consumer("update", ("tokens", "rewards"), step_rows=2, can_roll_back=True))
+    for step in (0, 1):
+        made.lease(2, 0.0, "old", step=step)
+    done, late = made.by_step[0], made.by_step[1]
+    made.commit(done.number, 0, ids(done), 0.0)
+    assert made.lease(2, 1.0, "new", step=1, share=1, shares=2, attempt=1) is None, "it waits"
+    assert not made.has_rows(2, 1, attempt=1)
+    assert made.rollback(0, attempt=1) == 2
+    assert made.rollback(0, attempt=1) == 0, "safe to repeat"
+    again = [made.lease(2, 1.0, "new", step=step, attempt=1) for step in (0, 1)]
+    assert [ids(each) for each in again] == [[0, 1], [2, 3]]
+    assert again[1] is not late
+    with pytest.raises(LeaseLost, match="of attempt 0 of `update`, but attempt 1 has begun"):
+        made.check_attempt(0)
+    with pytest.raises(LeaseLost, match="of attempt 0"):
+        made.lease(2, 2.0, "old", step=1)
+    assert made.has_rows(2, 5, attempt=0), "a request of attempt 0 that waits is woken to be told"
+    for step, granted in enumerate(again):
+        assert made.commit(granted.number, step, ids(granted), 3.0)
+
+
+def test_where_there_is_no_room_only_rows_that_others_wait_for_are_begun():
+    room = Room(limit=100)
+    made = ConsumerIndex(Consumer("rollout", ("order",), ("tokens",), 2, 4, row_bytes=30), room=room)
+    made.learn(table(range(12)), ["order"])
+    first = [made.lease(2, 0.0, "a") for _ in range(2)]
+    assert [ids(each) for each in first] == [[0, 1], [2, 3]], "four rows may take 120 bytes, but are of step 0"
+    assert made.lease(2, 0.0, "a") is None
+    assert made.lacks_room()
+    room.note(0, 40, 2)
+    made.commit(first[0].number, None, [0, 1], 1.0)
+    assert made.lease(2, 1.0, "a") is None, "40 bytes are stored, 20 are expected of a row: four more take 120"
+    room.note(0, 30, 2)
+    assert ids(made.lease(2, 1.0, "a")) == [4, 5]
+    made.commit(first[1].number, None, [2, 3], 2.0)
+    room.note(0, 1000, 4)
+    assert made.lease(2, 2.0, "a") is None
+    made.required = 1
+    assert ids(made.lease(2, 2.0, "a")) == [6, 7]
+    assert made.lease(2, 2.0, "a") is None, "step 2 has time"
+    made.dropped("a", 3.0)
+    assert [ids(made.lease(2, 3.0, "b")) for _ in range(2)] == [[4, 5], [6, 7]], "and whoever has them, they can be had"
+
+
+def test_a_consumer_that_only_reads_needs_no_room():
+    made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), step_rows=2), room=Room(limit=0))
+    made.learn(table(range(4)), ["tokens", "rewards"])
+    assert ids(made.lease(2, 0.0, "a", step=1)) == [2, 3]
 
 
 @pytest.mark.parametrize("share", [-1, 2])
@@ -299,9 +369,9 @@ class Interleaving(RuleBasedStateMachine):
     def nothing_is_lost(self):
         held = {row.id for granted in self.made.leases.values() for row in granted.rows}
         assert set(self.trained) == {row for row in range(self.next) if row in self.made.done}
-        assert set(self.trained) | held | set(self.made.ready) == set(range(self.next))
-        assert not held & set(self.made.ready)
-        assert not (held | set(self.made.ready)) & set(self.trained)
+        assert set(self.trained) | held | set(self.made.ready.rows) == set(range(self.next))
+        assert not held & set(self.made.ready.rows)
+        assert not (held | set(self.made.ready.rows)) & set(self.trained)
 
     def teardown(self):
         """In the end, everything can still be had."""

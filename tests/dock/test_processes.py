@@ -129,7 +129,7 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
     consumers = (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"), home=1))
     with DockClient([first.address, second.address], token, "test", patience=20) as dock:
         dock.configure(consumers)
-        dock.put(tokens(range(16)), version=3, group=torch.arange(16) // 4)
+        dock.put(tokens(range(16)), version=3)
         dock.put(tokens([17, 19]), turn=2)
         scored = dock.lease("reward", 16, wait=10)
         dock.put(Batch(scored.ids, {"rewards": scored.ids * 2}))
@@ -158,6 +158,45 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
             assert time.monotonic() < end
             time.sleep(0.01)
         assert not dock.commit(rest)
+
+
+ROLLOUT = """
+import os, signal, sys
+import torch
+from distflow.data.batch import Batch
+from distflow.dock import DockClient
+from distflow.rpc.connection import Connection
+
+sent, send = [], Connection.send
+
+def send_and_die(connection, header, buffers=()):
+    if header["op"] == "put":
+        if sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(header)
+    send(connection, header, buffers)
+    if header["op"] == "put":
+        connection.receive()
+
+Connection.send = send_and_die
+with DockClient([("127.0.0.1", int(port)) for port in sys.argv[2:]], bytes.fromhex(sys.argv[1]), "rollout") as dock:
+    dock.put(Batch(torch.arange(16), {"tokens": torch.ones(16, dtype=torch.int64)}))
+"""
+
+
+def test_a_rollout_that_is_killed_within_a_put_leaves_no_group_of_two_attempts(children, token):
+    addresses = [children().address for _ in range(2)]
+    command = [sys.executable, "-c", ROLLOUT, token.hex(), *(str(port) for _, port in addresses)]
+    with DockClient(addresses, token, "test") as dock:
+        dock.configure((Consumer("rollout", ("order",), ("tokens",), 4), Consumer("update", ("tokens",), (), 4)))
+        killed = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                                check=False)
+        assert killed.returncode == -signal.SIGKILL
+        first = dock.lease("update", 8, wait=10)
+        assert first.ids.tolist() == [0, 1, 2, 3, 8, 9, 10, 11], "the groups that one shard has, whole"
+        assert dock.put(Batch(torch.arange(16), {"tokens": torch.full((16,), 2)})) == 8
+        rows = dock.fetch(torch.arange(16), ["tokens"])["tokens"].reshape(4, 4)
+        assert rows.tolist() == [[1] * 4, [2] * 4, [1] * 4, [2] * 4]
 
 
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):

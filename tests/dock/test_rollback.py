@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, Full, StorageShardServer
+from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer
 
 ROWS = 4
 ORDERS = Consumer("rollout", ("order",), ("tokens",))
@@ -70,56 +71,69 @@ def test_the_same_rows_come_again_and_leave_when_they_are_released(dock, shards)
     until(lambda: held(at) == 0)
 
 
-def test_an_earlier_lease_cannot_commit_what_was_rolled_back(dock):
+def test_an_attempt_that_is_over_cannot_lease_renew_commit_or_release(dock, token):
+    """It was cut off while it trained, and comes back when the next attempt has rolled back."""
+    at = dock(1, BOTH)
+    filled(at, 3)
+    done, held = (at.lease("trainer", ROWS, step=step) for step in range(2))
+    at.commit(done)
+    with DockClient(at.addresses, token, "trainer 0", attempt=1) as new, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(at.lease, "trainer", ROWS, step=9, wait=30)
+        until(lambda: at.services[0].state.waiting)
+        assert new.rollback("trainer", 0) == ROWS
+        with pytest.raises(LeaseLost, match="attempt 1 has begun"):
+            waiting.result()
+        for request in (lambda: at.commit(held), lambda: at.commit(done), lambda: at.renew(held),
+                        lambda: at.lease("trainer", ROWS, step=1), lambda: at.look("trainer", ROWS, least=1, step=1),
+                        lambda: at.rollback("trainer", 0), lambda: at.release_before("trainer", 9)):
+            with pytest.raises(LeaseLost, match="this process is of attempt 0 of `trainer`, but attempt 1 has begun"):
+                request()
+        assert sorted(row for step in range(3) for row in train(new, step)) == list(range(0, 30 * ROWS, 10))
+
+
+def test_ranks_of_a_new_attempt_wait_for_the_rollback(dock, token):
     at = dock(1, BOTH)
     filled(at, 1)
-    old = at.lease("trainer", ROWS, step=0)
-    at.commit(old)
-    at.rollback("trainer", 0)
-    assert not at.commit(old), "that was its first commit, which does not stand any more"
-    assert len(at.lease("trainer", ROWS, step=0)) == ROWS
+    train(at, 0)
+    with (DockClient(at.addresses, token, "trainer 1", attempt=1) as second, ThreadPoolExecutor(1) as pool,
+          DockClient(at.addresses, token, "trainer 0", attempt=1) as first):
+        waiting = pool.submit(second.lease, "trainer", ROWS, step=0, share=1, shares=2, wait=30)
+        until(lambda: at.services[0].state.waiting)
+        assert first.rollback("trainer", 0) == ROWS
+        assert len(waiting.result()) == ROWS // 2
 
 
-def test_retained_steps_make_room_for_a_new_one(dock):
-    """A producer that waits for room gets that of retained steps, the oldest first; never that of the newest two."""
-    at = dock(1, BOTH, max_rows=4 * ROWS)
-    filled(at, 4)
-    for step in range(3):
+@pytest.mark.parametrize("shards", [1, 2])
+def test_retained_steps_leave_for_rows_to_come(dock, shards):
+    """A rollout that finds no room gets that of retained steps, the oldest first; never that of the newest two."""
+    rollout = replace(ORDERS, step_rows=ROWS, row_bytes=16)
+    at = dock(shards, (rollout, TRAINS), max_bytes=10 * ROWS * 16 // shards)
+    for step in range(6):
+        put(at, step, "order")
+    for step in range(4):
+        at.require("rollout", step)
+        lease = at.lease("rollout", ROWS, wait=5)
+        put(at, step)
+        at.commit(lease)
         train(at, step)
-    put(at, 4, "order", wait=5.0)
-    assert held(at) == 4 * ROWS
-    with pytest.raises(Full):
-        put(at, 5, "order", wait=0.1)
-    assert at.rollback("trainer", 1) == 2 * ROWS
+    stored = sum(part["bytes"] for part in at.status())
+    with at.services[0].state.lock:
+        at.services[0].state.room.limit = stored + ROWS * 16
+    for step in (4, 5):
+        lease = at.lease("rollout", ROWS, wait=5)
+        assert lease.ids.tolist() == list(range(step * ROWS, step * ROWS + ROWS))
+    assert at.rollback("trainer", 2) == 2 * ROWS
 
 
-def test_eviction_elsewhere_is_requested_once_however_often_a_producer_wakes(dock, monkeypatch):
-    at = dock(1, BOTH, max_rows=ROWS)
-    put(at, 0, "order")
-    state, asked = at.services[0].state, []
-    monkeypatch.setattr(state, "evict", lambda: asked.append(time.monotonic()))
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(put, at, 1, "order", wait=0.3)
-        while not waiting.done():
-            with state.changed:
-                state.changed.notify_all()
-            time.sleep(0.005)
-        with pytest.raises(Full):
-            waiting.result()
-    assert len(asked) == 1
-
-
-def test_memory_pressure_without_effect_wakes_no_request(dock, monkeypatch):
+def test_eviction_elsewhere_is_requested_once_however_often_a_rollout_asks(dock):
     at = dock(1, BOTH)
-    filled(at, 2)
-    for step in range(2):
-        train(at, step)
-    state, woken = at.services[0].state, []
-    with state.changed:
-        monkeypatch.setattr(state.changed, "notify_all", lambda: woken.append(True))
-        state.apply({"kind": "memory_pressure"})
-        assert woken == []
-        monkeypatch.undo()
+    state, asked = at.services[0].state, []
+    with state.lock:
+        state._post = lambda home, update: asked.append(update["kind"])
+        for _ in range(5):
+            assert not state.evict(100.0)
+        del state._post
+    assert asked == ["memory_pressure"]
 
 
 def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):
@@ -129,10 +143,10 @@ def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):
         train(at, step)
     for service in at.services:  # each sends the other its full updates again
         for outbox in service.state.outboxes.values():
-            with service.state.changed:
+            with service.state.lock:
                 updates = outbox.full_updates()
             other = at.services[1 - service.state.storage.number].state
-            with other.changed:
+            with other.lock:
                 for update in updates:
                     other.apply(update)
     assert held(at) == 2 * ROWS

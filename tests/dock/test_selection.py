@@ -1,51 +1,92 @@
-"""Which rows a lease gets, and how they are shared between ranks."""
+"""Which rows a lease gets, what room there is for more, and how they are shared between ranks."""
+
+import math
+import random
 
 import pytest
 
 from distflow.dock import Consumer, DockError
-from distflow.dock.selection import RowState, choose, deal
+from distflow.dock.selection import DockLayout, ReadyRows, Room, RowState, deal
 
-ANY = Consumer("update", ("tokens",))
-PAIRS = Consumer("update", ("tokens",), group_size=2)
+ADDRESSES = (("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3))
 
 
 def rows(*meta):
     return [RowState(id, {"tokens"}, **each) for id, each in enumerate(meta)]
 
 
-def ids(groups):
-    return [[row.id for row in group] for group in groups]
+def ready(ids, **settings):
+    made = ReadyRows(Consumer("update", ("tokens",), **settings))
+    for row in ids:
+        made.add(RowState(row, {"tokens"}))
+    return made
+
+
+def ids(made, step=None):
+    return [[row.id for row in group] for group in made.groups(step)]
 
 
 def test_rows_come_in_the_order_in_which_they_became_ready():
-    assert ids(choose(rows({}, {}, {}), ANY, 2, None)) == [[0], [1]]
-    assert choose(rows({}), ANY, 0, None) == []
+    made = ready([4, 2, 9])
+    made.add(RowState(7, {"tokens"}), first=True)
+    assert ids(made) == [[7], [4], [2], [9]]
 
 
-def test_rows_that_nobody_asks_for_are_not_looked_at():
-    looked = []
-
-    def watched():
-        for row in rows(*[{}] * 9):
-            looked.append(row.id)
-            yield row
-
-    choose(watched(), ANY, 2, None)
-    assert looked == [0, 1]
-
-
-def test_whole_groups_only_and_never_split():
-    mixed = rows({"group": 1}, {"group": 2}, {"group": 1}, {"group": 3}, {"group": 2}, {"group": -1})
-    assert ids(choose(mixed, PAIRS, 9, None)) == [[0, 2], [1, 4], [5]]
-    assert ids(choose(mixed, PAIRS, 3, None)) == [[0, 2]]
+def test_whole_groups_only():
+    made = ready([5, 0, 2, 4, 1], group_size=2)
+    assert ids(made) == [[5, 4], [0, 1]]
+    assert (made.count(None), len(made), 2 in made) == (4, 5, True)
+    made.discard(5)
+    assert ids(made) == [[0, 1]]
+    made.add(RowState(3, {"tokens"}))
+    made.add(RowState(5, {"tokens"}))
+    assert ids(made) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_step_has_its_own_rows():
-    stepped = Consumer("update", ("tokens",), group_size=2, step_rows=4)
-    mixed = rows(*({"group": number // 2} for number in range(8)))
-    assert ids(choose(mixed[::-1], stepped, 8, 1)) == [[7, 6], [5, 4]]
-    with pytest.raises(DockError, match="takes its rows by step"):
-        choose(mixed, stepped, 8, None)
+def test_a_step_has_its_own_rows_and_the_oldest_comes_first():
+    made = ready(range(7, -1, -1), group_size=2, step_rows=4)
+    assert ids(made, 1) == [[7, 6], [5, 4]]
+    assert ids(made) == [[3, 2], [1, 0], [7, 6], [5, 4]]
+    assert (made.count(0), made.count(1), made.count(2), made.count(None)) == (4, 4, 0, 8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_agree_with_the_groups_whatever_comes_and_goes(seed):
+    draw, made, there = random.Random(seed), ready([], group_size=3, step_rows=12), set()
+    for _ in range(300):
+        row = draw.randrange(36)
+        if draw.random() < 0.6:
+            made.add(RowState(row, {"tokens"}), first=draw.random() < 0.2)
+            there.add(row)
+        else:
+            made.discard(row)
+            there.discard(row)
+        whole = {group for group in range(12) if {3 * group, 3 * group + 1, 3 * group + 2} <= there}
+        for step in (0, 1, 2):
+            assert {group[0].id // 3 for group in made.groups(step)} == {each for each in whole if each // 4 == step}
+            assert made.count(step) == 3 * sum(group // 4 == step for group in whole)
+        assert set(made.rows) == there
+
+
+def test_rows_under_way_count_with_the_mean_of_those_that_have_come():
+    room = Room(limit=1000)
+    assert room.fits(2, longest=500)
+    assert not room.fits(3, longest=500), "none has come: each may become as long as that"
+    room.note(0, 200, 4)
+    room.note(1, 0, 0)
+    assert room.fits(16, longest=500)
+    assert not room.fits(17, longest=500)
+    room.note(0, 0, 0)
+    assert room.fits(20, longest=500), "they have left, and their mean is still the best estimate"
+    assert Room().fits(10**9, longest=10**9)
+    assert Room().limit == math.inf
+
+
+def test_the_rows_of_a_group_live_in_one_shard():
+    layout = DockLayout(ADDRESSES, (Consumer("reward", ("tokens",)), Consumer("update", ("tokens",), group_size=4)))
+    assert [layout.shard_of(row) for row in range(0, 16, 2)] == [0, 0, 1, 1, 2, 2, 0, 0]
+    with pytest.raises(DockError, match="the 4 rows that live together do not divide .* of consumer `odd`, 3"):
+        DockLayout(ADDRESSES, (*layout.consumers, Consumer("odd", ("tokens",), group_size=3)))
 
 
 def test_dealt_by_tokens():

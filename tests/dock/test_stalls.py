@@ -101,7 +101,7 @@ def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_oth
     at.put(tokens(range(4), 1 << 20))
     stuck = raw(at, token, "stuck")
     stuck.send({"op": "lease", "consumer": "update", "count": 4, "least": 4, "wait": 1, "step": None, "share": 0,
-                "shares": 1, "request": 1})
+                "shares": 1, "request": 1, "attempt": 0})
     stuck.skip(stuck.receive()[1])
     stuck.send({"op": "fetch", "ids": torch.arange(4).numpy().tobytes(), "columns": ["tokens"]})
     assert at.lease("update", 4, wait=10).ids.tolist() == [0, 1, 2, 3]
@@ -109,15 +109,14 @@ def test_a_client_that_takes_no_byte_is_hung_up_on_and_its_lease_is_given_to_oth
     stuck.close()
 
 
-def test_a_client_that_stops_within_a_put_gives_its_room_back(dock, token, monkeypatch):
+def test_a_client_that_stops_within_a_put_has_put_nothing(dock, token, monkeypatch, caplog):
     monkeypatch.setattr(rpc, "STALL_LIMIT", 0.3)
-    at = dock(1, (UPDATE,), max_rows=4)
+    at = dock(1, (UPDATE,))
     stuck = raw(at, token, "stuck")
-    message = {"op": "put", "ids": torch.arange(4).numpy().tobytes(), "columns": [], "turn": None, "wait": 0,
-               "meta": {}}
+    message = {"op": "put", "ids": torch.arange(4).numpy().tobytes(), "columns": [], "turn": None, "versions": b""}
     stuck.sock.sendall(frame(message, 1000) + bytes(500))
-    until(lambda: at.services[0].state.storage.coming_rows == 4)
-    assert at.put(tokens(range(10, 14)), wait=10) == 4
+    until(lambda: "hung up on stuck" in caplog.text)
+    assert at.put(tokens(range(4))) == 4
     stuck.close()
 
 
@@ -151,12 +150,12 @@ def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
     at = dock(1, (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"))))
     state = at.services[0].state
     at.put(tokens(range(2)))
-    with state.changed:
+    with state.lock:
         late = state._listing("reward")
     lease = at.lease("reward", 2)
     at.put(Batch(lease.ids, {"rewards": lease.ids.float()}))
     assert at.commit(lease)
-    with state.changed:
+    with state.lock:
         state.apply(late)
     with pytest.raises(TimedOut):
         at.lease("reward", 1, wait=0.1)
@@ -207,17 +206,3 @@ def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monk
     schema, _ = restored.state.storage.read(torch.arange(4).numpy(), ["tokens"])
     assert schema[0][0] == "tokens"
     restored.close()
-
-
-def test_room_that_rows_are_about_to_fill_is_nobody_elses(dock, monkeypatch):
-    at = dock(1, (UPDATE,), max_rows=4)
-    storage, seen = at.services[0].state.storage, []
-
-    def between(*message):
-        seen.append(storage.coming_rows)
-        return unpack(*message)
-
-    unpack = services.unpack
-    monkeypatch.setattr(services, "unpack", between)
-    at.put(tokens(range(4)))
-    assert (seen, storage.coming_rows, storage.coming_bytes) == ([4], 0, 0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock import DockError, Full
+from distflow.dock import DockError
 from distflow.dock import storage as module
 from distflow.dock.storage import StorageShard, unpack
 from distflow.errors import ColumnError
@@ -35,11 +35,12 @@ def test_columns_of_several_puts_come_together():
     assert [row.tolist() for row in back["tokens"].rows] == [[3, 3, 3], [1]]
 
 
-def test_metadata_stays_unless_it_is_given_again():
+def test_a_version_stays_unless_it_is_given_again():
     shard = StorageShard()
-    shard.put(tokens([5, 6]), {"version": numpy.array([1, 2]), "group": numpy.array([7, 7])})
-    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), {"version": numpy.array([3])})
-    assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, 7, -1], [6, 2, 3, 7, -1]]
+    shard.put(tokens([5, 6]), numpy.array([1, 2]))
+    shard.put(Batch(torch.tensor([6]), {"rewards": torch.ones(1)}), numpy.array([3]))
+    shard.put(Batch(torch.tensor([5]), {"rewards": torch.ones(1)}))
+    assert shard.table([5, 6]).T.tolist() == [[5, 1, 1, -1], [6, 2, 3, -1]]
 
 
 def test_a_row_that_comes_again_is_dropped_and_counted():
@@ -79,18 +80,19 @@ def test_rows_of_another_shard_are_refused():
         StorageShard(0, 2).put(tokens([2, 3]))
 
 
-def test_room_is_for_new_rows():
-    shard = StorageShard(max_rows=2, max_bytes=1000)
-    assert shard.reserve(numpy.array([0, 1]), 10) == 2
-    assert shard.reserve(numpy.array([2]), 10) is None, "those on the way count"
-    shard.unreserve(2, 10)
-    shard.put(tokens([0, 1]))
-    assert shard.reserve(numpy.array([2]), 10) is None
-    assert shard.reserve(numpy.array([0, 1]), 10**9) == 0, "rows must be able to get what they need to leave"
-    with pytest.raises(Full, match="3 rows of 10 bytes never fit"):
-        shard.reserve(numpy.arange(2, 5), 10)
-    with pytest.raises(Full, match="never fit"):
-        shard.reserve(numpy.array([2]), 1001)
+def test_a_group_comes_whole_and_of_one_producer():
+    shard = StorageShard(1, 2, group_size=3)
+    with pytest.raises(DockError, match="of rows 3 to 5, which are one group, only 2 came"):
+        shard.put(tokens([3, 5]))
+    assert shard.put(tokens([4, 3, 5, 9, 10, 11])).tolist() == [4, 3, 5, 9, 10, 11]
+    assert shard.put(tokens([3, 4, 5, 15, 16, 17], scale=100)).tolist() == [15, 16, 17]
+    assert read(shard, [3, 4, 5])["tokens"].values.tolist() == [3] * 3 + [5]
+    shard.put(tokens([21]), turn=0)
+    for consumer in ALL:
+        shard.retire(consumer, [9, 10, 11, 3, 4, 5], ALL)
+    assert shard.gone.ranges == [(0, 6)], "dense, though every other group lives elsewhere"
+    with pytest.raises(DockError, match="row 6 does not live in shard 1 of 2"):
+        shard.put(tokens([6, 7, 8]))
 
 
 def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
@@ -115,7 +117,7 @@ def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
     shard.put(Batch(torch.tensor([1]), {"difficulty": torch.ones(1)}))
     assert shard.saved(numpy.array([1]))[1].tolist() == [3]
     shard.put(tokens([1]))
-    assert shard.table([1]).T.tolist() == [[1, 1, 0, -1, -1]]
+    assert shard.table([1]).T.tolist() == [[1, 1, 0, -1]]
 
 
 def test_rows_without_columns_are_refused():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -15,15 +16,16 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut
+from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import RewardsFailed
-from distflow.plan import TRAINER
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
+from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.colocated import ColocatedSource
 from workers.fusion import Fusion
 from workers.rollout import RolloutContext
-from workers.rollout_channel import REPORT, RolloutChannel
+from workers.rollout_channel import ORDER, REPORT, RolloutChannel, report_column
 from workers.sources import AsyncSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
@@ -49,13 +51,13 @@ class Loader:
 @pytest.fixture
 def channel():
     """A dock that has the samples of three steps."""
-    service = StorageShardServer(TOKEN, max_bytes=500)
+    service = StorageShardServer(TOKEN)
     address = service.start()
     channel = RolloutChannel(None, TOKEN, [address], "127.0.0.1", ROWS, PROMPTS, 2)
     with channel.dock("trainer 0") as dock:
         dock.configure([Consumer(TRAINER, (REPORT,), (), ROWS, ROWS * PROMPTS, seconds=3600.0, can_roll_back=True)])
         ids = channel.rows_of(torch.arange(3 * PROMPTS))
-        dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}), group=ids // ROWS)
+        dock.put(Batch(ids, {REPORT: torch.zeros(len(ids), dtype=torch.uint8)}))
     yield channel
     service.close()
 
@@ -77,17 +79,17 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
     events = Events()
     events.open(tmp_path / "events.jsonl", 0)
     monkeypatch.setattr("distflow.telemetry.events._current", events)
-    huge, small = (Batch(torch.tensor([row]), {"partial/tokens": torch.zeros(1, width, dtype=torch.uint8)})
-                   for row, width in ((99, 1000), (5, 10)))
+    twice, small = (Batch(torch.tensor(rows), {"partial/tokens": torch.zeros(len(rows), dtype=torch.uint8)})
+                    for rows in ([99, 99], [5]))
     partials = {number: SimpleNamespace(partial=SimpleNamespace(partial_rows=lambda rows=rows: rows), turn=0)
-                for number, rows in enumerate((huge, small))}
+                for number, rows in enumerate((twice, small))}
     rollout = SimpleNamespace(saves_partial=True, dedicated=False, failure=None, under_way=partials)
     with channel.dock("trainer 0") as dock:
         RolloutContext._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (event["event"], event["rows"]) == ("begun rows lost", 1)
-    assert "never fit into shard 0" in event["reason"]
+    assert (event["event"], event["rows"]) == ("begun rows lost", 2)
+    assert "a row twice" in event["reason"]
 
 
 @pytest.mark.parametrize(("dedicated", "stopped", "over", "fails"), [
@@ -129,9 +131,9 @@ def ready(dock: DockClient) -> int:
     return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
 
-def trainer(channel: RolloutChannel, steps: int) -> AsyncSource:
+def trainer(channel: RolloutChannel, steps: int, attempt: int = 0) -> AsyncSource:
     plan = SimpleNamespace(tasks=(), source=None, ranks=1)
-    source = AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0)
+    source = AsyncSource(Loader(steps), channel, plan, 0, 0, 3, 1.0, attempt=attempt)
     source.position = steps * PROMPTS
     return source
 
@@ -157,11 +159,55 @@ def test_commits_after_the_state_are_rolled_back(channel):
     for step in range(3):
         first.dock.commit(first.dock.lease(TRAINER, count, step=step))
     first.release_before({"position": PROMPTS})
-    first.dock.close()
-    again = trainer(channel, steps=1)
+    again = trainer(channel, steps=1, attempt=1)
     again.reconcile()
     assert ready(again.dock) == 2 * count
+    with pytest.raises(LeaseLost, match="attempt 1 has begun"):
+        first.dock.lease(TRAINER, count, step=1)
+    first.dock.close()
     again.dock.close()
+
+
+def test_a_dock_without_room_holds_back_rollouts_and_never_the_trainer():
+    """Samples of one step are three times what the dock should store, and rollouts may be two steps ahead."""
+    steps, width, most = 6, 1000, []
+    service = StorageShardServer(TOKEN)
+    channel = RolloutChannel(None, TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 1)
+    count, over = ROWS * PROMPTS, threading.Event()
+    rollout = Consumer(ROLLOUT, (ORDER,), (REPORT, "samples"), ROWS, count, row_bytes=2 * width)
+
+    def sample() -> list[int]:
+        begun = []
+        with channel.dock("rollout 0") as dock:
+            while not over.is_set():
+                if lease := dock.try_lease(ROLLOUT, ROWS, wait=0.05):
+                    begun.append(int(lease.ids[0]) // count)
+                    dock.put(Batch(lease.ids, {REPORT: report_column([Metrics().take()], ROWS),
+                                               "samples": torch.zeros(ROWS, width, dtype=torch.uint8)}))
+                    dock.commit(lease)
+                    most.append(dock.status()[0]["bytes"])
+        return begun
+
+    with channel.dock("trainer 0") as dock, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        stack.callback(over.set)
+        dock.configure([rollout, Consumer(TRAINER, rollout.writes, (), ROWS, count, can_roll_back=True)],
+                       count * width // 3)
+        source = AsyncSource(Loader(0), channel, SimpleNamespace(tasks=(), source=None, ranks=1), 0, 2, steps, 30.0)
+        source.at = lambda prompts: prompts
+        sampling = pool.submit(sample)
+        for step in range(steps):
+            assert source.next().tolist() == list(range(step * PROMPTS, step * PROMPTS + PROMPTS))
+            end = time.monotonic() + 30
+            while step + 1 < steps and not service.state.indexes[ROLLOUT].lacks_room():
+                assert time.monotonic() < end, "rollouts go on"
+                time.sleep(0.001)
+            source.finish()
+            source.release_before({"position": source.position})
+        over.set()
+        assert sampling.result() == sorted(sampling.result())
+        source.dock.close()
+    assert max(most) <= (count + ROWS) * (width + 100), "the step that the trainer waits for, and not much of another"
+    service.close()
 
 
 def test_a_dock_that_never_had_those_steps_is_left_alone(channel):
