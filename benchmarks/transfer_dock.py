@@ -113,7 +113,7 @@ def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, num
             line.send("made")
             line.recv()
             for part in parts:
-                dock.put(part, wait=_WAIT)
+                dock.put(part)
                 lease = dock.lease("update", rows, wait=_WAIT)
                 got = dock.fetch(lease)
                 if not (torch.equal(got.ids, lease.ids) and
