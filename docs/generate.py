@@ -121,8 +121,8 @@ def algorithm_pages() -> dict[str, str]:
 _PICTURE = """
 ![Held-out accuracy]({name}.svg)
 
-Held-out accuracy on the embedded arithmetic task over {steps} steps, from the weak start of the demonstration (seeds
-{seeds}; each dot is a validation over 240 problems): `python benchmarks/algorithms.py --curves FILE`.
+Held-out accuracy on the embedded arithmetic task over {steps} steps, from the weak start of the demonstration (a line
+for each seed, {seeds}; each dot is a validation over 240 problems): `python benchmarks/algorithms.py --curves FILE`.
 """
 _ALGORITHM = """# `{name}`
 
