@@ -240,7 +240,7 @@ def _name(text: str) -> str:
     return re.sub(r"[^\w./ -]", "_", text)[:250]
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[Any], list[list[Any]]]:
+def _table(rows: Sequence[Row]) -> tuple[list[Any], list[Any]]:
     """Return the columns of samples, which need not be the same in all, and the cells of each."""
     columns = [*dict.fromkeys(name for row in rows for name in row)]
     return columns, [[_cell(row.get(name)) for name in columns] for row in rows]

@@ -61,6 +61,7 @@ class Timeline:
         self.facts |= {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "every": self.every,
                        "base": time.time_ns() // 1000 - _now()}
         self.path = path
+        self.write()  # so that a run of a moment is seen while it goes on
         threading.Thread(target=self._write_often, name="timeline", daemon=True).start()
 
     def close(self) -> None:
@@ -114,8 +115,6 @@ class Timeline:
         events.add_or_drop(self.path, [json.dumps(line)])
 
     def _write_often(self) -> None:
-        """Write at once, so that a run of a moment is seen while it goes on, and then often."""
-        self.write()
         while not self.ended.wait(self.every):
             self.write()
 

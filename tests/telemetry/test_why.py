@@ -89,7 +89,7 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     (folder / "events.jsonl").write_text(json.dumps(
         {"time": 1.0, "step": 31, "rank": 0, "event": "settings changed", "what": "learning_rate=1"}) + "\n")
     (folder / "samples.jsonl").write_text(json.dumps(
-        {"step": 40, "questions": "How many?", "completions": "so many words", "rewards": 0.1}) + "\n")
+        {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
     said = list(explain(folder))
     at = next(index for index, line in enumerate(said) if line.startswith("The reward fell at step 31: from 0.814"))
     assert said[at + 1].startswith("  reward/math: ")
