@@ -10,7 +10,7 @@ forward and twice backward (Shoeybi et al. 2019, §3). Embeddings and the head a
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -38,7 +38,7 @@ class Network:
                                     group.inside.bandwidth * efficiency) for group in hardware.device_groups]
         self._between = [[NetworkLink(link.latency,
                                       link.bandwidth * efficiency) for link in row] for row in hardware.between]
-        self.reach = cache(self._reach)
+        self.rows, self.weights = cache(self._rows), cache(self._weights)
         self._spans = cache(self._spanning)
 
     def inside(self, group: int) -> NetworkLink:
@@ -83,12 +83,20 @@ class Network:
             (only,) = groups
             crossing = self._device_groups[only].machines > 1 and devices > self._device_groups[only].each
             return (self._between[only][only] if crossing else self._inside[only]), crossing
-        first = min(groups)
-        return self._reach(frozenset({first}), groups), True
+        return self._reach(frozenset({min(groups)}), groups), True
+
+    def _rows(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
+        """Return the effective link for rows: they stay where both tasks are, and leave where only the first is."""
+        return reduce(_slower, [self._reach(frozenset({group}), targets) for group in sources - targets],
+                      self._reach(sources, targets))
+
+    def _weights(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
+        """Return the effective link for weights: each device group that trains has a part that all targets need."""
+        return reduce(_slower, [self._reach(frozenset({group}), targets) for group in sources])
 
     def _reach(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
-        """Return the effective link from one subset to another, each machine relaying what it has (RobustRL §5.2): the
-        bandwidth and latency of the slowest links of the widest tree, all parts at once."""
+        """Return the effective link from any of the sources to all targets, each machine relaying what it has
+        (RobustRL §5.2): the bandwidth and latency of the slowest links of the widest tree, all parts at once."""
         reached, slowest = set(sources), NetworkLink(0.0, math.inf)
         for group in targets:
             slowest = _slower(slowest, self._own(group))
@@ -195,10 +203,20 @@ class Roofline:
     def swap(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of loading the state from host memory and, of training, of offloading it afterwards.
         Rollout weights arrive in every iteration (see `syncs`). Measured tasks have this in their measurements."""
-        if self.task.measured.prompt is not None:
-            return 0.0
-        times = {TRAIN: 2, GENERATE: 0}.get(self.task.kind, 1)
-        return times * layers * self.state(strategy) / group.host
+        return self._swaps * layers * self.state(strategy) / group.host
+
+    @property
+    def _swaps(self) -> int:
+        return 0 if self.task.measured.prompt is not None else {TRAIN: 2, GENERATE: 0}.get(self.task.kind, 1)
+
+    def ideal_swap(self, devices: list[tuple[DeviceGroup, int]]) -> float:
+        """Return a lower bound on `swap`: one copy of the state, over the host links of all devices."""
+        host = sum(group.host * count for group, count in devices)
+        return self._swaps * self.task.parameters * self._least_state / host if host else float("inf")
+
+    @property
+    def _least_state(self) -> int:
+        return self.task.width + (_OWN + _DIVIDED if self.task.kind == TRAIN else 0)
 
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of the optimizer, which reads and writes its part of the state once."""
@@ -210,8 +228,7 @@ class Roofline:
         message, weights read once for a token of all rows. Infinite if they have too little memory together."""
         task, shares = self.task, self._shares
         room = sum(self.room(group) * count for group, count in devices)
-        each = task.width + (_OWN + _DIVIDED if task.kind == TRAIN else 0)
-        if not room or task.parameters * each > room:
+        if not room or task.parameters * self._least_state > room:
             return float("inf")
         if task.kind != GENERATE:
             return self.arithmetic(devices)

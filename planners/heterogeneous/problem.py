@@ -21,7 +21,7 @@ from typing import NamedTuple
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
 SYNC, ASYNC = "sync", "async"
 DeviceSubset = tuple[int, ...]  # devices of each device group
-DeviceGroups = frozenset[int]  # indices of the device groups that a subset has devices of
+DeviceGroups = frozenset[int]  # indices of device groups: those of a subset, or those that a layout uses
 Grouping = tuple[tuple[int, ...], ...]
 """The tasks of each group, by index; ordered, and so are the groups by their first task."""
 
@@ -248,6 +248,10 @@ class TaskLayout(NamedTuple):
 
     def takes(self, shared: bool) -> float:
         return self.seconds + self.swap * shared
+
+    @property
+    def sites(self) -> DeviceGroups:
+        return frozenset(group for kind in self.arrangement for group in kind.stages)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
-        found = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}
+        found = {task: _layout(spec, costed, task, subset, (tp, pp), turns) for task in tasks}
         layouts = {task: layout for task, layout in found.items() if layout}
         if len(layouts) == len(found):
             seconds = sum(layout.takes(turns) for layout in layouts.values())
@@ -92,8 +92,9 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
     return best
 
 
-def _layout(spec: Spec, costed: CostedProblem, number: int, subset: DeviceSubset, tp: int,
-            pp: int) -> TaskLayout | None:
+def _layout(spec: Spec, costed: CostedProblem, number: int, subset: DeviceSubset, cut: tuple[int, int],
+            turns: bool) -> TaskLayout | None:
+    tp, pp = cut
     problem, task = costed.problem, costed.problem.tasks[number]
     split = Split(1, tp=tp, pp=pp).split
     apart = problem.mode != SYNC and task.kind == GENERATE
@@ -104,7 +105,7 @@ def _layout(spec: Spec, costed: CostedProblem, number: int, subset: DeviceSubset
     if unfit or sum(subset) % (tp * pp) or sum(blocks) * tp < sum(subset) \
             or check_split(spec, task.name, (task.role, task.kind == GENERATE), split):
         return None
-    arrangement = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=False)
-    strategy = next(strategies(task, sum(blocks) // pp, tp, pp))
-    layout = costed.costs.layout(number, strategy, arrangement)
-    return layout if layout and len(set(layout.layers)) == 1 else None
+    found = (costed.costs.layout(number, strategy, in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage=False))
+             for strategy in strategies(task, sum(blocks) // pp, tp, pp) if strategy.ep == 1)
+    return min((layout for layout in found if layout and len(set(layout.layers)) == 1),
+               key=lambda layout: layout.takes(turns), default=None)
