@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from distflow.config.load import Shape, Spec
 from distflow.config.models import adapted, base_of
@@ -38,6 +39,7 @@ from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem
 
 GIB = 1024**3
 _TRAINING_STATE = 16
+_MASTER = 4
 _ACTIVATIONS = 17
 _LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**25
@@ -48,6 +50,23 @@ _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
 """Suffixes of memory items' names."""
 Layouts = dict[tuple[str, bool], Layout]
 """Layout of the model of each engine, by role and whether it is the one that samples."""
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of a parameter: `whole` on every share, `divided` among the data-parallel shares, and `computing`, of the
+    copy that a share has while it computes. Both `distflow plan` and the solvers for mixed hardware count with these.
+    """
+
+    whole: int
+    divided: int
+    computing: int
+
+
+def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
+    """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes."""
+    if engine == "megatron":
+        return ParameterBytes(width + 4, 8 + 4 * (width == 2), 0) if trained else ParameterBytes(width, 0, 0)
+    return ParameterBytes(0, _TRAINING_STATE if trained else _MASTER, width)
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
@@ -195,15 +214,14 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     trained = spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = layout.dp * layout.cp // settings.replicas
+    held, name = parameter_bytes(settings.engine, width, trained), "training state" if trained else "weights"
     if settings.engine == "megatron":
-        held, divided = (width + 4, 8 + 4 * (width == 2)) if trained else (width, 0)
-        formula = f"{shape.parameters:,}{cut} × ({held} B + {divided} B{_by(dp=shares)})"
-        return [MemoryItem(f"{role}: {'training state' if trained else 'weights'}",
-                           mine * held + -(-mine * divided // shares), formula)]
-    state, name = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
-    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * state // shares),
-                                                      f"{shape.parameters:,} × {state} B / dp {shares}{cut}")]),
-            MemoryItem(f"{role}: weights while computing", mine * width, f"{shape.parameters:,} × {width} B{cut}")]
+        formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
+        return [MemoryItem(f"{role}: {name}", mine * held.whole + -(-mine * held.divided // shares), formula)]
+    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * held.divided // shares),
+                                                      f"{shape.parameters:,} × {held.divided} B / dp {shares}{cut}")]),
+            MemoryItem(f"{role}: weights while computing", mine * held.computing,
+                       f"{shape.parameters:,} × {held.computing} B{cut}")]
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:

@@ -15,6 +15,7 @@ that the groups may use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
@@ -116,6 +117,8 @@ class CostModel:
             if min(rows) < 1:
                 return None
         seconds = max(float(clock(share)) for clock, share in zip(clocks, rows))
+        if cost.shards(strategy):
+            seconds += self._gathers(number, strategy, stages[0], max(rows))
         if cost.task.kind == TRAIN:
             seconds += self._updates(number, strategy, stages, layers)
         swap = max(cost.swap(self._device_groups[group], strategy, count) for groups, count in zip(stages, layers)
@@ -227,14 +230,26 @@ class CostModel:
         return int(found)
 
     def _updates(self, number: int, strategy: Strategy, stages: list[frozenset[int]], layers: tuple[int, ...]) -> float:
-        """Return the seconds of the gradients' all-reduce (4 bytes each) and of the optimizer, each stage by itself."""
+        """Return the seconds of adding up the gradients (4 bytes each) and of the optimizer, each stage by itself. What
+        divides its weights among the shares needs each sum in one place; else it goes to all."""
         cost, task = self.tasks[number], self.problem.tasks[number]
-        slowest = 0.0
+        slowest, halves = 0.0, 1 if cost.shards(strategy) else 2
         for groups, count in zip(stages, layers):
             nbytes = 4 * count * task.parameters / task.layers / strategy.tp
-            slowest = max(slowest, self.network.gradients(groups, strategy, nbytes)
+            slowest = max(slowest, halves * self.network.half_ring(groups, strategy, nbytes)
                           + max(cost.step(self._device_groups[group], strategy, count) for group in groups))
         return task.epochs * task.mini_batches * slowest
+
+
+    def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
+        """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
+        for training backward (Zhao et al. 2023, §3.3). They are counted in full, though the computation hides a part.
+        """
+        task = self.problem.tasks[number]
+        passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
+        nbytes = task.parameters / task.layers / strategy.tp * task.width
+        return passes * (2 if task.kind == TRAIN else 1) * task.layers * \
+            self.network.half_ring(groups, strategy, nbytes)
 
 
 def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, times: int, rows: Rows) -> Rows:

@@ -27,6 +27,7 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
+from planners.memory import ParameterBytes, parameter_bytes
 
 
 class Network:
@@ -60,15 +61,15 @@ class Network:
         beside = min(max(1, group.each // strategy.tp), strategy.dp)
         return self._between[source][target].seconds(nbytes * beside)
 
-    def gradients(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of an all-reduce among a stage's shares: the bytes of a ring, the latency of two trees,
-        at the slowest link of the widest spanning tree (Patarasuk and Yuan 2009; NCCL's trees). The slices of a machine
-        share its link."""
+    def half_ring(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter among a stage's shares, of which an all-reduce has
+        both: the bytes of a ring, the latency of a tree, at the slowest link of the widest spanning tree (Patarasuk and
+        Yuan 2009; NCCL's trees). The slices of a machine share its link."""
         if strategy.dp == 1:
             return 0.0
         link, crossing = self._spans(groups, strategy.dp * strategy.tp)
-        ring = 2 * (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1)
-        return 2 * math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
+        ring = (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1)
+        return math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
 
     def experts(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
         """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2)."""
@@ -121,9 +122,7 @@ _ACTIVATIONS = 17
 """Values kept for each token, layer and hidden element (Korthikanti et al. 2022, §4.1: 34 bytes of two each)."""
 _LOGITS = 12
 _LOGITS_AT_ONCE = 2**25
-_OWN, _DIVIDED = 4, 12
-"""Bytes of a trained parameter beside its weight: its gradient; master weight and Adam's state, which the shares of a
-stage divide among themselves (Rajbhandari et al. 2020, §5.1)."""
+_LEAST_TRAINED = 16  # bytes of a trained parameter on all devices together, whatever the engine
 Rows = Any  # a number of rows, or an array of such numbers
 
 
@@ -163,9 +162,24 @@ class Roofline:
 
     def state(self, strategy: Strategy) -> float:
         """Return the bytes of one layer on a device as long as the task is resident."""
+        held = self._held(strategy)
+        return self._own(strategy) * (held.whole + held.divided / strategy.dp)
+
+    def _own(self, strategy: Strategy) -> float:
+        """Return the parameters of one layer that a device computes with."""
         task = self.task
-        own = (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
-        return own * (task.width + _OWN + _DIVIDED / strategy.dp) if task.kind == TRAIN else own * task.width
+        return (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
+
+    def shards(self, strategy: Strategy) -> bool:
+        """Return whether the shares divide the weights among themselves and gather them to compute, as FSDP2 does; it
+        splits no layers or experts over ranks, so what does is costed as Megatron."""
+        return self.task.kind != GENERATE and self.task.engine == "fsdp" and strategy.pp == strategy.ep == 1
+
+    def _held(self, strategy: Strategy) -> ParameterBytes:
+        if self.task.kind == GENERATE:
+            return ParameterBytes(self.task.width, 0, 0)
+        engine = "fsdp" if self.shards(strategy) else "megatron"
+        return parameter_bytes(engine, self.task.width, self.task.kind == TRAIN)
 
     def kept(self, strategy: Strategy, stage: int) -> tuple[float, float]:
         """Return the bytes of activations on a device: for each of its layers, and beside them. A stage of a training
@@ -193,7 +207,8 @@ class Roofline:
     def fills(self, strategy: Strategy, stage: int, layers: int) -> float:
         """Return the bytes of so many layers on a device; of a generating one with the cache of one row."""
         each, beside = self.kept(strategy, stage)
-        each += self.state(strategy) + (self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0)
+        each += self.state(strategy) + self._own(strategy) * self._held(strategy).computing
+        each += self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0
         return beside + layers * each
 
     def cache(self, tp: int) -> float:
@@ -216,11 +231,11 @@ class Roofline:
 
     @property
     def _least_state(self) -> int:
-        return self.task.width + (_OWN + _DIVIDED if self.task.kind == TRAIN else 0)
+        return _LEAST_TRAINED if self.task.kind == TRAIN else self.task.width
 
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
-        """Return the seconds of the optimizer, which reads and writes its part of the state once."""
-        nbytes = layers * self.task.parameters / self.task.layers / strategy.tp * (_DIVIDED / strategy.dp + _OWN)
+        """Return the seconds of the optimizer, which reads and writes the state once."""
+        nbytes = layers * self.state(strategy)
         return group.slowdown * self.task.measured.times * 2 * nbytes / (group.bandwidth * self._shares.memory)
 
     def ideal(self, devices: list[tuple[DeviceGroup, int]]) -> float:

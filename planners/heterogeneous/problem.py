@@ -99,9 +99,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTask:
-    """Node that runs a model: the model's sizes and the work of an iteration. `kv` is the bytes of one token in the
-    cache of one layer, `active` the parameters that compute for a token; `prompt` and `response` are tokens of a row.
-    Training passes over the rows `epochs` times, in `mini_batches`."""
+    """Node that runs a model: the model's sizes, the work of an iteration, and the `engine` that trains and infers.
+    `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
+    and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`."""
 
     name: str
     role: str
@@ -124,6 +124,7 @@ class ModelTask:
     epochs: int = 1
     mini_batches: int = 1
     recompute: bool = False
+    engine: str = "fsdp"
     measured: Measured = Measured()
 
     @property

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from planners import plan
 from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.hardware import Network
 from planners.heterogeneous.layouts import every, in_rows, strategies
@@ -24,11 +26,12 @@ from planners.heterogeneous.problem import (
     Replicas,
     Strategy,
 )
+from planners.heterogeneous.workload import problem_of
 
 FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
 FAR = NetworkLink(1e-3, 1e9)
-WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200)
+WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200, engine="megatron")
 
 
 def costs(task: ModelTask = WORK, groups: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
@@ -53,7 +56,7 @@ def test_inference_is_arithmetic_at_the_peak() -> None:
 def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() -> None:
     for recompute, times in ((False, 3), (True, 4)):
         task = replace(WORK, kind=TRAIN, recompute=recompute)
-        step = 2 * task.parameters * 16 / 2e12
+        step = 2 * task.parameters * 18 / 2e12
         assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
 
 
@@ -106,7 +109,33 @@ def test_gradients_go_over_the_slowest_link() -> None:
     task = replace(WORK, kind=TRAIN, rows=2)
     found = seconds(task, Strategy(2), Replicas((0,), 1), Replicas((1,), 1))
     ring = 2 * 1 * 1e-3 + 2 * 1 / 2 * 4e9 / 1e9
-    assert found == pytest.approx(3 * forward(1, peak=50e12) + ring + 2 * 10**9 * (12 / 2 + 4) / 1e12)
+    assert found == pytest.approx(3 * forward(1, peak=50e12) + ring + 2 * 10**9 * (12 / 2 + 6) / 1e12)
+
+
+def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None:
+    """Two shares of four rows, one row a micro-batch, gather 2 bytes of 10⁹ parameters forward and backward, half of
+    them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter, and 2 while it computes."""
+    task = replace(WORK, kind=TRAIN, engine="fsdp")
+    pair = (Replicas((0,), 1), Replicas((0,), 1))
+    inside = replace(FAST, inside=NetworkLink(0.0, 1e9))
+    model = costs(task, (inside, SLOW))
+    found = model.layout(0, Strategy(2), pair, rows=(4, 4)).seconds
+    assert found == pytest.approx(3 * forward(4) + (4 * 2 * 2 + 4) / 2 + 2 * 16 / 2 / 2e3)
+    assert model.tasks[0].fills(Strategy(2), 0, 10) - model.tasks[0].fills(Strategy(2), 0, 0) == pytest.approx(
+        (16 / 2 + 2) * 10**9 + 10 * 17 * 2 * 1000 * 200)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str) -> None:
+    """8B on 64 ranks: `distflow plan` without a solver and the cost model of the solvers."""
+    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", size="8B")
+    spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"engine": engine})
+    items = {item.name: item.bytes for item in plan(spec, 64).memory}
+    update = CostModel(problem_of(spec)).tasks[-1]
+    state = sum(items.get(f"actor: {part}", 0) for part in ("training state", "weights while computing"))
+    activations, layers = update.kept(Strategy(64), 0)[0], update.task.layers
+    solver = update.fills(Strategy(64), 0, layers) - update.fills(Strategy(64), 0, 0) - layers * activations
+    assert solver == pytest.approx(state, rel=1e-6)
 
 
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
