@@ -177,7 +177,7 @@ class Roofline:
 
     def _held(self, strategy: Strategy) -> ParameterBytes:
         if self.task.kind == GENERATE:
-            return ParameterBytes(self.task.width, 0, 0)
+            return ParameterBytes(self.task.width, 0)
         engine = "fsdp" if self.shards(strategy) else "megatron"
         return parameter_bytes(engine, self.task.width, self.task.kind == TRAIN)
 
@@ -197,6 +197,10 @@ class Roofline:
             return under_way * tokens * task.hidden * task.width, whole + logits
         return under_way * whole, logits
 
+    def _adds_up(self, strategy: Strategy) -> bool:
+        """Return whether an optimizer step has several micro-batches."""
+        return self.task.rows / strategy.dp / self.task.mini_batches > strategy.micro
+
     def room(self, group: DeviceGroup) -> float:
         return group.memory * self._shares.filled
 
@@ -207,7 +211,9 @@ class Roofline:
     def fills(self, strategy: Strategy, stage: int, layers: int) -> float:
         """Return the bytes of so many layers on a device; of a generating one with the cache of one row."""
         each, beside = self.kept(strategy, stage)
-        each += self.state(strategy) + self._own(strategy) * self._held(strategy).computing
+        held = self._held(strategy)
+        beside += (self.task.gathered or self.task.parameters) / strategy.tp * held.gathered
+        each += self.state(strategy) + self._own(strategy) * held.added_up * self._adds_up(strategy)
         each += self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0
         return beside + layers * each
 

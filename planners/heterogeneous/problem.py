@@ -101,7 +101,8 @@ class Measured(NamedTuple):
 class ModelTask:
     """Node that runs a model: the model's sizes, the work of an iteration, and the `engine` that trains and infers.
     `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
-    and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`."""
+    and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
+    divides weights gathers `gathered` parameters at once; 0: all."""
 
     name: str
     role: str
@@ -125,6 +126,7 @@ class ModelTask:
     mini_batches: int = 1
     recompute: bool = False
     engine: str = "fsdp"
+    gathered: int = 0
     measured: Measured = Measured()
 
     @property

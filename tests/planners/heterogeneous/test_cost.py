@@ -114,28 +114,32 @@ def test_gradients_go_over_the_slowest_link() -> None:
 
 def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None:
     """Two shares of four rows, one row a micro-batch, gather 2 bytes of 10⁹ parameters forward and backward, half of
-    them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter, and 2 while it computes."""
+    them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter, and adds up whole gradients.
+    """
     task = replace(WORK, kind=TRAIN, engine="fsdp")
     pair = (Replicas((0,), 1), Replicas((0,), 1))
     inside = replace(FAST, inside=NetworkLink(0.0, 1e9))
     model = costs(task, (inside, SLOW))
     found = model.layout(0, Strategy(2), pair, rows=(4, 4)).seconds
     assert found == pytest.approx(3 * forward(4) + (4 * 2 * 2 + 4) / 2 + 2 * 16 / 2 / 2e3)
-    assert model.tasks[0].fills(Strategy(2), 0, 10) - model.tasks[0].fills(Strategy(2), 0, 0) == pytest.approx(
-        (16 / 2 + 2) * 10**9 + 10 * 17 * 2 * 1000 * 200)
+    several, one = (model.tasks[0].fills(Strategy(2, micro=micro), 0, 10) for micro in (1, 4))
+    kept = 10 * 17 * 2 * 1000 * 200
+    assert several - model.tasks[0].fills(Strategy(2), 0, 0) == pytest.approx((16 / 2 + 4) * 10**9 + kept)
+    assert several - one == pytest.approx(4 * 10**9)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str) -> None:
-    """8B on 64 ranks: `distflow plan` without a solver and the cost model of the solvers."""
-    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", size="8B")
+@pytest.mark.parametrize(("engine", "batch", "gib"), [("fsdp", 64, 4.9), ("fsdp", 512, 35.5), ("megatron", 512, 47.2)])
+def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str, batch: int, gib: float) -> None:
+    """8B on 64 ranks in one micro-batch or several: `distflow plan` without a solver, and the solvers' cost model."""
+    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", f"data.batch={batch}", size="8B")
     spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"engine": engine})
     items = {item.name: item.bytes for item in plan(spec, 64).memory}
-    update = CostModel(problem_of(spec)).tasks[-1]
-    state = sum(items.get(f"actor: {part}", 0) for part in ("training state", "weights while computing"))
-    activations, layers = update.kept(Strategy(64), 0)[0], update.task.layers
-    solver = update.fills(Strategy(64), 0, layers) - update.fills(Strategy(64), 0, 0) - layers * activations
-    assert solver == pytest.approx(state, rel=1e-6)
+    update, strategy = CostModel(problem_of(spec)).tasks[-1], Strategy(64, micro=16)
+    kinds = ("training state", "weights while computing", "gradients between micro-batches")
+    each, beside = update.kept(strategy, 0)
+    solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
+    assert solver == pytest.approx(sum(items.get(f"actor: {kind}", 0) for kind in kinds), rel=1e-6)
+    assert solver / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
