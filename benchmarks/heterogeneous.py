@@ -40,8 +40,7 @@ OCEAN = Link(gb_s=0.125, latency_us=150_000.0)
 """Between continents: 1 Gbit/s and 150 ms, the low end of what public clouds show."""
 SIZES, ALGORITHMS, MODES = ("4B", "8B", "14B"), ("ppo", "grpo"), ("sync", "async")
 DECISIONS = ("grouping", "assignment", "strategy", "balance")
-LONG = 5 * BUDGET
-"""Layouts that each search may cost: more than a plan usually takes, so that no side loses for want of searching."""
+QUICK = BUDGET // 10  # layouts and placements that each search may cost with --quick; else as many as a plan usually
 CUTS = tuple(product((1, 2, 4, 8), (1, 2, 4, 8)))
 
 
@@ -140,9 +139,9 @@ def ablation(cells: list[Cell], models: Path, budget: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=1)
-    parser.add_argument("--budget", type=int, help="layouts that each search may cost")
+    parser.add_argument("--budget", type=int, help="layouts and placements that each search may cost")
     given = parsed(parser, arguments)
-    budget = given.budget or (BUDGET if given.quick else LONG)
+    budget = given.budget or (QUICK if given.quick else BUDGET)
     cells = [Cell(*place) for place in product(SCENARIOS, ALGORITHMS, MODES, SIZES)]
     if given.quick:
         cells = [cell for cell in cells if cell.size == "8B" and cell.algorithm == "grpo" and cell.mode == "sync"]

@@ -1,15 +1,19 @@
-"""Small random problems, and their solution by going through everything: devices one by one, nothing folded."""
+"""Small random problems, and their solution by going through everything.
+
+The brute force shares nothing with the planner but the cost of one layout: it has its own layouts, groupings, links and
+objective.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache
-from itertools import permutations, product
+from itertools import product
 
 import numpy as np
 
 from planners.heterogeneous.cost import CostModel
-from planners.heterogeneous.layouts import slices_of, strategies
 from planners.heterogeneous.problem import (
     ASYNC,
     GENERATE,
@@ -23,124 +27,229 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Problem,
     Replicas,
+    Strategy,
 )
 
-KINDS = {"h200": (989e12, 131, 4.8e12), "a100": (312e12, 74, 2.0e12), "l40s": (362e12, 44, 0.86e12),
-         "l4": (121e12, 22, 0.3e12)}
-LINKS = {"zone": NetworkLink(2e-5, 12.5e9), "region": NetworkLink(6e-4, 2e9), "world": NetworkLink(0.06, 0.3e9)}
+KINDS = {"b200": (2250e12, 180, 8.0e12), "h200": (989e12, 131, 4.8e12), "h100": (989e12, 76, 3.35e12),
+         "a100": (312e12, 74, 2.0e12), "l40s": (362e12, 44, 0.86e12), "l4": (121e12, 22, 0.3e12),
+         "v100": (125e12, 30, 0.9e12)}
+"""Peak, GiB and bytes a second; `v100` stands for what is old."""
+CHAIN = ((GENERATE, "actor"), (INFER, "reference"), (TRAIN, "actor"))
+GRAPHS = {  # tasks, and who reads whom
+    "chain": (CHAIN, ((0, 1), (1, 2), (0, 2))),
+    "own": (((GENERATE, "actor"), (INFER, "actor"), (TRAIN, "actor")), ((0, 1), (0, 2))),
+    "pair": (((GENERATE, "actor"), (TRAIN, "actor")), ((0, 1),)),
+    "diamond": (((GENERATE, "actor"), (INFER, "reference"), (INFER, "reward"), (TRAIN, "actor")),
+                ((0, 1), (0, 2), (1, 3), (2, 3))),
+    "two trained": (((GENERATE, "actor"), (INFER, "critic"), (TRAIN, "critic"), (TRAIN, "actor")),
+                    ((0, 1), (1, 2), (1, 3), (0, 3))),
+}
+MOST = {2: 6, 3: 6, 4: 5}  # devices by tasks, so that everything can be gone through
 
 
-def small(seed: int, devices: int = 6) -> Problem:
-    """A problem of up to so many devices and three model tasks; the same for the same seed."""
+def small(seed: int, devices: int | None = None) -> Problem:
+    """A problem of up to so many devices and four model tasks; the same for the same seed. Among them are odd counts,
+    links without latency, asymmetric and very slow ones, one device that dominates, memory that just fits, and up to
+    seven kinds of devices."""
     random = np.random.default_rng(seed)
-    machines = _machines(random, int(random.integers(2, devices + 1)))
-    device_groups = tuple(_device_group(random, index, count) for index, count in enumerate(machines))
-    far = [[LINKS["zone" if one.zone == other.zone else str(random.choice(["region", "world"]))]
-            for other in device_groups] for one in device_groups]
-    numbers = range(len(device_groups))
-    between = tuple(tuple(far[min(i, j)][max(i, j)] for j in numbers) for i in numbers)
-    tasks = tuple(_task(random, kind, role) for kind, role in
-                  ((GENERATE, "actor"), (INFER, str(random.choice(["actor", "reference"]))), (TRAIN, "actor")))
-    edges = tuple(Edge(one, other, float(random.integers(0, 2) * random.integers(1, 2**31)))
-                  for one, other in ((0, 1), (1, 2), (0, 2)) if (one, other) == (0, 1) or random.random() < 0.7)
-    syncs = tuple(Edge(2, index, 2.0 * tasks[2].parameters) for index in (0, 1) if tasks[index].role == "actor")
-    return Problem(Hardware(device_groups, between), tasks, edges, syncs, SYNC if random.random() < 0.5 else ASYNC)
+    works, edges = GRAPHS[str(random.choice(sorted(GRAPHS)))]
+    hardware = _hardware(random, int(random.integers(1, (devices or MOST[len(works)]) + 1, 2).max()))
+    sizes = {role: (int(random.integers(3, 13)), int(random.choice([768, 1024, 2048, 4096]))) for _, role in works}
+    rows, micro = int(random.integers(1, 48)), int(random.choice([512, 4096, 16384]))
+    tasks = tuple(_task(random, kind, role, sizes[role], rows, micro) for kind, role in works)
+    syncs = tuple(Edge(source, target, 2.0 * tasks[source].parameters) for source, (kind, role) in enumerate(works)
+                  for target, (other, same) in enumerate(works) if kind == TRAIN and other != TRAIN and role == same)
+    sent = tuple(Edge(*edge, float(random.choice([0, 2**16, 2**24, 2**31]))) for edge in edges)
+    problem = Problem(hardware, tasks, sent, syncs, SYNC if random.random() < 0.5 else ASYNC)
+    return _just_fitting(random, problem) if random.random() < 0.3 else problem
 
 
-def _machines(random: np.random.Generator, devices: int) -> list[int]:
-    found: list[int] = []
-    while sum(found) < devices:
-        found.append(int(random.integers(1, min(4, devices - sum(found)) + 1)))
-    return found
+def _hardware(random: np.random.Generator, devices: int) -> Hardware:
+    machines: list[int] = []
+    while sum(machines) < devices:
+        machines.append(min(int(random.choice([1, 1, 2, 3, 5])), devices - sum(machines)))
+    groups = [_device_group(random, index, count) for index, count in enumerate(machines)]
+    if random.random() < 0.2:
+        strong = groups[0]
+        groups[0] = DeviceGroup(strong.name, "dominating", strong.zone, 1, strong.each, 20 * strong.peak, strong.memory,
+                                20 * strong.bandwidth, strong.host, strong.inside)
+    between = [[_link(random) for _ in groups] for _ in groups]
+    if random.random() < 0.6:  # the same both ways
+        between = [[between[min(i, j)][max(i, j)] for j in range(len(groups))] for i in range(len(groups))]
+    return Hardware(tuple(groups), tuple(map(tuple, between)))
+
+
+def _link(random: np.random.Generator) -> NetworkLink:
+    return NetworkLink(float(random.choice([0.0, 2e-5, 6e-4, 0.15])), float(random.choice([1e7, 3e8, 2e9, 50e9])))
 
 
 def _device_group(random: np.random.Generator, index: int, count: int) -> DeviceGroup:
     kind = str(random.choice(sorted(KINDS)))
     peak, memory, bandwidth = KINDS[kind]
-    return DeviceGroup(f"m{index}", kind, str(random.choice(["a", "b"])), 1, count, peak, memory * 2**30, bandwidth,
-                       25e9,
-                       NetworkLink(3e-6, float(random.choice([32e9, 300e9]))))
+    inside = NetworkLink(float(random.choice([0.0, 3e-6, 3e-5])), float(random.choice([0.3e9, 32e9, 300e9])))
+    return DeviceGroup(f"m{index}", kind, "zone", 1, count, peak, memory * 2**30, bandwidth,
+                       float(random.choice([5e9, 25e9, 200e9])), inside)
 
 
-def _task(random: np.random.Generator, kind: str, role: str) -> ModelTask:
-    layers, hidden = int(random.integers(4, 13)), int(random.choice([1024, 2048, 4096]))
-    parameters = 12 * layers * hidden**2
-    return ModelTask(f"{role} {kind}", role, kind, parameters, layers, hidden, 4 * hidden // 4,
-                     int(random.integers(4, 65)),
+def _task(random: np.random.Generator, kind: str, role: str, size: tuple[int, int], rows: int, micro: int) -> ModelTask:
+    layers, hidden = size
+    return ModelTask(f"{role} {kind}", role, kind, 12 * layers * hidden**2, layers, hidden, hidden, rows,
                      int(random.integers(16, 1025)), int(random.integers(16, 2049)), outputs=32000, heads=8,
-                     micro_tokens=4096, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)))
+                     micro_tokens=micro, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)))
+
+
+def _just_fitting(random: np.random.Generator, problem: Problem) -> Problem:
+    """All memories scaled so that together they hold the largest trained state a little more than once."""
+    state = max(20 * task.parameters for task in problem.tasks)
+    room = sum(group.memory * group.devices for group in problem.hardware.device_groups)
+    factor = float(random.uniform(1.0, 2.5)) * state / room
+    groups = tuple(DeviceGroup(group.name, group.kind, group.zone, 1, group.each, group.peak, group.memory * factor,
+                               group.bandwidth, group.host, group.inside) for group in problem.hardware.device_groups)
+    return Problem(Hardware(groups, problem.hardware.between), problem.tasks, problem.edges, problem.syncs,
+                   problem.mode)
+
+
+Used = tuple[int, ...]  # devices of each machine
 
 
 def brute_force(problem: Problem) -> float:
-    """The seconds of the best placement: every grouping, every set of devices for each group, every layout."""
+    """The seconds of the best placement: every grouping, devices and layout of each task."""
     costs = CostModel(problem)
-    devices = [device_group for device_group, count in enumerate(problem.hardware.all) for _ in range(count)]
-    best = cache(lambda task, subset, turns: _best(costs, task, subset, turns))
-    found = math.inf
-    for group_of in ([0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [0, 1, 2]):
-        for owners in product(range(-1, max(group_of) + 1), repeat=len(devices)):
-            subsets = [tuple(device_group for device_group, owner in zip(devices, owners) if owner == group)
-                       for group in range(max(group_of) + 1)]
-            if all(subsets):
-                items = [{problem.tasks[task].memory_item for task in range(3) if group_of[task] == group}
-                         for group in range(len(subsets))]
-                durations = [best(task, subsets[group], len(items[group]) > 1) for task, group in enumerate(group_of)]
-                if math.inf not in durations:
-                    found = min(found, _iteration(problem, costs, group_of, subsets, durations))
-    return found
+    options = [_options(costs, number) for number in range(len(problem.tasks))]
+    return min((_best(problem, group_of, options) for group_of in _groupings(problem)), default=math.inf)
 
 
-def _best(costs: CostModel, task: int, devices: tuple[int, ...], turns: bool) -> float:
-    """The fastest layout on any part of these devices."""
-    parts = {tuple(device_group for device_group, used in zip(devices, chosen) if used)
-             for chosen in product((0, 1), repeat=len(devices))}
-    return min((_exactly(costs, task, part, turns) for part in parts if part), default=math.inf)
+def _groupings(problem: Problem) -> Iterator[list[int]]:
+    """The group of each task; a role is trained in one group."""
+    count = len(problem.tasks)
+    for group_of in product(range(count), repeat=count):
+        first = all(group <= max(group_of[:task], default=-1) + 1 for task, group in enumerate(group_of))
+        trained = {(task.role, group) for task, group in zip(problem.tasks, group_of) if task.kind == TRAIN}
+        if first and len(dict(trained)) == len(trained):
+            yield list(group_of)
 
 
-def _exactly(costs: CostModel, task: int, devices: tuple[int, ...], turns: bool) -> float:
-    item, found = costs.problem.tasks[task], math.inf
-    machines = [costs.problem.hardware.device_groups[device_group].each for device_group in devices]
-    for tp in slices_of(item, machines):
-        for pp in range(1, min(item.layers, len(devices)) + 1):
-            if len(devices) % (tp * pp):
-                continue
-            dp = len(devices) // tp // pp
-            for strategy, arrangement in product(strategies(item, dp, tp, pp), _arrangements(devices, dp, tp, pp)):
-                layout = costs.layout(task, strategy, arrangement)
-                found = min(found, layout.takes(turns) if layout else math.inf)
-    return found
+def _options(costs: CostModel, number: int) -> tuple[list[Used], np.ndarray]:
+    """The devices that a task may use, and its seconds there, alone and with swaps; without those that are no faster
+    than others with fewer devices of the same machines."""
+    machines = [group.each for group in costs.problem.hardware.device_groups]
+    found: dict[Used, tuple[float, float]] = {}
+    for used in product(*(range(count + 1) for count in machines)):
+        layouts = [layout for strategy, arrangement in _splits(costs, number, used)
+                   if (layout := costs.layout(number, strategy, arrangement))]
+        if layouts:
+            mine = (min(layout.seconds for layout in layouts), min(layout.seconds + layout.swap for layout in layouts))
+            if not any(all(map(int.__le__, less, used)) and [*map(bool, less)] == [*map(bool, used)]
+                       and seconds[0] <= mine[0] and seconds[1] <= mine[1] for less, seconds in found.items()):
+                found[used] = mine
+    return list(found), np.array(list(found.values())).reshape(-1, 2)
 
 
-def _arrangements(devices: tuple[int, ...], dp: int, tp: int, pp: int) -> set[tuple[Replicas, ...]]:
-    """Every order of the devices, dealt to share after share, stage after stage, slice after slice."""
+def _splits(costs: CostModel, number: int, used: Used) -> Iterator[tuple[Strategy, tuple[Replicas, ...]]]:
+    """Every strategy on exactly these devices, in every arrangement."""
+    task = costs.problem.tasks[number]
+    sizes = [group.each for group, count in zip(costs.problem.hardware.device_groups, used) if count]
+    for tp, pp in product((1, 2, 4, 8), range(1, task.layers + 1)):
+        dp, rest = divmod(sum(used), tp * pp)
+        if not sizes or rest or tp > min(sizes) or task.heads % tp or any(count % tp for count in used) \
+                or not 1 <= dp <= task.rows:
+            continue
+        for shares in _dealt(tuple(count // tp for count in used), pp):
+            kinds = tuple(Replicas(stages, shares.count(stages)) for stages in sorted(set(shares)))
+            for micro in _micro_batches(task, dp):
+                yield Strategy(dp, tp, pp, 1, micro), kinds
+
+
+def _micro_batches(task: ModelTask, dp: int) -> set[int]:
+    tokens = task.prompt if task.kind == GENERATE else task.prompt + task.response
+    most = min(max(1, task.micro_tokens // tokens), task.rows)
+    return {most, min(most, math.ceil(task.rows / dp))} | {size for size in (1, 2, 4, 8, 16, 32) if size <= most}
+
+
+@cache
+def _dealt(blocks: Used, pp: int) -> list[tuple[tuple[int, ...], ...]]:
+    """The stages of every share: all ways to deal all blocks, whatever the order of the shares."""
+    if not any(blocks):
+        return [()]
     found = set()
-    for order in set(permutations(devices)):
-        blocks = [order[first: first + tp] for first in range(0, len(order), tp)]
-        if all(len(set(block)) == 1 for block in blocks):
-            shares = sorted(tuple(block[0] for block in blocks[share * pp: share * pp + pp]) for share in range(dp))
-            found.add(tuple(Replicas(share, shares.count(share)) for share in dict.fromkeys(shares)))
-    return found
+    for stages in product(range(len(blocks)), repeat=pp):
+        left = tuple(count - stages.count(machine) for machine, count in enumerate(blocks))
+        if min(left) >= 0:
+            found |= {tuple(sorted((stages, *rest))) for rest in _dealt(left, pp)}
+    return sorted(found)
 
 
-def _iteration(problem: Problem, costs: CostModel, group_of: list[int], subsets: list[tuple[int, ...]],
-               durations: list[float]) -> float:
-    """The objective, written down a second time."""
-    def transfer(edge: Edge) -> float:
-        ends = [frozenset(subsets[group_of[task]]) for task in (edge.source, edge.target)]
-        return costs.network.reach(*ends).seconds(edge.nbytes) if edge.nbytes else 0.0
+def _best(problem: Problem, group_of: list[int], options: list[tuple[list[Used], np.ndarray]]) -> float:
+    """The best choice of an option for each task, all choices at once in arrays."""
+    sizes = [len(used) for used, _ in options]
+    if 0 in sizes:
+        return math.inf
+    chosen = np.unravel_index(np.arange(math.prod(sizes)), sizes)
+    free = np.array([group.devices for group in problem.hardware.device_groups])
+    taken = [np.max([np.array(options[task][0])[chosen[task]] for task in range(len(sizes)) if group_of[task] == group],
+                    axis=0) for group in set(group_of)]
+    possible = np.nonzero((np.sum(taken, axis=0) <= free).all(axis=1))[0]
+    if not len(possible):
+        return math.inf
+    chosen = [index[possible] for index in chosen]
+    items = [{_engine(problem, task) for task in range(len(sizes)) if group_of[task] == group} for group in group_of]
+    seconds = [options[task][1][chosen[task], int(len(items[task]) > 1)] for task in range(len(sizes))]
 
-    def follow(edge: Edge) -> float:
-        one, other = (problem.tasks[task].memory_item for task in (edge.source, edge.target))
-        return 0.0 if one == other and group_of[edge.source] == group_of[edge.target] else transfer(edge)
+    def sent(edge: Edge, weights: bool) -> np.ndarray:
+        own = weights and group_of[edge.source] == group_of[edge.target] \
+            and _engine(problem, edge.source) == _engine(problem, edge.target)
+        table = np.array([[_transfer(problem, edge, weights, own, one, other) for other in options[edge.target][0]]
+                          for one in options[edge.source][0]])
+        return table[chosen[edge.source], chosen[edge.target]]
 
+    return float(_iteration(problem, group_of, seconds, [sent(edge, False) for edge in problem.edges],
+                            [sent(edge, True) for edge in problem.syncs]).min())
+
+
+def _engine(problem: Problem, task: int) -> tuple[str, bool]:
+    return problem.tasks[task].role, problem.tasks[task].kind == GENERATE
+
+
+def _iteration(problem: Problem, group_of: list[int], seconds: list[np.ndarray], sent: list[np.ndarray],
+               synced: list[np.ndarray]) -> np.ndarray:
+    """The objective, from the layouts."""
+    tasks = range(len(seconds))
     if problem.mode == ASYNC:
-        return max(sum(durations[task] for task in range(3) if group_of[task] == group)
-                   + sum(transfer(edge) for edge in problem.edges if group_of[edge.target] == group)
-                   + sum(follow(edge) for edge in problem.syncs if group_of[edge.target] == group)
-                   for group in range(len(subsets)))
-    ends: list[float] = []
-    for task in range(3):
-        before = [ends[other] for other in range(task) if group_of[other] == group_of[task]]
-        came = [ends[edge.source] + transfer(edge) for edge in problem.edges if edge.target == task]
-        ends.append(max([0.0, *before, *came]) + durations[task])
-    return max([*ends, *(ends[edge.source] + follow(edge) for edge in problem.syncs)])
+        return np.max([sum(seconds[task] for task in tasks if group_of[task] == group)
+                       + sum(each for edge, each in zip(problem.edges, sent) if group_of[edge.target] == group)
+                       + sum(each for edge, each in zip(problem.syncs, synced) if group_of[edge.target] == group)
+                       for group in set(group_of)], axis=0)
+    ends: list[np.ndarray] = []
+    for task in tasks:
+        waits = [ends[other] for other in range(task) if group_of[other] == group_of[task]]
+        waits += [ends[edge.source] + each for edge, each in zip(problem.edges, sent) if edge.target == task]
+        ends.append(np.max([np.zeros_like(seconds[task]), *waits], axis=0) + seconds[task])
+    return np.max([*ends, *(ends[edge.source] + each for edge, each in zip(problem.syncs, synced))], axis=0)
+
+
+def _transfer(problem: Problem, edge: Edge, weights: bool, own: bool, source: Used, target: Used) -> float:
+    """Seconds from the machines that one layout uses to those of another. Of weights each machine of the source has a
+    part that all others need; rows stay where they are if they can."""
+    here, there = ([machine for machine, count in enumerate(used) if count] for used in (source, target))
+    if not edge.nbytes or (own and here == there):
+        return 0.0
+    leave = [[machine] for machine in here if weights or machine not in there]
+    latency, bandwidth = 0.0, math.inf
+    for begin in leave if weights else [here, *leave]:
+        latencies, bandwidths = zip(*_hops(problem.hardware, begin, there))
+        latency, bandwidth = max(latency, *latencies), min(bandwidth, *bandwidths)
+    return latency + edge.nbytes / (bandwidth * problem.coefficients.network)
+
+
+def _hops(hardware: Hardware, begin: list[int], there: list[int]) -> list[tuple[float, float]]:
+    """Latency and bandwidth of all links used: inside each machine there, and the widest one to each next machine."""
+    found = [tuple(hardware.device_groups[machine].inside) for machine in there]
+    reached, missing = list(begin), [machine for machine in there if machine not in begin]
+    while missing:
+        links = sorted((-hardware.between[near][far].bandwidth, hardware.between[near][far].latency, far)
+                       for near in reached for far in missing)
+        bandwidth, latency, far = links[0]
+        found.append((latency, -bandwidth))
+        reached.append(far)
+        missing.remove(far)
+    return found

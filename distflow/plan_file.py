@@ -64,13 +64,15 @@ class PlacedTask(Document):
 
 
 class PlacedPlan(Document):
-    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans;
-    `rest_seconds`, what runs have taken beside their tasks, are added to both."""
+    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans, and
+    over those of the layouts that the exact solver considered; `rest_seconds`, what runs have taken beside their tasks,
+    are added to each."""
 
     made_for: Digests
     solver: str
     seconds: PositiveFloat
     bound: NonNegativeFloat
+    bound_considered: NonNegativeFloat | None = None
     rest_seconds: NonNegativeFloat = 0.0
     groups: list[PlacedGroup] = Field(min_length=1)
     tasks: dict[str, PlacedTask] = Field(min_length=1)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from distflow.config.load import Spec
-from distflow.config.run import Groups, Parallel
+from distflow.config.run import Groups, Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan_file import PlacedPlan, PlacedTask, read_plan_file
@@ -37,7 +37,8 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     if synchronous:
         layouts |= _beside(spec, layouts)
     groups = spec.run.groups if synchronous else Groups(rollout=ranks - len(training))
-    run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks})
+    run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks,
+                                      "roles": spec.run.roles | _micro_batches(spec, problem, plan)})
     return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
 
 
@@ -121,6 +122,17 @@ def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
 
 def _parallel(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> Parallel:
     return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, placed, ranks) or [])
+
+
+def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, RoleRun]:
+    """Return the settings of the roles whose micro-batches are smaller by the plan than their settings let them be."""
+    found = {}
+    for task in problem.tasks:
+        settings, tokens = spec.run.roles.get(task.role), plan.tasks[task.name].micro_rows * task.tokens
+        if settings and task.kind == TRAIN and tokens <= settings.micro_batch_tokens - task.tokens \
+                and plan.tasks[task.name].micro_rows < max(shares.rows for shares in plan.tasks[task.name].shares):
+            found[task.role] = settings.model_copy(update={"micro_batch_tokens": tokens})
+    return found
 
 
 def _rows(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> list[int] | None:

@@ -2,7 +2,9 @@
 
 Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §5): training in mixed precision with
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
-data-parallel ranks, and one unsharded copy in the forward dtype while a step computes. Activations after Korthikanti
+data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
+of layers (a small model as a whole), and between the micro-batches of an optimizer step each rank has whole float32
+gradients (Zhao et al. 2023, §3.3). Activations after Korthikanti
 et al. 2022 (§4.1): 34 bytes for each token, layer and hidden element at 2 bytes a value, attention scores not kept;
 the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A role
 that is not trained keeps those of one layer.
@@ -29,8 +31,9 @@ The dock's samples lie in host memory, which `memory_gib` says nothing of: they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from distflow.config.load import Shape, Spec
 from distflow.config.models import adapted, base_of
@@ -40,9 +43,11 @@ from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 
 GIB = 1024**3
 _TRAINING_STATE = 16
+_MASTER = 4
 _ACTIVATIONS = 17
 _LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**25
+SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
 _HALVES = ("bfloat16", "float16")
 _PAGED = ("vllm", "sglang")
 """Rollout engines with a paged cache, within a share of the GPU."""
@@ -52,14 +57,42 @@ Layouts = dict[tuple[str, bool], Layout]
 """Layout of the model of each engine, by role and whether it is the one that samples."""
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
-             training: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains."""
+class ParameterBytes(NamedTuple):
+    """Bytes of a parameter: `whole` on every share, `divided` among the data-parallel shares, `gathered` while a share
+    computes with it, and `added_up` between micro-batches. `distflow plan` and the solvers for mixed hardware count
+    with these alike."""
+
+    whole: int
+    divided: int
+    gathered: int = 0
+    added_up: int = 0
+
+
+def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
+    """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes."""
+    if engine == "megatron":
+        return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
+    return ParameterBytes(0, _TRAINING_STATE, width, 4) if trained else ParameterBytes(0, _MASTER, width)
+
+
+def gathered_at_once(shape: Shape) -> int:
+    """Return how many parameters FSDP gathers at once: the model's if it is small, else two layers and what is outside
+    of layers."""
+    outside = shape.vocabulary * shape.hidden + shape.vocabulary_head
+    layers = 2 * -(-max(shape.parameters - outside, 0) // shape.layers)
+    return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
+
+
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, training: bool = True,
+             rows: Mapping[str, int] | None = None) -> tuple[MemoryItem, ...]:
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains and
+    infers; `rows`: of an optimizer step of each role, over all ranks."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
         if shape and settings and training:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
+            items += _gradients(spec, role, settings, shape, layouts[role, False], (rows or {}).get(role, 0))
         elif shape and settings:
             items += _rollout(spec, role, settings, shape, layouts[role, True].tp, _width(shape, settings), False)
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
@@ -125,6 +158,8 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
         if spec.dag.roles[role].trained and needed(phased) <= limit < needed(items):
             return f"Let it have one engine's memory at a time:  roles.{role}.swap: true"
     role, _, kind = items[0].name.partition(": ")
+    if kind == "gradients between micro-batches":
+        return f"Raise  roles.{role}.micro_batch_tokens  , or split the model:  layouts: {{NODE: {{tp: N}}}}"
     if kind == "activations":
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
@@ -199,15 +234,29 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     trained = spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = layout.dp * layout.cp // settings.replicas
+    held, name = parameter_bytes(settings.engine, width, trained), "training state" if trained else "weights"
     if settings.engine == "megatron":
-        held, divided = (width + 4, 8 + 4 * (width == 2)) if trained else (width, 0)
-        formula = f"{shape.parameters:,}{cut} × ({held} B + {divided} B{_by(dp=shares)})"
-        return [MemoryItem(f"{role}: {'training state' if trained else 'weights'}",
-                           mine * held + -(-mine * divided // shares), formula)]
-    state, name = _TRAINING_STATE if trained else 4, "training state" if trained else "weights"
-    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * state // shares),
-                                                      f"{shape.parameters:,} × {state} B / dp {shares}{cut}")]),
-            MemoryItem(f"{role}: weights while computing", mine * width, f"{shape.parameters:,} × {width} B{cut}")]
+        formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
+        return [MemoryItem(f"{role}: {name}", mine * held.whole + -(-mine * held.divided // shares), formula)]
+    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * held.divided // shares),
+                                                      f"{shape.parameters:,} × {held.divided} B / dp {shares}{cut}")]),
+            MemoryItem(f"{role}: weights while computing",
+                       -(-mine * gathered_at_once(shape) // shape.parameters) * held.gathered,
+                       f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}")]
+
+
+def _gradients(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, rows: int) -> list[MemoryItem]:
+    """Return the item of gradients that a rank adds up, if an optimizer step has several micro-batches."""
+    data, added_up = spec.run.data, parameter_bytes(settings.engine, 4, spec.dag.roles[role].trained).added_up
+    longest = data.max_prompt_tokens + max(settings.generation.max_new_tokens, data.max_target_tokens)
+    if not added_up or -(-rows // layout.dp) * longest <= settings.micro_batch_tokens:
+        return []
+    if adapted(spec, role) is not None:
+        count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
+        return [MemoryItem(f"{role}: gradients between micro-batches", count * added_up,
+                           f"{count:,} of adapters × {added_up} B")]
+    return [MemoryItem(f"{role}: gradients between micro-batches", _of_a_rank(shape, layout, "fsdp") * added_up,
+                       f"{shape.parameters:,} × {added_up} B{_by(tp=layout.tp)}")]
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
 _THRESHOLD = 0.1
+_DATA_CENTRE = 50.0  # TFLOP/s
 
 
 def _add_svg(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +52,14 @@ def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runnable", action="store_true",
                         help="of what the solvers may choose, only what  launch.py --plan  can run")
     parser.add_argument("--solver", choices=("hybrid", "ilp"), default="hybrid",
-                        help="search fast (default), or search and then prove the best of the layouts that are "
-                        "considered")
+                        help="search fast (default), or search and then prove how far from the best of the layouts "
+                        "considered the plan is")
     parser.add_argument("--seed", type=int, default=0, help="of the search")
     parser.add_argument("--seconds", type=float, metavar="N",
                         help="search so long, not for the usual number of layouts")
     parser.add_argument("--within", type=float, default=0.0, metavar="SHARE",
-                        help="stop when the plan is proven to be this near to the best, as 0.03")
+                        help="stop when the plan is proven to be this near to the best (with  --solver ilp  , of the "
+                        "layouts considered), as 0.03")
     parser.set_defaults(plan=None)
 
 
@@ -194,55 +196,74 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
     from planners.heterogeneous.runnable import ranks_of, runnable
 
     if options.runnable:
-        best, bound, hint = runnable(spec, costed), costed.bound(), "See what else there is:  without --runnable"
+        best, considered, hint = runnable(spec, costed), None, "See what else there is:  without --runnable"
     else:
-        best, bound = _searched(options, costed)
+        best, considered = _searched(options, costed)
         hint = "Give it more  --seconds"
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
     plan = written(costed.problem, best, digests_of(spec, costed.problem),
-                   "runnable" if options.runnable else options.solver, min(bound, best.seconds),
+                   "runnable" if options.runnable else options.solver, min(costed.bound(), best.seconds),
                    ranks_of(costed.problem, best) if options.runnable else None)
-    return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0})
+    return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0, "bound_considered": considered})
 
 
-def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[Placement | None, float]:
-    """Search, and prove the best answer if the solver is to; show how far that is on a terminal."""
+def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[Placement | None, float | None]:
+    """Search, and prove which answer is the best of the layouts considered if the solver is to; show how far that is on
+    a terminal. Return the answer, and what is proven."""
     from rich.console import Console
 
     from planners.heterogeneous.exact import prove
-    from planners.heterogeneous.search import search
+    from planners.heterogeneous.search import BUDGET, search
 
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
 
     def stop() -> bool:  # planners have no clock
         return time.monotonic() >= end
 
-    best, bound = None, 0.0
+    best, considered = None, None
     with Console(stderr=True).status("searching") as status:
-        for found in search(costed.problem, options.seed, None if options.seconds is None else sys.maxsize, stop,
+        for found in search(costed.problem, options.seed, BUDGET if options.seconds is None else sys.maxsize, stop,
                             options.within, costed):
-            best, bound = found.placement, found.bound
-            status.update(_progress("search", best, bound, f"{found.evaluations} layouts"))
+            best = found.placement
+            status.update(_progress("search", best, found.bound, f"{found.evaluations} layouts and placements"))
         for proof in prove(costed.problem, best, stop, costed=costed) if best and options.solver == "ilp" else ():
-            best, bound = proof.placement, proof.bound
-            status.update(_progress("proof", best, bound, f"{proof.open} groupings open"))
+            best, considered = proof.placement, proof.bound
+            status.update(_progress("proof", best, considered, f"{proof.open} groupings open"))
             if proof.gap <= options.within:
                 break
-    return best, bound
+    return best, considered
 
 
 def _progress(what: str, best: Placement | None, bound: float, more: str) -> str:
-    return f"{what}: best {best.seconds if best else 0:.2f} s, bound {bound:.2f} s, {more}"
+    from planners.heterogeneous.explain import duration
+
+    return f"{what}: best {duration(best.seconds if best else 0.0)}, bound {duration(bound)}, {more}"
+
+
+def _toys(spec: Spec) -> Iterator[str]:
+    """Yield a note if models that are meant for a processor are planned on data-centre devices."""
+    fast = max((rate for device in spec.cluster.devices.values() for rate in device.tflops.values()), default=0.0)
+    embedded = [role for role, settings in spec.run.roles.items()
+                if role in spec.shapes and settings.model is not None and settings.model.path is None]
+    if embedded and fast >= _DATA_CENTRE:
+        yield (f"This plan is a toy: `{embedded[0]}` is the embedded model of {spec.shapes[embedded[0]].parameters:,} "
+               f"parameters, not one for such devices. Name yours:  --set roles.{embedded[0]}.model=FOLDER")
 
 
 def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
+    from planners.heterogeneous.explain import duration
+
     yield (f"{spec.dag.name} on {spec.cluster.name}, mode {spec.run.mode}, solver {plan.solver} "
            "(a prediction of the cost model, not a measurement)")
-    seconds, bound = (part + plan.rest_seconds for part in (plan.seconds, plan.bound))
-    yield (f"an iteration: {seconds:.2f} s; no plan takes less than {bound:.2f} s "
-           f"(gap {1 - plan.bound / plan.seconds:.1%})")
+    yield (f"an iteration: {duration(plan.seconds + plan.rest_seconds)}; no plan takes less than "
+           f"{duration(plan.bound + plan.rest_seconds)} (gap {1 - plan.bound / plan.seconds:.1%})")
+    if plan.bound_considered is not None:
+        least = duration(plan.bound_considered + plan.rest_seconds)
+        yield "it is the best of the layouts considered" if plan.bound_considered >= plan.seconds * (1 - 1e-6) \
+            else f"the best of the layouts considered takes at least {least}"
+    yield from _toys(spec)
     for number, group in enumerate(plan.groups, 1):
         devices = " + ".join(f"{count} {name}" for name, count in group.devices.items())
         yield from ("", f"group {number}: {devices}")
@@ -263,12 +284,12 @@ def _runs(stages: list[str], layers: list[int]) -> Iterator[str]:
 
 
 def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
-    from planners.heterogeneous.explain import bounds, gantt, helps, picture
+    from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture
 
     yield from ("", "what bounds each task")
     found = bounds(costed.problem, placement)
-    yield from table([(bound.task, f"{bound.seconds:.2f} s", str(bound)) for bound in found], right=(1,))
+    yield from table([(bound.task, duration(bound.seconds), str(bound)) for bound in found], right=(1,))
     yield from ("", "what would help most (this placement, with twice as much)")
     yield from table([(name, f"{times:.2f}x") for name, times in helps(costed.problem, placement) if times > 1.005])
-    yield from ("", f"an iteration, {placement.seconds:.2f} s", *gantt(costed, placement))
+    yield from ("", f"an iteration, {duration(placement.seconds)}", *gantt(costed, placement))
     yield from ("", "devices by group (. idles)", *picture(costed.problem, placement))

@@ -15,6 +15,7 @@ from distflow.config.yaml_source import Document, YamlSource
 from distflow.errors import Diagnostic, did_you_mean
 
 ZONE, REGION = "zone", "region"  # zone and region of machines whose file names none
+_MOST_GIB = 4096  # no device has more memory; who writes more has probably counted MiB
 
 
 class Link(Document):
@@ -101,7 +102,7 @@ class Cluster(Document):
 
 def check_cluster(cluster: Cluster, source: YamlSource) -> list[Diagnostic]:
     """Return the mistakes beyond the form of keys: unknown names, contradictions and missing links."""
-    mistakes = list(_names(cluster, source))
+    mistakes = [*_names(cluster, source), *_memory(cluster, source), *_paths(cluster, source)]
     return mistakes or [*_exclusive(cluster, source), *_links(cluster, source)]
 
 
@@ -116,7 +117,31 @@ def _names(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
         if zone not in zones:
             yield Diagnostic(f"no machine stands in zone `{zone}`", source.location(("zones", zone), key=True),
                              did_you_mean(zone, sorted(zones), "Zones of machines"))
+        if any(zone == region for region in cluster.zones.values()):
+            yield Diagnostic(f"zone `{zone}` is named like a region, and a path between `{zone}` and another could be "
+                             "of either", source.location(("zones", zone), key=True),
+                             "Name it otherwise, here and at its machines:  "
+                             f"zones: {{{zone}-1: {cluster.zones[zone]}}}")
+    used = {kind.device for kind in cluster.machines.values()}
+    for name in cluster.devices if used and used <= set(cluster.devices) else ():
+        if name not in used:
+            yield Diagnostic(f"no machine has a device `{name}`", source.location(("devices", name), key=True),
+                             f"Take `{name}` out, or add  machines: {{NAME: {{device: {name}}}}}")
+
+
+def _memory(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    limits = {("memory_gib",): cluster.memory_gib,
+              **{("devices", name, "memory_gib"): device.memory_gib for name, device in cluster.devices.items()}}
+    for path, limit in limits.items():
+        if limit is not None and limit > _MOST_GIB:
+            yield Diagnostic(f"`memory_gib: {limit:g}` is {limit / 1024:,.0f} TiB for one device; it was probably "
+                             "counted in MiB", source.location(path), f"Write  memory_gib: {limit / 1024:g}")
+
+
+def _paths(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
+    zones = {kind.zone for kind in cluster.machines.values()}
     known = sorted(zones | {cluster.region(zone) for zone in zones})
+    first: dict[frozenset[str], Path] = {}
     for number, path in enumerate(cluster.paths):
         for end, name in enumerate(path.between):
             if name not in known:
@@ -127,6 +152,12 @@ def _names(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:
             yield Diagnostic(f"a path leads from `{path.between[0]}` to itself",
                              source.location(("paths", number, "between")),
                              "Links inside a zone:  links: {zone: {gb_s: …}}")
+        before = first.setdefault(frozenset(path.between), path)
+        if before is not path:
+            yield Diagnostic(f"there are two paths between `{path.between[0]}` and `{path.between[1]}`",
+                             source.location(("paths", number)),
+                             f"Keep one:  {{between: [{', '.join(path.between)}], gb_s: {path.gb_s:g}}}  or  gb_s: "
+                             f"{before.gb_s:g}")
 
 
 def _exclusive(cluster: Cluster, source: YamlSource) -> Iterator[Diagnostic]:

@@ -81,7 +81,8 @@ class MeasuredRun:
 
     def rest(self, costed: CostedProblem) -> float:
         """Return the seconds of an iteration beside its tasks: rewards, what the host computes, and the step's end."""
-        return max(0.0, self.seconds - costed.objective.seconds(self.grouping, self.subsets, self.durations))
+        sites = [frozenset(stage for share in shares for stage in share.stages) for shares in self.shares]
+        return max(0.0, self.seconds - costed.objective.seconds(self.grouping, self.durations, sites))
 
 
 def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mapping[tuple[str, int], NodeTiming],

@@ -9,12 +9,14 @@ times as long.
 An iteration in mode sync: the chain of each group runs in the plan's order; a task starts once its group is free and
 its inputs have arrived; the iteration ends when the last task is done and the trained weights are where the next one
 needs them. Async: the groups work on different iterations at the same time, so the slowest group's period counts: its
-tasks, and what it waits for from others.
+tasks, and what it waits for from others. What is sent goes between the device groups that the layouts use, not those
+that the groups may use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -35,6 +37,7 @@ from planners.heterogeneous.problem import (
     Strategy,
     TaskLayout,
     device_groups_of,
+    groups_of,
 )
 
 
@@ -69,7 +72,7 @@ def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray
     rows = [int(table.searchsorted(limit, "right")) - 1 for table in times]
     for kind in sorted(range(len(rows)), key=lambda kind: -times[kind][rows[kind]]):
         surplus = sum(count * each for count, each in zip(counts, rows)) - total
-        rows[kind] -= min(rows[kind], surplus // counts[kind])
+        rows[kind] -= max(0, min(rows[kind] - 1, surplus // counts[kind]))
     return tuple(rows)
 
 
@@ -98,7 +101,7 @@ class CostModel:
     def layout(self, number: int, strategy: Strategy, arrangement: Arrangement,
                rows: tuple[int, ...] | None = None) -> TaskLayout | None:
         """Return the layout of task `number`, balanced, or with `rows` of a share of each entry of the arrangement;
-        None if a device has too little memory for it."""
+        None if a device has too little memory for it, or is too slow for a single row."""
         self.evaluations += 1
         cost, even = self.tasks[number], not self.problem.freedom.balance
         stages = [frozenset(kind.stages[stage] for kind in arrangement) for stage in range(strategy.pp)]
@@ -109,8 +112,13 @@ class CostModel:
         if layers is None:
             return None
         clocks = [self._clock(number, strategy, kind, layers) for kind in arrangement]
-        rows = self._rows(cost.task.rows, arrangement, clocks, even) if rows is None else rows
+        if rows is None:
+            rows = self._rows(cost.task.rows, arrangement, clocks, even)
+            if min(rows) < 1:
+                return None
         seconds = max(float(clock(share)) for clock, share in zip(clocks, rows))
+        if cost.shards(strategy):
+            seconds += self._gathers(number, strategy, stages[0], max(rows))
         if cost.task.kind == TRAIN:
             seconds += self._updates(number, strategy, stages, layers)
         swap = max(cost.swap(self._device_groups[group], strategy, count) for groups, count in zip(stages, layers)
@@ -120,6 +128,10 @@ class CostModel:
     def ideal(self, number: int, subset: DeviceSubset) -> float:
         """Return a lower bound on the seconds of any layout of a task on this subset."""
         return self.tasks[number].ideal(list(zip(self._device_groups, subset)))
+
+    def ideal_swap(self, number: int, subset: DeviceSubset) -> float:
+        """Return a lower bound on the seconds of any layout's swaps with host memory."""
+        return self.tasks[number].ideal_swap(list(zip(self._device_groups, subset)))
 
     def estimate(self, number: int, subset: DeviceSubset) -> float:
         """Return the ideal plus what training must send over the slowest links of the subset."""
@@ -131,7 +143,7 @@ class CostModel:
             return 0.0
         nbytes = task.epochs * min(task.mini_batches * task.parameters,
                                    2 * task.rows * task.tokens * task.hidden * task.width)
-        return self.network.reach(frozenset({min(groups)}), groups).seconds(nbytes)
+        return self.network.weights(frozenset({min(groups)}), groups).seconds(nbytes)
 
     def _layer_seconds(self, number: int, group: int, strategy: Strategy) -> float:
         cost, task = self.tasks[number], self.problem.tasks[number]
@@ -213,13 +225,26 @@ class CostModel:
         return int(found)
 
     def _updates(self, number: int, strategy: Strategy, stages: list[frozenset[int]], layers: tuple[int, ...]) -> float:
+        """Return the seconds of adding up the gradients (4 bytes each) and of the optimizer, each stage by itself. What
+        divides its weights among the shares needs each sum in one place; else it goes to all."""
         cost, task = self.tasks[number], self.problem.tasks[number]
-        slowest = 0.0
+        slowest, halves = 0.0, 1 if cost.shards(strategy) else 2
         for groups, count in zip(stages, layers):
             nbytes = 4 * count * task.parameters / task.layers / strategy.tp
-            slowest = max(slowest, self.network.gradients(groups, strategy, nbytes)
+            slowest = max(slowest, halves * self.network.half_ring(groups, strategy, nbytes)
                           + max(cost.step(self._device_groups[group], strategy, count) for group in groups))
         return task.epochs * task.mini_batches * slowest
+
+
+    def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
+        """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
+        for training backward (Zhao et al. 2023, §3.3). They are counted in full, though the computation hides a part.
+        """
+        task = self.problem.tasks[number]
+        passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
+        nbytes = task.parameters / task.layers / strategy.tp * task.width
+        return passes * (2 if task.kind == TRAIN else 1) * task.layers * \
+            self.network.half_ring(groups, strategy, nbytes)
 
 
 def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, times: int, rows: Rows) -> Rows:
@@ -234,66 +259,60 @@ def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, t
 
 
 Durations = Sequence[float]
+Sites = Sequence[DeviceGroups] | Mapping[int, DeviceGroups]  # device groups that each task's layout uses
 
 
 class Objective:
-    """Seconds of an iteration, from groups, their subsets and the durations of tasks."""
+    """Seconds of an iteration, from groups and the durations and sites of tasks; without sites nothing is sent."""
 
     def __init__(self, problem: Problem, network: Network):
-        self.problem = problem
-        self._moved = cache(lambda sources, targets, nbytes: network.reach(sources, targets).seconds(nbytes))
+        self.problem, self._network = problem, network
         self._arriving = [[edge for edge in problem.edges if edge.target == task] for task in range(len(problem.tasks))]
 
-    def moved(self, sources: DeviceGroups, targets: DeviceGroups, nbytes: float) -> float:
-        return self._moved(sources, targets, nbytes) if nbytes else 0.0
-
-    def synced(self, edge: Edge, sources: DeviceGroups, targets: DeviceGroups, together: bool) -> float:
-        """Return the seconds of bringing trained weights to a task; 0 where one engine trains and uses them."""
-        tasks = self.problem.tasks
-        if together and tasks[edge.source].memory_item == tasks[edge.target].memory_item:
+    def moved(self, edge: Edge, sites: Sites | None) -> float:
+        """Return the seconds of bringing rows to a task."""
+        if sites is None or not edge.nbytes:
             return 0.0
-        return self.moved(sources, targets, edge.nbytes)
+        return self._network.rows(sites[edge.source], sites[edge.target]).seconds(edge.nbytes)
 
-    def seconds(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> float:
-        return max(self.ends(grouping, subsets, durations), default=0.0)
+    def synced(self, edge: Edge, sites: Sites | None, together: bool) -> float:
+        """Return the seconds of bringing trained weights to a task; 0 where one engine trains and uses them."""
+        if sites is None or not edge.nbytes:
+            return 0.0
+        tasks, sources, targets = self.problem.tasks, sites[edge.source], sites[edge.target]
+        if together and sources == targets and tasks[edge.source].memory_item == tasks[edge.target].memory_item:
+            return 0.0
+        return self._network.weights(sources, targets).seconds(edge.nbytes)
 
-    def ends(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> list[float]:
-        """Return in sync when each task is done and its weights are where they are used; in async groups' periods."""
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        device_groups = [device_groups_of(subset) for subset in subsets]
+    def seconds(self, grouping: Grouping, durations: Durations, sites: Sites | None = None) -> float:
+        """Return in mode sync when the last task is done and the weights are where they are used; in async the longest
+        period of a group."""
+        group_of = groups_of(grouping)
         if self.problem.mode != SYNC:
-            return self._periods(group_of, device_groups, durations)
-        starts = self.starts(grouping, subsets, durations)
-        ends = [start + duration for start, duration in zip(starts, durations)]
-        return ends + [ends[edge.source] + self.synced(edge, device_groups[group_of[edge.source]],
-                                                       device_groups[group_of[edge.target]],
-                                                       group_of[edge.source] == group_of[edge.target])
-                       for edge in self.problem.syncs]
+            return max(self._periods(group_of, durations, sites), default=0.0)
+        ends = [start + duration for start, duration in zip(self.starts(grouping, durations, sites), durations)]
+        used = [ends[edge.source] + self.synced(edge, sites, group_of[edge.source] == group_of[edge.target])
+                for edge in self.problem.syncs]
+        return max([*ends, *used], default=0.0)
 
-    def starts(self, grouping: Grouping, subsets: Sequence[DeviceSubset], durations: Durations) -> list[float]:
-        group_of = {task: index for index, group in enumerate(grouping) for task in group}
-        device_groups, free = [device_groups_of(subset) for subset in subsets], [0.0] * len(grouping)
+    def starts(self, grouping: Grouping, durations: Durations, sites: Sites | None) -> list[float]:
+        group_of, free = groups_of(grouping), [0.0] * len(grouping)
         starts: list[float] = []
         for task, duration in enumerate(durations):
-            mine = group_of[task]
-            start = free[mine]
+            start = free[group_of[task]]
             for edge in self._arriving[task]:
-                start = max(start, starts[edge.source] + durations[edge.source]
-                            + self.moved(device_groups[group_of[edge.source]], device_groups[mine], edge.nbytes))
+                start = max(start, starts[edge.source] + durations[edge.source] + self.moved(edge, sites))
             starts.append(start)
-            free[mine] = start + duration
+            free[group_of[task]] = start + duration
         return starts
 
-    def _periods(self, group_of: dict[int, int], device_groups: list[DeviceGroups],
-                 durations: Durations) -> list[float]:
-        periods = [0.0] * len(device_groups)
+    def _periods(self, group_of: list[int], durations: Durations, sites: Sites | None) -> list[float]:
+        periods = [0.0] * (max(group_of) + 1)
         for task, duration in enumerate(durations):
             periods[group_of[task]] += duration
-        for edges, cost in ((self.problem.edges, self._read), (self.problem.syncs, self.synced)):
-            for edge in edges:
-                one, other = group_of[edge.source], group_of[edge.target]
-                periods[other] += cost(edge, device_groups[one], device_groups[other], one == other)
+        for edge in self.problem.edges:
+            periods[group_of[edge.target]] += self.moved(edge, sites)
+        for edge in self.problem.syncs:
+            one, other = group_of[edge.source], group_of[edge.target]
+            periods[other] += self.synced(edge, sites, one == other)
         return periods
-
-    def _read(self, edge: Edge, sources: DeviceGroups, targets: DeviceGroups, together: bool) -> float:
-        return self.moved(sources, targets, edge.nbytes)

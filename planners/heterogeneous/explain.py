@@ -31,7 +31,7 @@ _GIB = 2**30
 def impossible(costed: CostedProblem) -> list[Diagnostic]:
     everything, found = costed.problem.hardware.all, {}
     for number, task in enumerate(costed.problem.tasks):
-        if task.memory_item not in found and costed.layouts.best(number, everything, False) is None:
+        if task.memory_item not in found and not costed.layouts.best(number, everything):
             found[task.memory_item] = _shortfall(costed, number)
     return list(found.values())
 
@@ -59,6 +59,13 @@ def _needs(costed: CostedProblem, number: int) -> Iterator[tuple[float, float, s
                 for device_group in hardware.device_groups:
                     needed = cost.fills(strategy, 0, layers)
                     yield needed - cost.room(device_group), needed, device_group.kind, strategy
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: of less than 10 ms, milli- or microseconds."""
+    if seconds >= 0.01 or seconds == 0:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 _WIDTH = 60  # characters of a chart
@@ -142,7 +149,8 @@ def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
     """Yield a line for each task: in mode sync when it runs, in mode async its part of the group's period."""
     problem = costed.problem
     durations = [layout.takes(turns) for layout, turns in zip(placement.layouts, turns_of(problem, placement.grouping))]
-    starts = costed.objective.starts(placement.grouping, placement.subsets, durations)
+    sites = [layout.sites for layout in placement.layouts]
+    starts = costed.objective.starts(placement.grouping, durations, sites)
     if problem.mode != SYNC:
         starts = [sum(durations[other] for other in group if other < task) for task in range(len(durations))
                   for group in placement.grouping if task in group]
@@ -151,7 +159,7 @@ def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
         for task in group:
             bar = " " * min(_WIDTH - 1, int(starts[task] * scale)) + "█" * max(1, round(durations[task] * scale))
             name, chart = problem.tasks[task].name, f"{bar[:_WIDTH]:{_WIDTH}}"
-            yield f"  group {index}  {name:{width}}  |{chart}| {durations[task]:.2f} s"
+            yield f"  group {index}  {name:{width}}  |{chart}| {duration(durations[task])}"
 
 
 def owners(problem: Problem, placement: Placement) -> list[int | None]:

@@ -10,7 +10,7 @@ forward and twice backward (Shoeybi et al. 2019, §3). Embeddings and the head a
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
+from planners.memory import ParameterBytes, parameter_bytes
 
 
 class Network:
@@ -38,7 +39,7 @@ class Network:
                                     group.inside.bandwidth * efficiency) for group in hardware.device_groups]
         self._between = [[NetworkLink(link.latency,
                                       link.bandwidth * efficiency) for link in row] for row in hardware.between]
-        self.reach = cache(self._reach)
+        self.rows, self.weights = cache(self._rows), cache(self._weights)
         self._spans = cache(self._spanning)
 
     def inside(self, group: int) -> NetworkLink:
@@ -58,14 +59,15 @@ class Network:
         beside = min(max(1, group.each // strategy.tp), strategy.dp)
         return self._between[source][target].seconds(nbytes * beside)
 
-    def gradients(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
-        """Return the seconds of an all-reduce among a stage's shares: bytes of a ring, latency of two trees, slowest
-        link of the widest tree, shared by a machine's slices (Patarasuk and Yuan 2009; NCCL's trees)."""
+    def half_ring(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter among a stage's shares, of which an all-reduce has
+        both: the bytes of a ring, the latency of a tree, at the slowest link of the widest spanning tree (Patarasuk and
+        Yuan 2009; NCCL's trees). The slices of a machine share its link."""
         if strategy.dp == 1:
             return 0.0
         link, crossing = self._spans(groups, strategy.dp * strategy.tp)
-        ring = 2 * (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1)
-        return 2 * math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
+        ring = (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1)
+        return math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
 
     def experts(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
         """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2)."""
@@ -80,12 +82,20 @@ class Network:
             (only,) = groups
             crossing = self._device_groups[only].machines > 1 and devices > self._device_groups[only].each
             return (self._between[only][only] if crossing else self._inside[only]), crossing
-        first = min(groups)
-        return self._reach(frozenset({first}), groups), True
+        return self._reach(frozenset({min(groups)}), groups), True
+
+    def _rows(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
+        """Return the effective link for rows: they stay where both tasks are, and leave where only the first is."""
+        return reduce(_slower, [self._reach(frozenset({group}), targets) for group in sources - targets],
+                      self._reach(sources, targets))
+
+    def _weights(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
+        """Return the effective link for weights: each device group that trains has a part that all targets need."""
+        return reduce(_slower, [self._reach(frozenset({group}), targets) for group in sources])
 
     def _reach(self, sources: DeviceGroups, targets: DeviceGroups) -> NetworkLink:
-        """Return the effective link from one subset to another, each machine relaying what it has (RobustRL §5.2): the
-        bandwidth and latency of the slowest links of the widest tree, all parts at once."""
+        """Return the effective link from any of the sources to all targets, each machine relaying what it has
+        (RobustRL §5.2): the bandwidth and latency of the slowest links of the widest tree, all parts at once."""
         reached, slowest = set(sources), NetworkLink(0.0, math.inf)
         for group in targets:
             slowest = _slower(slowest, self._own(group))
@@ -110,9 +120,7 @@ _ACTIVATIONS = 17
 """Values kept for each token, layer and hidden element (Korthikanti et al. 2022, §4.1: 34 bytes of two each)."""
 _LOGITS = 12
 _LOGITS_AT_ONCE = 2**25
-_OWN, _DIVIDED = 4, 12
-"""Bytes of a trained parameter beside its weight: its gradient; master weight and Adam's state, which the shares of a
-stage divide among themselves (Rajbhandari et al. 2020, §5.1)."""
+_LEAST_TRAINED = 16  # bytes of a trained parameter on all devices together, whatever the engine
 Rows = Any  # a number of rows, or an array of such numbers
 
 
@@ -149,9 +157,25 @@ class Roofline:
         return group.slowdown * (self.task.measured.launch + self.task.measured.times * roof)
 
     def state(self, strategy: Strategy) -> float:
+        """Return the bytes of one layer on a device as long as the task is resident."""
+        held = self._held(strategy)
+        return self._own(strategy) * (held.whole + held.divided / strategy.dp)
+
+    def _own(self, strategy: Strategy) -> float:
+        """Return the parameters of one layer that a device computes with."""
         task = self.task
-        own = (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
-        return own * (task.width + _OWN + _DIVIDED / strategy.dp) if task.kind == TRAIN else own * task.width
+        return (task.parameters - task.expert_parameters * (1 - 1 / strategy.ep)) / task.layers / strategy.tp
+
+    def shards(self, strategy: Strategy) -> bool:
+        """Return whether the shares divide the weights among themselves and gather them to compute, as FSDP2 does; it
+        splits no layers or experts over ranks, so what does is costed as Megatron."""
+        return self.task.kind != GENERATE and self.task.engine == "fsdp" and strategy.pp == strategy.ep == 1
+
+    def _held(self, strategy: Strategy) -> ParameterBytes:
+        if self.task.kind == GENERATE:
+            return ParameterBytes(self.task.width, 0)
+        engine = "fsdp" if self.shards(strategy) else "megatron"
+        return parameter_bytes(engine, self.task.width, self.task.kind == TRAIN)
 
     def kept(self, strategy: Strategy, stage: int) -> tuple[float, float]:
         """Return the bytes of activations for each layer, and beside them. A stage of a training pipeline holds a
@@ -168,6 +192,10 @@ class Roofline:
             return under_way * tokens * task.hidden * task.width, whole + logits
         return under_way * whole, logits
 
+    def _adds_up(self, strategy: Strategy) -> bool:
+        """Return whether an optimizer step has several micro-batches."""
+        return self.task.rows / strategy.dp / self.task.mini_batches > strategy.micro
+
     def room(self, group: DeviceGroup) -> float:
         return group.memory * self._shares.filled
 
@@ -178,7 +206,10 @@ class Roofline:
     def fills(self, strategy: Strategy, stage: int, layers: int) -> float:
         """Return the bytes of so many layers on a device; of a generating one with the cache of one row."""
         each, beside = self.kept(strategy, stage)
-        each += self.state(strategy) + (self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0)
+        held = self._held(strategy)
+        beside += (self.task.gathered or self.task.parameters) / strategy.tp * held.gathered
+        each += self.state(strategy) + self._own(strategy) * held.added_up * self._adds_up(strategy)
+        each += self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0
         return beside + layers * each
 
     def cache(self, tp: int) -> float:
@@ -187,22 +218,31 @@ class Roofline:
     def swap(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of loading the state from host memory and, of training, of offloading it afterwards.
         Rollout weights arrive in every iteration (see `syncs`). Measured tasks have this in their measurements."""
-        if self.task.measured.prompt is not None:
-            return 0.0
-        times = {TRAIN: 2, GENERATE: 0}.get(self.task.kind, 1)
-        return times * layers * self.state(strategy) / group.host
+        return self._swaps * layers * self.state(strategy) / group.host
+
+    @property
+    def _swaps(self) -> int:
+        return 0 if self.task.measured.prompt is not None else {TRAIN: 2, GENERATE: 0}.get(self.task.kind, 1)
+
+    def ideal_swap(self, devices: list[tuple[DeviceGroup, int]]) -> float:
+        """Return a lower bound on `swap`: one copy of the state, over the host links of all devices."""
+        host = sum(group.host * count for group, count in devices)
+        return self._swaps * self.task.parameters * self._least_state / host if host else float("inf")
+
+    @property
+    def _least_state(self) -> int:
+        return _LEAST_TRAINED if self.task.kind == TRAIN else self.task.width
 
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
-        """Return the seconds of the optimizer, which reads and writes its part of the state once."""
-        nbytes = layers * self.task.parameters / self.task.layers / strategy.tp * (_DIVIDED / strategy.dp + _OWN)
+        """Return the seconds of the optimizer, which reads and writes the state once."""
+        nbytes = layers * self.state(strategy)
         return group.slowdown * self.task.measured.times * 2 * nbytes / (group.bandwidth * self._shares.memory)
 
     def ideal(self, devices: list[tuple[DeviceGroup, int]]) -> float:
         """Return a lower bound on the seconds of any layout on these devices; infinite if memory is too little."""
         task, shares = self.task, self._shares
         room = sum(self.room(group) * count for group, count in devices)
-        each = task.width + (_OWN + _DIVIDED if task.kind == TRAIN else 0)
-        if not room or task.parameters * each > room:
+        if not room or task.parameters * self._least_state > room:
             return float("inf")
         if task.kind != GENERATE:
             return self.arithmetic(devices)

@@ -19,8 +19,8 @@ from itertools import combinations, permutations, product
 from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.problem import (
     GENERATE,
-    SYNC,
     Arrangement,
+    DeviceGroups,
     DeviceSubset,
     Grouping,
     Hardware,
@@ -30,6 +30,7 @@ from planners.heterogeneous.problem import (
     Replicas,
     Strategy,
     TaskLayout,
+    device_groups_of,
     groups_of,
     turns_of,
 )
@@ -70,9 +71,9 @@ def few(blocks: DeviceSubset) -> bool:
     return sum(blocks) <= FEW
 
 
-def in_rows(blocks: DeviceSubset, pp: int, order: tuple[int, ...], by_stage: bool) -> Arrangement:
+def in_rows(blocks: DeviceSubset, strategy: Strategy, order: tuple[int, ...], by_stage: bool) -> Arrangement:
     """Return blocks in the order of the device groups, dealt by share or by stage; the rest idle."""
-    dp = sum(blocks) // pp
+    dp, pp = strategy.dp, strategy.pp
     runs = [(group, blocks[group]) for group in order if blocks[group]]
     if not by_stage and len(runs) == 1 or pp == 1:
         return _alike(runs, pp, dp)
@@ -131,7 +132,9 @@ _LESS = 1 - 1e-9  # layouts that differ by rounding only are equal: larger micro
 _SMALL = 8  # devices of a subset of which any may stay idle
 Draft = tuple[TaskLayout | None, Strategy, DeviceSubset]
 """A layout in the first arrangement (None: it does not fit), its strategy, and the subset's blocks."""
-Pair = tuple[TaskLayout | None, TaskLayout | None]  # the best alone, and the best taking turns
+Pair = tuple[TaskLayout, TaskLayout]  # the best alone, and the best taking turns
+Choices = dict[DeviceGroups, Pair]
+"""By the device groups that a layout uses: transfers depend on them, so the fastest layout need not be the best."""
 
 
 class LayoutSearch:
@@ -143,20 +146,23 @@ class LayoutSearch:
         self._like = [plain.index(task) for task in plain]
         self.parts = cache(self._parts_of)
         self._drafted: dict[tuple[int, DeviceSubset], list[Draft]] = {}
-        self._exactly: dict[tuple[int, DeviceSubset], Pair] = {}
-        self._best: dict[tuple[int, DeviceSubset], Pair] = {}
+        self._exactly: dict[tuple[int, DeviceSubset], Choices] = {}
+        self._best: dict[tuple[int, DeviceSubset], Choices] = {}
 
-    def best(self, task: int, subset: DeviceSubset, shared: bool) -> TaskLayout | None:
-        """Return the fastest layout of a task on a subset or a part of it, alone or taking turns; None if none fits."""
+    def best(self, task: int, subset: DeviceSubset) -> Choices:
+        """Return the fastest layouts of a task on a subset or a part of it; none if none fits."""
+        key = (self._like[task], subset)
+        if key not in self._best:
+            parts = [self.exactly(key[0], part) for part in self.parts(*key)]
+            self._best[key] = fastest(layout for choices in parts for pair in choices.values() for layout in pair)
+        return self._best[key]
+
+    def estimate(self, task: int, subset: DeviceSubset) -> tuple[float, DeviceGroups]:
+        """Return a cheap estimate and where it is: the ideal and the slowest links of the device groups that suit the
+        task best."""
         task = self._like[task]
-        if (task, subset) not in self._best:
-            parts = [self.exactly(task, part) for part in self.parts(task, subset)]
-            self._best[task, subset] = fastest(layout for pair in parts for layout in pair)
-        return self._best[task, subset][shared]
-
-    def estimate(self, task: int, subset: DeviceSubset) -> float:
-        """Return a cheap estimate: the ideal and the slowest links of the device groups that suit the task best."""
-        return min(map(partial(self.costs.estimate, self._like[task]), self.parts(self._like[task], subset)))
+        best = self.parts(task, subset)[0]
+        return self.costs.estimate(task, best), device_groups_of(best)
 
     def _parts_of(self, task: int, subset: DeviceSubset) -> list[DeviceSubset]:
         """Return parts of a subset, most promising first: any of a small one, whole device groups of a large one."""
@@ -172,14 +178,16 @@ class LayoutSearch:
         parts = [tuple(count if group in some else 0 for group, count in enumerate(subset)) for some in chosen]
         return sorted(parts, key=partial(self.costs.estimate, task))[:_PARTS]
 
-    def rough(self, task: int, subset: DeviceSubset, shared: bool) -> TaskLayout | None:
-        """Return the fastest layout on the most promising part of the subset: a first look that costs little."""
+    def rough(self, task: int, subset: DeviceSubset) -> Choices:
+        """Return the fastest layouts on the most promising part of the subset, in the order of the cluster file: a
+        first look, at a fraction of the cost. On a cluster of few devices, the best ones."""
         if sum(self.problem.hardware.all) <= FEW:
-            return self.best(task, subset, shared)
+            return self.best(task, subset)
         task = self._like[task]
-        return fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))[shared]
+        return fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))
 
-    def exactly(self, task: int, subset: DeviceSubset) -> Pair:
+    def exactly(self, task: int, subset: DeviceSubset) -> Choices:
+        """Return the fastest layouts on the whole subset. Equal tasks share them."""
         key = (self._like[task], subset)
         if key not in self._exactly:
             self._exactly[key] = fastest(self._search(*key))
@@ -189,25 +197,36 @@ class LayoutSearch:
         if (task, subset) not in self._drafted:
             found: list[Draft] = []
             for tp, pp in self._cuts(task, subset) if any(subset) else ():
-                blocks = blocks_of(subset, tp, self.problem.hardware)
-                first = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=pp > 1)
-                found += [(self.costs.layout(task, strategy, first), strategy, blocks)
-                          for strategy in strategies(self.problem.tasks[task], sum(blocks) // pp, tp, pp)]
+                found += self._cut(task, blocks_of(subset, tp, self.problem.hardware), tp, pp)
             self._drafted[task, subset] = found
         return self._drafted[task, subset]
+
+    def _cut(self, task: int, blocks: DeviceSubset, tp: int, pp: int) -> Iterator[Draft]:
+        """Yield drafts of micro-batches of every size; of many blocks, from the largest on as long as it helps."""
+        least: dict[int, float] = {}
+        done: set[int] = set()
+        for strategy in strategies(self.problem.tasks[task], sum(blocks) // pp, tp, pp):
+            if strategy.ep in done:
+                continue
+            layout = self.costs.layout(task, strategy, in_rows(blocks, strategy, tuple(range(len(blocks))), pp > 1))
+            yield layout, strategy, blocks
+            if layout and layout.seconds >= least.get(strategy.ep, math.inf) and not few(blocks):
+                done.add(strategy.ep)
+            least[strategy.ep] = min(layout.seconds if layout else math.inf, least.get(strategy.ep, math.inf))
 
     def _search(self, task: int, subset: DeviceSubset) -> Iterator[TaskLayout]:
         drafts = self._drafts(task, subset)
         yield from (layout for layout, _, _ in drafts if layout)
         if not self.problem.freedom.assignment:
             return
-        rest = []
+        rest: dict[tuple[int, int, int], tuple[float, int]] = {}  # seconds of the best micro-batches
         for number, (layout, strategy, blocks) in enumerate(drafts):
             if not few(blocks):
-                rest.append((layout.takes(True) if layout else math.inf, number))
-            elif sum(blocks) % strategy.pp == 0:
+                mine, cut = layout.takes(True) if layout else math.inf, (strategy.tp, strategy.pp, strategy.ep)
+                rest[cut] = min(rest.get(cut, (mine, number)), (mine, number), key=lambda pair: pair[0])
+            elif sum(blocks) == strategy.dp * strategy.pp:
                 yield from self._costed(task, strategy, every(blocks, strategy.pp))
-        for _, number in sorted(rest)[: -(-len(rest) // _BETTER)]:
+        for _, number in sorted(rest.values())[: -(-len(rest) // _BETTER)]:
             yield from self._arranged(task, *drafts[number][1:])
 
     def _cuts(self, task: int, subset: DeviceSubset) -> Iterator[tuple[int, int]]:
@@ -232,7 +251,7 @@ class LayoutSearch:
         while ahead:
             improved = False
             for order, by_stage in product(ahead, (False, True)[: strategy.pp]):
-                for layout in self._costed(task, strategy, (in_rows(blocks, strategy.pp, order, by_stage),)):
+                for layout in self._costed(task, strategy, (in_rows(blocks, strategy, order, by_stage),)):
                     yield layout
                     if best is None or layout.seconds < best[0]:
                         best, improved = (layout.seconds, order, by_stage), True
@@ -249,31 +268,45 @@ def slices_of(task: ModelTask, machines: list[int]) -> list[int]:
     return found
 
 
-def strategies(task: ModelTask, dp: int, tp: int, pp: int) -> Iterator[Strategy]:
-    """Yield the sizes of micro-batches and of expert parallelism for dp, tp and pp."""
+def strategies(task: ModelTask, most: int, tp: int, pp: int) -> Iterator[Strategy]:
+    """Yield the sizes of micro-batches and of expert parallelism for tp, pp and `most` shares, of which none is idle.
+    """
+    dp = min(most, task.rows)
     if dp < 1:
         return
     tokens = task.read if task.kind == GENERATE else task.whole
     fitting, even = max(1, int(task.micro_tokens // tokens)), -(-task.rows // dp)
-    sizes = (min(fitting, task.rows), min(fitting, even), 1)  # a share may have more rows than an even one
-    micros = sizes[1:2] if task.kind == GENERATE else dict.fromkeys(sizes)
+    largest = min(fitting, task.rows)  # a share may have more rows than an even one
+    powers = [2**power for power in range(largest.bit_length() - 1, -1, -1)]
+    micros = dict.fromkeys([largest, min(fitting, even), *powers])
     for micro in micros:
         for ep in (size for size in (1, 2, 4, 8) if size == 1 or (task.experts % size == 0 and dp % size == 0
                                                                   and task.experts)):
             yield Strategy(dp, tp, pp, ep, micro)
 
 
-def fastest(layouts: Iterable[TaskLayout | None]) -> Pair:
-    """Return the best alone and the best taking turns; the first of equals."""
-    alone = turns = None
+def fastest(layouts: Iterable[TaskLayout | None]) -> Choices:
+    """Return the fastest layouts; the first of equals."""
+    found: Choices = {}
     for layout in layouts:
-        if layout is None:
-            continue
-        if alone is None or layout.seconds < _LESS * alone.seconds:
-            alone = layout
-        if turns is None or layout.takes(True) < _LESS * turns.takes(True):
-            turns = layout
-    return alone, turns
+        if layout is not None:
+            alone, turns = found.get(layout.sites, (layout, layout))
+            found[layout.sites] = (layout if layout.seconds < _LESS * alone.seconds else alone,
+                                   layout if layout.takes(True) < _LESS * turns.takes(True) else turns)
+    return found
+
+
+def _starts(options: list[list[TaskLayout]]) -> Iterator[list[TaskLayout]]:
+    """Yield the fastest layouts, and the fastest ones inside each set of device groups."""
+    yield [layouts[0] for layouts in options]
+    for sites in {layout.sites: None for layouts in options for layout in layouts}:
+        inside = [next((layout for layout in layouts if layout.sites <= sites), None) for layouts in options]
+        found = [layout for layout in inside if layout is not None]
+        if len(found) == len(options):
+            yield found
+
+
+_COMBINATIONS = 256  # of the layouts of all tasks that are compared
 
 
 class CostedProblem:
@@ -283,11 +316,13 @@ class CostedProblem:
         self.problem, self.costs = problem, CostModel(problem)
         self.layouts = LayoutSearch(self.costs)
         self.objective = Objective(problem, self.costs.network)
-        self.ideal_of, self.estimate_of = cache(self.costs.ideal), cache(self.layouts.estimate)
+        self.ideal_of, self.estimate_of = cache(self._ideal_of), cache(self._estimate_of)
+        self._looks = 0
 
     @property
     def evaluations(self) -> int:
-        return self.costs.evaluations
+        """Layouts and placements that were costed."""
+        return self.costs.evaluations + self._looks
 
     def placed(self, grouping: Grouping, subsets: Sequence[DeviceSubset],
                layouts: Iterable[TaskLayout | None]) -> Placement | None:
@@ -297,49 +332,85 @@ class CostedProblem:
             if layout is None:
                 return None
             found.append(layout)
-        durations = [layout.takes(turns) for layout, turns in zip(found, turns_of(self.problem, grouping))]
-        return Placement(grouping, tuple(subsets), tuple(found), self.objective.seconds(grouping, subsets, durations))
+        return Placement(grouping, tuple(subsets), tuple(found),
+                         self._seconds(grouping, turns_of(self.problem, grouping), found))
 
     def placement(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> Placement | None:
         return self._with(self.layouts.best, grouping, subsets)
-
-    def seconds(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        found = self.placement(grouping, subsets)
-        return found.seconds if found else math.inf
 
     def rough(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
         found = self._with(self.layouts.rough, grouping, subsets)
         return found.seconds if found else math.inf
 
-    def _with(self, layout: Callable[[int, DeviceSubset, bool], TaskLayout | None], grouping: Grouping,
+    def _with(self, choices: Callable[[int, DeviceSubset], Choices], grouping: Grouping,
               subsets: Sequence[DeviceSubset]) -> Placement | None:
-        places = enumerate(zip(groups_of(grouping), turns_of(self.problem, grouping)))
-        return self.placed(grouping, subsets, (layout(task, subsets[group], turns) for task, (group, turns) in places))
+        self._looks += 1
+        turns, options = turns_of(self.problem, grouping), []
+        for task, group in enumerate(groups_of(grouping)):
+            found = choices(task, subsets[group])
+            if not found:
+                return None
+            options.append(sorted((pair[turns[task]] for pair in found.values()),
+                                  key=lambda layout: (layout.takes(turns[task]), sorted(layout.sites))))
+        return self.placed(grouping, subsets, self._together(grouping, turns, options))
+
+    def _together(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[TaskLayout]:
+        """Return the layouts that are best together: of few combinations the best one; of many, the fastest layouts of
+        all, or of those on the same device groups, improved one task after the other."""
+        value, best = min(((self._seconds(grouping, turns, start), start) for start in _starts(options)),
+                          key=lambda pair: pair[0])
+        fastest = [layouts[0].takes(shared) for layouts, shared in zip(options, turns)]
+        options = [[layout for layout in layouts if self.objective.seconds(
+            grouping, [*fastest[:task], layout.takes(turns[task]), *fastest[task + 1:]]) < value]
+            for task, layouts in enumerate(options)]  # the others take longer even if nothing is sent
+        if math.prod(map(len, options)) <= _COMBINATIONS:
+            return min([best, *map(list, product(*options))], key=partial(self._seconds, grouping, turns))
+        improved = True
+        while improved:
+            improved = False
+            for task, layouts in enumerate(options):
+                for layout in layouts:
+                    changed = [*best[:task], layout, *best[task + 1:]]
+                    found = self._seconds(grouping, turns, changed)
+                    if found < value:
+                        value, best, improved = found, changed, True
+        return best
+
+    def _seconds(self, grouping: Grouping, turns: list[bool], layouts: Sequence[TaskLayout]) -> float:
+        return self.objective.seconds(grouping, [layout.takes(shared) for layout, shared in zip(layouts, turns)],
+                                      [layout.sites for layout in layouts])
 
     def ideal(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        return self._without_layouts(self.ideal_of, grouping, subsets)
+        """Return a lower bound for any layouts on these subsets: nothing is sent."""
+        turns = turns_of(self.problem, grouping)
+        return self.objective.seconds(grouping, [self.ideal_of(task, subsets[group], turns[task])
+                                                 for task, group in enumerate(groups_of(grouping))])
 
     def estimate(self, grouping: Grouping, subsets: Sequence[DeviceSubset]) -> float:
-        return self._without_layouts(self.estimate_of, grouping, subsets)
+        """Return the ideal plus what is sent between the device groups that suit the tasks best."""
+        turns = turns_of(self.problem, grouping)
+        found = [self.estimate_of(task, subsets[group], turns[task]) for task, group in enumerate(groups_of(grouping))]
+        durations, sites = zip(*found)
+        return math.inf if math.inf in durations else self.objective.seconds(grouping, durations, sites)
 
-    def _without_layouts(self, seconds: Callable[[int, DeviceSubset], float], grouping: Grouping,
-                         subsets: Sequence[DeviceSubset]) -> float:
-        durations = [seconds(task, subsets[group]) for task, group in enumerate(groups_of(grouping))]
-        return math.inf if math.inf in durations else self.objective.seconds(grouping, subsets, durations)
+    def _ideal_of(self, task: int, subset: DeviceSubset, turns: bool) -> float:
+        return self.costs.ideal(task, subset) + (self.costs.ideal_swap(task, subset) if turns else 0.0)
+
+    def _estimate_of(self, task: int, subset: DeviceSubset, turns: bool) -> tuple[float, DeviceGroups]:
+        seconds, sites = self.layouts.estimate(task, subset)
+        return seconds + (self.costs.ideal_swap(task, subset) if turns else 0.0), sites
 
     def shares(self, grouping: Grouping) -> list[float]:
         everything = self.problem.hardware.all
-        times = [sum(self.ideal_of(task, everything) for task in group) for group in grouping]
+        times = [sum(self.ideal_of(task, everything, False) for task in group) for group in grouping]
         total = sum(times)
         return [time / total if 0 < total < math.inf else 1 / len(times) for time in times]
 
     def bound(self) -> float:
         """Return a lower bound for any placement: all arithmetic at the peak of all devices, and in mode sync the
-        longest path with all devices for each task."""
+        longest path with all devices for each task and nothing sent."""
         everything, tasks = self.problem.hardware.all, range(len(self.problem.tasks))
         busy = sum(self.costs.tasks[task].arithmetic(list(zip(self.problem.hardware.device_groups, everything)))
                    for task in tasks)
-        if self.problem.mode != SYNC:
-            return busy
-        apart, subsets = tuple((task,) for task in tasks), [everything] * len(tasks)
-        return max(busy, self.ideal(apart, subsets))
+        apart = tuple((task,) for task in tasks)
+        return max(busy, self.ideal(apart, [everything] * len(tasks)))

@@ -11,7 +11,8 @@ from planners.heterogeneous.problem import DeviceSubset, Placement, Problem, Rep
 
 
 def digests_of(spec: Spec, problem: Problem) -> Digests:
-    tasks = [{name: value for name, value in asdict(task).items() if name != "measured"} for task in problem.tasks]
+    own = ("measured", "micro_tokens")  # what runs and plans find out
+    tasks = [{name: value for name, value in asdict(task).items() if name not in own} for task in problem.tasks]
     return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(spec.cluster.model_dump(mode="json")),
                    work=digest([tasks, problem.mode]))
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 GENERATE, INFER, TRAIN = "generate", "infer", "train"
 SYNC, ASYNC = "sync", "async"
 DeviceSubset = tuple[int, ...]  # devices of each device group
-DeviceGroups = frozenset[int]  # indices of the device groups that a subset has devices of
+DeviceGroups = frozenset[int]  # indices of device groups: those of a subset, or those that a layout uses
 Grouping = tuple[tuple[int, ...], ...]
 """The tasks of each group, by index; ordered, and so are the groups by their first task."""
 
@@ -106,9 +106,10 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelTask:
-    """Node that runs a model: the model's sizes and the work of an iteration. `kv` is the bytes of one token in the
-    cache of one layer, `active` the parameters that compute for a token; `prompt` and `response` are tokens of a row.
-    Training passes over the rows `epochs` times, in `mini_batches`."""
+    """Node that runs a model: the model's sizes, the work of an iteration, and the `engine` that trains and infers.
+    `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
+    and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
+    divides weights gathers `gathered` parameters at once; 0: all."""
 
     name: str
     role: str
@@ -131,6 +132,8 @@ class ModelTask:
     epochs: int = 1
     mini_batches: int = 1
     recompute: bool = False
+    engine: str = "fsdp"
+    gathered: int = 0
     measured: Measured = Measured()
 
     @property
@@ -253,6 +256,10 @@ class TaskLayout(NamedTuple):
 
     def takes(self, shared: bool) -> float:
         return self.seconds + self.swap * shared
+
+    @property
+    def sites(self) -> DeviceGroups:
+        return frozenset(group for kind in self.arrangement for group in kind.stages)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from planners.heterogeneous.problem import (
     Grouping,
     Placement,
     Problem,
+    Strategy,
     TaskLayout,
     shared,
 )
@@ -75,29 +76,40 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset,
             turns: bool) -> dict[int, TaskLayout] | None:
+    """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
+    micro-batches of the best size, which is one setting of its role."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
-        found = {task: _layout(spec, costed, task, subset, tp, pp) for task in tasks}
-        layouts = {task: layout for task, layout in found.items() if layout}
-        if len(layouts) == len(found):
+        if not all(_can_split(spec, costed.problem, task, subset, tp, pp) for task in tasks):
+            continue
+        blocks = blocks_of(subset, tp, costed.problem.hardware)
+        most = sum(blocks) // pp
+        sizes = {strategy.micro: None for task in tasks
+                 for strategy in strategies(costed.problem.tasks[task], most, tp, pp)}
+        rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
+        for micro in list(sizes)[: 1 if rollout else None]:
+            layouts = {task: layout for task in tasks if (layout := _layout(costed, task, blocks, (tp, pp), micro))}
             seconds = sum(layout.takes(turns) for layout in layouts.values())
-            least, best = min((least, best), (seconds, layouts), key=lambda pair: pair[0])
+            if len(layouts) == len(tasks) and seconds < least:
+                least, best = seconds, layouts
     return best
 
 
-def _layout(spec: Spec, costed: CostedProblem, number: int, subset: DeviceSubset, tp: int,
-            pp: int) -> TaskLayout | None:
-    problem, task = costed.problem, costed.problem.tasks[number]
-    split = Split(1, tp=tp, pp=pp).split
+def _can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, tp: int, pp: int) -> bool:
+    task = problem.tasks[number]
     apart = problem.mode != SYNC and task.kind == GENERATE
     roles = {each.role for each in problem.tasks if each.kind == GENERATE}
     colocated = sum(problem.hardware.all) - sum(subset) if spec.run.mode == "semi_sync" else 0
     unfit = apart and (pp > 1 or colocated % tp or (tp > 1 and len(roles) > 1))
-    blocks = blocks_of(subset, tp, problem.hardware)
-    if unfit or sum(subset) % (tp * pp) or sum(blocks) * tp < sum(subset) \
-            or check_split(spec, task.name, (task.role, task.kind == GENERATE), split):
-        return None
-    arrangement = in_rows(blocks, pp, tuple(range(len(blocks))), by_stage=False)
-    strategy = next(strategies(task, sum(blocks) // pp, tp, pp))
+    whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
+    return not unfit and whole and not check_split(spec, task.name, (task.role, task.kind == GENERATE),
+                                                   Split(1, tp=tp, pp=pp).split)
+
+
+def _layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],
+            micro: int) -> TaskLayout | None:
+    tp, pp = cut
+    strategy = Strategy(sum(blocks) // pp, tp, pp, 1, min(micro, costed.problem.tasks[number].rows))
+    arrangement = in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage=False)
     layout = costed.costs.layout(number, strategy, arrangement)
     return layout if layout and len(set(layout.layers)) == 1 else None

@@ -14,15 +14,16 @@ the same answer on any machine.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations, product, zip_longest
+from itertools import combinations, islice, permutations, product, zip_longest
 
 import numpy as np
 
 from distflow.errors import Diagnostic, InvalidInput
-from planners.heterogeneous.layouts import FEW, CostedProblem
+from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.problem import TRAIN, DeviceGroup, DeviceSubset, Grouping, Hardware, Placement, Problem
 
 MOST = 8  # of more tasks, not all groupings are listed: there are 4,140 of eight, 21,147 of nine
@@ -194,22 +195,24 @@ def _next(device_group: DeviceGroup, count: int) -> int | None:
     return device_group.counts[position] if position < len(device_group.counts) else None
 
 
-BUDGET, THOROUGH = 4_000, 50_000
-"""Layouts that may be costed: usually, and on clusters of few devices, where the leaf enumerates all of them."""
+BUDGET = 40_000  # layouts and placements that may be costed
 _PARENTS, _CHILDREN = 4, 8  # splits of a grouping that have children, and how many children it gets at estimates
 _DRAWN = 400  # groupings that are drawn where there are too many to list
-_ARMS = 8  # groupings that are left when layouts begin to be costed
 _SPLITS, _DRAFTS = 32, 4096
 """Splits by whole device groups that a grouping begins with, at least, and those of all groupings together."""
 _ELITE, _WHOLE = 2, 2
 """Splits of a grouping that are costed first: the best ones, and the best ones that divide no device group."""
-_HOPE = 1.15  # how many times as long an adjacent split may take at a first look to be costed in full
-_RESTARTS = 64  # local searches from anywhere, if the budget lasts
+_HOPE = 1.02  # how many times as long an adjacent split may take at a first look to be costed in full
+_GREED = 3  # how much more often the better groupings have a turn: the power of a uniform number
 _MAPPINGS = 1000  # assignments of tasks to subsets that are enumerated, at most
+_ENUMERATED = 5000  # placements of all groupings that are gone through if there are no more
 
 
 @dataclass(frozen=True)
 class Progress:
+    """Best placement so far (None: none fits yet), a lower bound for any placement, and how many layouts and placements
+    were costed."""
+
     placement: Placement | None
     bound: float
     evaluations: int
@@ -217,65 +220,77 @@ class Progress:
     @property
     def gap(self) -> float:
         """How far the placement may be from the optimum, as a share of its time."""
-        return 1 - self.bound / self.placement.seconds if self.placement else 1.0
+        return max(0.0, 1 - self.bound / self.placement.seconds) if self.placement else 1.0
 
 
-def search(problem: Problem, seed: int = 0, budget: int | None = None, stop: Callable[[], bool] = lambda: False,
+def search(problem: Problem, seed: int = 0, budget: int = BUDGET, stop: Callable[[], bool] = lambda: False,
            quality: float = 0.0, costed: CostedProblem | None = None) -> Iterator[Progress]:
-    """Yield ever better placements, until the gap is at most `quality`. `budget` limits the layouts costed; default:
-    `BUDGET`, or `THOROUGH` for few devices. `stop` is asked between steps: planners have no clock, callers have."""
+    """Yield ever better placements, until the gap is at most `quality`, the budget is spent, or all placements were
+    gone through. `stop` is asked between steps: planners have no clock, callers have."""
     costed = costed or CostedProblem(problem)
-    if budget is None:
-        budget = THOROUGH if sum(problem.hardware.all) <= FEW else BUDGET
-    run = _Search(costed, np.random.default_rng(seed))
-    bound = costed.bound()
-    begin = costed.evaluations
+    run, bound, begin = _Search(costed, np.random.default_rng(seed)), costed.bound(), costed.evaluations
     for best in run.steps():
-        yield Progress(best, bound, costed.evaluations - begin)
-        enough = best is not None and 1 - bound / best.seconds <= quality
-        if enough or costed.evaluations - begin >= budget or stop():
+        found = Progress(best, bound, costed.evaluations - begin)
+        yield found
+        if best is not None and found.gap <= quality or found.evaluations >= budget or stop():
             return
+
+
+@dataclass
+class _Arm:
+    """Grouping with its best splits, and the seconds of the best one; both estimates at first."""
+
+    grouping: Grouping
+    value: float
+    splits: list[Split]
+    walk: Iterator[None]  # its local search
 
 
 class _Search:
     def __init__(self, costed: CostedProblem, random: np.random.Generator):
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
-        self.best: tuple[float, Grouping, Split] | None = None
+        self.best: Placement | None = None
         self.free = costed.problem.freedom.assignment
         self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
 
     def steps(self) -> Iterator[Placement | None]:
-        arms = sorted(((value, grouping, splits) for grouping in self.groupings
-                       for value, splits in [self._drafted(grouping)] if value < float("inf")), key=lambda arm: arm[0])
-        left, rounds, ended = arms[:_ARMS], 1, []
-        if arms:
-            self._value(arms[0][1], arms[0][2][0])
-            yield self._answer()
-        while left:
-            ranked = []
-            for _, grouping, splits in left:
-                found: dict[Split, float] = {}
-                for _ in self._improved(grouping, splits, rounds, found):
-                    yield self._answer()
-                best = sorted(found, key=lambda split: (found[split], split))[: _ELITE + _WHOLE]
-                ranked.append((found[best[0]], grouping, best))
-            ranked.sort(key=lambda arm: arm[0])
-            for _, grouping, splits in ranked[: -(-len(ranked) // 4)]:
-                self._value(grouping, splits[0])
-                yield self._answer()
-            yield self._regrouped()
-            left, rounds = ranked[: len(ranked) // 2], rounds * 2
-            ended = ranked[len(left):] + ended
-        if self.best:
-            yield from self._polished(self.best[1], self.best[2])
-        for _, grouping, splits in ended:
-            yield from self._polished(grouping, splits[0])
-        for _ in range(_RESTARTS if self.free and ended else 0):
-            grouping = ended[int(self.random.integers(len(ended)))][1]
-            yield from self._polished(grouping, random_split(self.hardware, len(grouping), self.random))
+        """Yield the best placement after each costly step. No grouping is dropped: one after the other has a turn of
+        its local search, the better ones more often, and begins again elsewhere when that has ended."""
+        arms = sorted((arm for arm in map(self._drafted, self.groupings) if arm.splits), key=lambda arm: arm.value)
+        for arm in arms:  # the most promising one, all in one, and all apart
+            if arm is arms[0] or len(arm.grouping) in (1, len(self.costed.problem.tasks)):
+                self._value(arm.grouping, arm.splits[0])
+                yield self.best
+        everything = list(self._all())
+        for _ in self._gone_through(everything) if everything else self._taking_turns(arms):
+            yield self.best
 
-    def _drafted(self, grouping: Grouping) -> tuple[float, list[Split]]:
-        """Run the genetic search at estimates; return the value of the best split, and the best few."""
+    def _taking_turns(self, waiting: list[_Arm]) -> Iterator[None]:
+        """Have a look at one grouping after the other, and in between let the better ones go on."""
+        begun: list[_Arm] = []
+        while waiting or begun:
+            for arm in waiting[:1]:
+                arm.value, arm.walk = self.costed.rough(arm.grouping, arm.splits[0]), self._polished(arm, arm.splits[0])
+                begun.append(arm)
+                yield
+            waiting = waiting[1:]
+            begun.sort(key=lambda arm: arm.value)
+            arm = begun[int(len(begun) * self.random.random() ** _GREED)]
+            if not list(islice(arm.walk, 1)):
+                self._again(begun, arm)
+            yield
+
+    def _again(self, arms: list[_Arm], arm: _Arm) -> None:
+        """Begin another local search: at a child of the best splits, or anywhere."""
+        if not self.free or len(arm.grouping) == 1:
+            arms.remove(arm)
+            return
+        begin = self._child(arm.splits) if self.random.random() < 0.5 else \
+            random_split(self.hardware, len(arm.grouping), self.random)
+        arm.walk = self._polished(arm, begin)
+
+    def _drafted(self, grouping: Grouping) -> _Arm:
+        """Run the genetic search at estimates, for the best few splits."""
         shares, most = self.costed.shares(grouping), max(_SPLITS, _DRAFTS // len(self.groupings))
         found = {split: self.costed.estimate(grouping, split) for split in
                  [proportional(self.hardware, shares),
@@ -283,72 +298,84 @@ class _Search:
         for _ in range(_CHILDREN if self.free and len(grouping) > 1 else 0):
             child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
             found.setdefault(child, self.costed.estimate(grouping, child))
-        best = sorted(found, key=found.__getitem__)
+        best = sorted((split for split in found if found[split] < math.inf), key=found.__getitem__)
         whole = [split for split in best if is_whole(split)]
         ahead = [split for pair in zip_longest(best[:_ELITE], whole[:_WHOLE]) for split in pair if split]
-        return found[best[0]], list(dict.fromkeys(ahead))
+        return _Arm(grouping, min(found.values()), list(dict.fromkeys(ahead)), iter(()))
 
     def _child(self, parents: list[Split]) -> Split:
         one, other = self.random.integers(0, len(parents), 2)
         child = crossover(self.hardware, parents[one], parents[other], self.random)
         return mutation(self.hardware, child, self.random) if child in parents else child
 
-    def _improved(self, grouping: Grouping, splits: list[Split], rounds: int, found: dict[Split, float]) -> \
-            Iterator[None]:
-        """Run the genetic search at a first look; the seconds of splits go to `found`."""
-        for split in splits[: 2 * rounds]:
-            found[split] = self.costed.rough(grouping, split)
-            yield
-        for _ in range(rounds - 1 if self.free and len(grouping) > 1 else 0):
-            child = self._child(sorted(found, key=found.__getitem__)[:_PARENTS])
-            nearby = min(adjacent_splits(self.hardware, child), key=lambda split: self.costed.estimate(grouping, split),
-                         default=child)
-            for split in (child, nearby):
-                if split not in found:
-                    found[split] = self.costed.rough(grouping, split)
-                    yield
-
-    def _regrouped(self) -> Placement | None:
+    def _regroup(self) -> None:
         """Try other assignments of the tasks to the subsets of the best answer; their layouts are mostly cached."""
         if self.best is None:
-            return None
-        _, grouping, split = self.best
-        tasks, subsets = sum(map(len, grouping)), len(split)
+            return
+        split, tasks, subsets = self.best.subsets, len(self.costed.problem.tasks), len(self.best.subsets)
         if subsets > 1 and subsets**tasks <= _MAPPINGS:
             for group_of in product(range(subsets), repeat=tasks):
                 order = list(dict.fromkeys(group_of))
                 changed = tuple(tuple(task for task in range(tasks) if group_of[task] == subset) for subset in order)
                 if len(order) == subsets and allowed(self.costed.problem, changed):
                     self._value(changed, tuple(split[subset] for subset in order))
-        return self._answer()
 
     def _value(self, grouping: Grouping, split: Split) -> float:
-        value = self.costed.seconds(grouping, split)
-        if value < (self.best[0] if self.best else float("inf")):
-            self.best = (value, grouping, split)
-        return value
+        """Cost a placement in full; return its seconds, and keep it if it is the best one so far."""
+        found = self.costed.placement(grouping, split)
+        if found is None:
+            return math.inf
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = found
+        return found.seconds
 
-    def _polished(self, grouping: Grouping, split: Split) -> Iterator[Placement | None]:
-        """Run a local search: to the first better adjacent split, the most promising first, until none is better."""
-        value, seen = self._value(grouping, split), {split}
+    def _all(self) -> Iterator[tuple[Grouping, Split]]:
+        """Yield all placements that leave no device out, if they are few: those with more devices are not slower, since
+        a task may use a part of them."""
+        sizes = [math.prod(math.comb(group.devices + len(grouping) - 1, group.devices)
+                           for group in self.hardware.device_groups) for grouping in self.groupings]
+        apart = all(group.machines == 1 for group in self.hardware.device_groups)
+        if self.free and apart and sum(sizes) <= _ENUMERATED:
+            for grouping in self.groupings:
+                columns = [_dealt(group.devices, len(grouping)) for group in self.hardware.device_groups]
+                yield from ((grouping, _subsets(list(column) for column in chosen)) for chosen in product(*columns))
+
+    def _gone_through(self, everything: list[tuple[Grouping, Split]]) -> Iterator[None]:
+        bounds = sorted((self.costed.ideal(grouping, split), grouping, split) for grouping, split in everything
+                        if all(map(any, split)))
+        for bound, grouping, split in bounds:
+            if self.best is None or bound < self.best.seconds:
+                self._value(grouping, split)
+                yield
+
+    def _polished(self, arm: _Arm, split: Split) -> Iterator[None]:
+        """Run a local search: to the first better adjacent split, the most promising first, until none is better. An
+        adjacent split is costed in full if it is nearly as good at a first look."""
+        value, rough, seen = self._value(arm.grouping, split), self.costed.rough(arm.grouping, split), {split}
+        yield
         improved = self.free
         while improved:
             improved = False
-            ahead = {near: self.costed.estimate(grouping, near) for near in adjacent_splits(self.hardware, split)}
+            ahead = {near: self.costed.estimate(arm.grouping, near) for near in adjacent_splits(self.hardware, split)}
             for near in sorted(set(ahead) - seen, key=lambda near: (ahead[near], near)):
-                if self.costed.ideal(grouping, near) >= value:
+                if self.costed.ideal(arm.grouping, near) >= value:
                     continue
                 seen.add(near)
-                if self.costed.rough(grouping, near) >= value * _HOPE:
-                    yield self._answer()
-                    continue
-                found = self._value(grouping, near)
-                yield self._answer()
+                look = self.costed.rough(arm.grouping, near)
+                found = self._value(arm.grouping, near) if look < rough * _HOPE else math.inf
+                yield
                 if found < value:
-                    value, split, improved = found, near, True
+                    value, rough, split, improved = found, look, near, True
                     break
-            if self.best == (value, grouping, split):
-                yield self._regrouped()
+            if self.best is not None and (self.best.grouping, self.best.subsets) == (arm.grouping, split):
+                self._regroup()
+                yield
+        splits = [split, *arm.splits] if value < arm.value else [*arm.splits, split]
+        arm.value, arm.splits = min(value, arm.value), list(dict.fromkeys(splits))[:_PARENTS]
 
-    def _answer(self) -> Placement | None:
-        return self.costed.placement(*self.best[1:]) if self.best else None
+
+def _dealt(devices: int, groups: int) -> list[tuple[int, ...]]:
+    """Return all ways to deal devices to groups."""
+    if groups == 1:
+        return [(devices,)]
+    return [(first, *rest) for first in range(devices + 1) for rest in _dealt(devices - first, groups - 1)]

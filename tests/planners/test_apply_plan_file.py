@@ -93,6 +93,23 @@ def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
     assert found["rollout"].tp == 1
 
 
+def test_micro_batches_are_as_large_as_the_plan_says(spec_of: Callable, tmp_path: Path) -> None:
+    """A pipeline is filled by more of them; the setting is in tokens, at the longest row."""
+    spec = spec_of()
+    problem = problem_of(spec)
+    costed = CostedProblem(problem)
+    found = runnable(spec, costed)
+    said = written(problem, found, digests_of(spec, problem), "runnable", 0.0).model_dump(mode="json")
+    update, longest = problem.tasks[-1], problem.tasks[-1].tokens
+    best = said["tasks"]["update"]["micro_rows"]
+    for rows, tokens in ((2, 2 * longest), (best, update.micro_tokens)):
+        said["tasks"]["update"]["micro_rows"] = rows
+        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
+        own = apply_plan_file(spec, read(tmp_path / "plan.yaml", "plan.yaml"), 4)
+        assert own.run.roles["actor"].micro_batch_tokens == tokens
+        assert digests_of(own, problem_of(own)).work == said["made_for"]["work"], "it may be resumed by the same plan"
+
+
 def two_by_two(said: dict) -> None:
     """Ranks 0 and 1 train, 2 and 3 sample, with one model."""
     said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 2}, "ranks": [0, 1]},

@@ -14,7 +14,7 @@ from distflow.config.models import Shape, shape_of, shape_of_embedded
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
 from planners import plan
-from planners.memory import GIB, LOGITS_AT_ONCE, needed
+from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
@@ -58,6 +58,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     assert items_of(plan) == {
         "actor: training state": parameters * 16 // 4,
         "actor: weights while computing": parameters * 4,
+        "actor: gradients between micro-batches": parameters * 4,
         "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
         "actor: rollout weights": parameters * 4,
         "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
@@ -107,6 +108,7 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     assert items_of(plan) == {
         "actor: training state": adapters * 16 // 4,
         "actor: weights while computing": (parameters + adapters) * 4,
+        "actor: gradients between micro-batches": adapters * 4,
         "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
         "actor: rollout adapters": adapters * 4,
         "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
@@ -216,3 +218,13 @@ def test_an_engine_that_fills_a_rank_has_remedies(paged: Callable, mib: int, rem
     mistake, = caught.value.mistakes
     assert "The largest memory item is `actor: rollout engine`" in mistake.what
     assert remedy in mistake.hint
+
+
+def test_a_large_model_is_gathered_by_layer_and_one_micro_batch_adds_nothing_up(plan_of: Callable) -> None:
+    model = {"architecture": "qwen3", "layers": 40, "hidden": 512, "heads": 4, "kv_heads": 4}
+    actor = {"model": model, "micro_batch_tokens": 10**6}
+    found = items_of(plan_of(DIAMOND, ranks=2, roles={"actor": actor}))
+    outside, parameters = 512 * 512, shape_of_embedded(Model(**model)).parameters
+    assert parameters > SMALL
+    assert found["actor: weights while computing"] == 4 * (outside + 2 * -(-(parameters - outside) // 40))
+    assert "actor: gradients between micro-batches" not in found

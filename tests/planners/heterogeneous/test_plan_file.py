@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import yaml
 
 from benchmarks.qwen3 import folder
 from distflow.cli import main
-from planners.heterogeneous.explain import bounds, gantt, helps, picture, svg
+from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture, svg
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, placement_of, written
 from planners.heterogeneous.search import search
@@ -33,7 +34,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
 
 def test_a_plan_is_written_explained_and_read_again(plan: Callable, tmp_path: Path) -> None:
     out, drawn = tmp_path / "plan.yaml", tmp_path / "plan.svg"
-    code, printed, _ = plan("mixed", "--out", str(out), "--explain", "--svg", str(drawn))
+    code, printed, _ = plan("mixed", "--within", "0.9", "--out", str(out), "--explain", "--svg", str(drawn))
     assert code == 0
     for part in ("a prediction of the cost model, not a measurement", "an iteration: ", "what bounds each task",
                  "what would help most", "devices by group (. idles)", "hopper (h200, zone)", "█"):
@@ -63,11 +64,53 @@ def test_a_described_cluster_says_how_many_ranks_there_are(plan: Callable) -> No
     assert "cluster `h200_a100` has 64 ranks, and the plan is for 65" in error
 
 
-def test_the_program_proves_its_plan(plan: Callable) -> None:
-    code, printed, _ = plan("mixed", "--solver", "ilp", cluster="h200")
+TINY = """
+name: tiny
+devices: {l4: {tflops: {bfloat16: 121}, memory_gib: 22, memory_gb_s: 300}}
+machines: {small: {device: l4, devices: %d, inside: {gb_s: 32}}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[[int], str]:
+    def make(devices: int) -> str:
+        path = tmp_path / f"tiny{devices}.yaml"
+        path.write_text(TINY % devices)
+        return str(path)
+
+    return make
+
+
+def test_the_program_says_what_it_proves_and_what_it_does_not(plan: Callable, tiny: Callable) -> None:
+    """Its proof is of the layouts considered; no plan at all undercuts the other bound."""
+    code, printed, _ = plan("mixed", "--solver", "ilp", cluster=tiny(8))
     assert code == 0
     assert "solver ilp" in printed
-    assert "(gap 0.0%)" in printed
+    assert "\nit is the best of the layouts considered\n" in printed
+    seconds, bound = map(float, re.search(r"an iteration: (\S+) s; no plan takes less than (\S+) s", printed).groups())
+    assert bound < seconds
+    assert "proven" not in printed
+
+
+def embedded(capsys: pytest.CaptureFixture[str], cluster: str) -> str:
+    assert main(["plan", "mixed", "grpo", "--within", "0.99", "--cluster", cluster, "--set", "data.batch=1"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(
+        capsys: pytest.CaptureFixture[str], tiny: Callable, tmp_path: Path) -> None:
+    said = embedded(capsys, tiny(1))
+    assert "This plan is a toy: `actor` is the embedded model of " in said
+    assert "Name yours:  --set roles.actor.model=FOLDER" in said
+    assert " 0.00 s" not in said
+    slow = tmp_path / "slow.yaml"
+    slow.write_text((TINY % 1).replace("121", "0.1"))
+    assert "toy" not in embedded(capsys, str(slow))
+
+
+def test_seconds_as_people_read_them() -> None:
+    assert [duration(seconds) for seconds in (0.0, 12.345, 0.012, 0.0042, 0.000321)] == \
+        ["0.00 s", "12.35 s", "0.01 s", "4.2 ms", "321 µs"]
 
 
 @pytest.mark.parametrize(("changed", "says", "key"), [

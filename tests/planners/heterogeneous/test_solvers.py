@@ -8,21 +8,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.qwen3 import folder
 from benchmarks.small_problems import brute_force, small
 from distflow.config.extras import pip_line
+from distflow.config.load import load
 from distflow.errors import InvalidInput
-from planners.heterogeneous.exact import DurationGrid, Proof, prove
+from planners.heterogeneous.exact import Options, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import ranks_of
-from planners.heterogeneous.problem import ASYNC, SYNC, Freedom, Placement, Problem
+from planners.heterogeneous.problem import ASYNC, SYNC, Edge, Freedom, Placement, Problem, Replicas
 from planners.heterogeneous.search import Progress, allowed, groupings, sampled_groupings, search
 from planners.heterogeneous.workload import problem_of
 
-SEEDS = (0, 3, 5, 22, 26, 28, 32, 78, 121, 139)
+SEEDS = (0, 4, 9, 11, 14, 16, 21, 25)
 
 
 def searched(problem: Problem, **options) -> Progress:
@@ -37,7 +40,7 @@ def proven(problem: Problem, warm: Placement | None) -> Proof:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_small_problems_are_solved_to_the_end(seed: int) -> None:
-    problem = small(seed, devices=5)
+    problem = small(seed)
     truth, found = brute_force(problem), searched(problem, seed=seed)
     answer = proven(problem, found.placement)
     assert answer.placement.seconds == pytest.approx(truth, rel=1e-6)
@@ -47,35 +50,95 @@ def test_small_problems_are_solved_to_the_end(seed: int) -> None:
     assert found.bound <= truth * (1 + 1e-9)
 
 
-def test_the_proof_needs_no_answer_to_start_from() -> None:
-    problem = small(3, devices=4)
+@pytest.mark.parametrize("seed", [0, 11])
+def test_the_proof_needs_no_answer_to_start_from(seed: int) -> None:
+    problem = small(seed)
     assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem), rel=1e-6)
 
 
+def test_one_device_needs_no_answer_to_start_from() -> None:
+    """Its only placement takes as long as all tasks after each other."""
+    problem = small(0, devices=1)
+    assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem))
+
+
 def test_a_poor_answer_is_replaced() -> None:
-    problem = small(22, devices=4)
+    problem = small(0)
     best = searched(problem).placement
-    costed = CostedProblem(problem)
-    poor = costed.placement(((0, 1, 2),), [tuple(int(index == 0) for index in range(len(best.subsets[0])))])
-    warm = poor or replace(best, seconds=best.seconds * 2)
-    assert proven(problem, warm).placement.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert proven(problem, replace(best, seconds=best.seconds * 2)).placement.seconds == pytest.approx(best.seconds)
+
+
+CASES = Path(__file__).parent / "cases"
+
+
+def test_transfers_go_between_the_devices_that_are_used(tmp_path: Path) -> None:
+    """16.4 GB of weights take 1,638 s and more over 10 MB/s, wherever a group could work."""
+    spec = load("grpo", None, [f"roles.actor.model={folder('8B', tmp_path)}", "data.batch=512",
+                               "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=4096"],
+                str(CASES / "two_shores.yaml"))
+    problem = problem_of(spec)
+    found = searched(problem, budget=4000).placement
+    assert found.seconds == pytest.approx(_from_layouts(problem, found))
+    rollout, reference, update = found.layouts
+    west, east = (Replicas((group,), 1) for group in (1, 0))
+    together = CostedProblem(problem).placed(((0, 1, 2),), ((8, 8),), (
+        rollout._replace(arrangement=(west,)), reference, update._replace(arrangement=(east,))))
+    assert together.seconds > _from_layouts(problem, together, weights=False) + 1600
+
+
+def _from_layouts(problem: Problem, placement: Placement, weights: bool = True) -> float:
+    """The objective of one group in mode sync, with one link of 10 MB/s and 60 ms between two machines."""
+    def sent(edge: Edge) -> float:
+        one, other = ({group for kind in placement.layouts[task].arrangement for group in kind.stages}
+                      for task in (edge.source, edge.target))
+        return 0.06 + edge.nbytes / 10e6 if one != other else 3e-6 + edge.nbytes / 240e9
+
+    ends: list[float] = []
+    for task, layout in enumerate(placement.layouts):
+        ready = [ends[edge.source] + sent(edge) for edge in problem.edges if edge.target == task]
+        ends.append(max([*ends[-1:], *ready, 0.0]) + layout.seconds + layout.swap)
+    return max([*ends, *(ends[edge.source] + sent(edge) for edge in problem.syncs if weights)])
+
+
+def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
+    """A box of slow inner links is no reason to wait for it: nothing has to be sent there."""
+    spec = load("grpo", None, [f"roles.actor.model={folder('4B', tmp_path)}", "data.batch=8",
+                               "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=256"],
+                str(CASES / "slow_inside.yaml"))
+    found = searched(problem_of(spec))
+    assert found.bound < found.placement.seconds < 3.1
+
+
+def test_the_budget_is_spent_and_no_grouping_is_dropped() -> None:
+    """Beside the most promising one, all in one and all apart come first; what looks bad comes to a turn too."""
+    problem = _many_devices()
+    steps = list(search(problem, budget=3000))
+    assert steps[-1].evaluations >= 3000
+    costed, tasks = CostedProblem(problem), range(len(problem.tasks))
+    assert steps[2].placement.seconds <= costed.placement((tuple(tasks),), [problem.hardware.all]).seconds
+
+
+def _many_devices() -> Problem:
+    problem = small(11)
+    groups = tuple(replace(group, machines=1, each=12) for group in problem.hardware.device_groups)
+    return replace(problem, hardware=replace(problem.hardware, device_groups=groups))
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_the_same_seed_gives_the_same_answer(mixed_spec: Callable, mode: str) -> None:
     problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), mode=mode)
-    first, second = (list(search(problem, seed=7, budget=2000)) for _ in range(2))
+    first, second = (list(search(problem, seed=7, budget=6000)) for _ in range(2))
     assert first == second
     assert len(first) > 3
 
 
 def test_the_search_is_any_time(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("ppo", "multi_region"))
-    seconds = [step.placement.seconds for step in search(problem, budget=3000) if step.placement]
+    seconds = [step.placement.seconds for step in search(problem, budget=8000) if step.placement]
     assert seconds == sorted(seconds, reverse=True)
     asked = iter([False, False, True])
     assert len(list(search(problem, stop=lambda: next(asked)))) == 3
-    assert searched(problem, quality=0.99).evaluations < searched(problem, budget=3000).evaluations
+    assert searched(problem, quality=0.99).evaluations < searched(problem, budget=8000).evaluations
 
 
 def test_the_budget_is_kept(mixed_spec: Callable) -> None:
@@ -92,9 +155,9 @@ def test_a_thousand_devices_take_no_more_layouts_than_sixty_four(mixed_spec: Cal
     spec.cluster = spec.cluster.model_copy(update={"machines": machines})
     problem = problem_of(spec)
     assert sum(problem.hardware.all) == 1024
-    found = searched(problem, budget=3000)
+    found = searched(problem, budget=6000)
     assert found.placement
-    assert found.evaluations < 6000
+    assert found.evaluations < 12_000
     devices = [rank for ranks in ranks_of(problem, found.placement.subsets) for rank in ranks]
     assert len(set(devices)) == len(devices) <= 1024
 
@@ -110,7 +173,7 @@ def test_pools_do_not_overlap_and_works_are_all_placed(mixed_spec: Callable) -> 
 
 
 def test_what_trains_one_role_stays_together() -> None:
-    problem = small(1)
+    problem = small(11)
     twice = replace(problem, tasks=(*problem.tasks, problem.tasks[2]))
     assert all(any({2, 3} <= set(group) for group in grouping) for grouping in groupings(twice))
     assert len(groupings(problem)) == 5
@@ -120,13 +183,13 @@ def test_what_trains_one_role_stays_together() -> None:
                                      Freedom(balance=False)])
 def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) -> None:
     problem = problem_of(mixed_spec("grpo", "multi_region"))
-    free = searched(problem).placement.seconds
-    bound = searched(replace(problem, freedom=freedom)).placement.seconds
-    assert bound >= free * 0.999
+    free = searched(problem, budget=8000).placement.seconds
+    bound = searched(replace(problem, freedom=freedom), budget=8000).placement.seconds
+    assert bound >= free * 0.98
 
 
 def test_many_works_are_grouped_by_drawing() -> None:
-    problem = small(1)
+    problem = small(11)
     many = replace(problem, tasks=problem.tasks * 3)
     drawn = sampled_groupings(many, np.random.default_rng(0), 50)
     assert drawn == sampled_groupings(many, np.random.default_rng(0), 50)
@@ -134,7 +197,7 @@ def test_many_works_are_grouped_by_drawing() -> None:
     assert all(allowed(many, grouping) for grouping in drawn)
     assert ((0, 1, 2, 3, 4, 5, 6, 7, 8),) in drawn
     assert all(sorted(task for group in grouping for task in group) == list(range(9)) for grouping in drawn)
-    assert searched(replace(many, edges=(), syncs=()), budget=500).placement
+    assert searched(replace(many, edges=(), syncs=()), budget=2000).placement
     with pytest.raises(InvalidInput, match="9 nodes run models, too many for the exact program"):
         groupings(many)
 
@@ -144,7 +207,7 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
     kinds = {f"{name}{copy}": kind for name, kind in spec.cluster.machines.items() for copy in range(2)}
     spec.cluster = spec.cluster.model_copy(update={"machines": kinds})
     with pytest.raises(InvalidInput, match=r"subsets, too many for the exact program") as caught:
-        DurationGrid(CostedProblem(problem_of(spec)))
+        Options(CostedProblem(problem_of(spec)))
     assert "--solver hybrid" in str(caught.value)
 
 
