@@ -147,17 +147,14 @@ class Checkpoints:
         except (CheckpointException, CheckpointError, Superseded) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
-            self._on_first(final, self._require_newest)  # else what a newer trainer took away looks like a broken disk
+            # what a newer trainer took away looks like a broken disk
+            self._on_first(final, lambda: generations.require_newest(self.folder, self.generation))
             if not isinstance(error, CheckpointException):
                 raise
             raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
 
-    def _require_newest(self) -> None:
-        if self.folder.exists():
-            generations.require_newest(self.folder, self.generation)
-
     def _prepare(self, partial: Path) -> None:
-        self._require_newest()
+        generations.require_newest(self.folder, self.generation)
         generations.clear(self.folder, self.generation)
         partial.mkdir(parents=True)
 

@@ -1,9 +1,9 @@
 """Fences the checkpoints of a run: of all trainers that write to its folder, only the newest may commit.
 
 A machine that was cut off or stopped does not know that its run goes on elsewhere. So a trainer claims a generation in
-the folder before it restores a state:
+the run folder before it restores a state:
 
-    claim      leave a file `generation-JOB-ROUND-ATTEMPT-OWNER`, then take away what older trainers have not finished
+    claim      leave a file `generations/JOB-ROUND-ATTEMPT-OWNER`, then take away what older trainers have not finished
     commit     look for a newer claim, then give the finished folder its name
 
 Both end with a rename of the unfinished folder, which is atomic. An older trainer that looked before the claim either
@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from distflow.errors import Superseded
 
-_CLAIM = "generation-"
 _PARTIAL, _REMOVED = ".partial", ".removed"
-_GENERATION = re.compile(r"(?:generation-|\.)(\d+)-(\d+)-(\d+)-(\w*)")
+_CLAIMS = "generations"
+_GENERATION = re.compile(r"(?:^|\.)(\d+)-(\d+)-(\d+)-(\w*)")
 
 
 class TrainerGeneration(NamedTuple):
@@ -47,33 +47,33 @@ class TrainerGeneration(NamedTuple):
     def of(cls, name: str) -> TrainerGeneration:
         """Return the generation in a file's name; one before all others if there is none."""
         found = _GENERATION.search(name)
-        return cls(*map(int, found.groups()[:3]), found[4]) if found else cls()
+        return cls(int(found[1]), int(found[2]), int(found[3]), found[4]) if found else cls()
 
 
 def claim(folder: Path, job: str, round: int, attempt: int) -> TrainerGeneration:
     """Claim a generation for a trainer, and take away what older ones have not finished.
 
     Args:
-        folder: of the checkpoints; made if it is not there.
+        folder: of the checkpoints, in that of the run.
         job: name that all trainers of a job have, and no other job.
 
     Raises:
         Superseded: a newer trainer has claimed the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     owner, claims = hashlib.sha256(job.encode()).hexdigest()[:8], _claims(folder)
     before = [each for each in claims if each.owner == owner]
     number = before[-1].job if before else max(claims, default=TrainerGeneration()).job + 1
     mine = TrainerGeneration(number, round, attempt, owner)
     require_newest(folder, mine)
     try:
-        (folder / f"{_CLAIM}{mine}").touch()
+        _claim(folder, mine).parent.mkdir(parents=True, exist_ok=True)
+        _claim(folder, mine).touch()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # on a full disk older trainers cannot write either
             raise
     require_newest(folder, mine)  # two may have claimed at once
     for older in (each for each in before if each < mine):
-        (folder / f"{_CLAIM}{older}").unlink(missing_ok=True)
+        _claim(folder, older).unlink(missing_ok=True)
     clear(folder, mine)
     return mine
 
@@ -127,5 +127,11 @@ def clear(folder: Path, mine: TrainerGeneration) -> None:
             shutil.rmtree(left, ignore_errors=True)  # another may still write there; the next one finds the rest
 
 
+def _claim(folder: Path, generation: TrainerGeneration) -> Path:
+    return folder.parent / _CLAIMS / str(generation)
+
+
 def _claims(folder: Path) -> list[TrainerGeneration]:
-    return sorted(TrainerGeneration.of(name) for name in os.listdir(folder) if name.startswith(_CLAIM))
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(map(TrainerGeneration.of, os.listdir(folder.parent / _CLAIMS)))
+    return []

@@ -62,14 +62,14 @@ def process(*arguments):
             said = "saved"
         except DistflowError as error:
             said = f"{type(error).__name__} {error}"
-        print(json.dumps([str(arguments[0]), arguments[1], said]), flush=True)
+        print(json.dumps([arguments[0].parent.name, arguments[1], said]), flush=True)
         os._exit(0)
     return pid
 
 
 commit = generations.commit
 for place in sys.argv[2:]:
-    folder = Path(sys.argv[1], place)
+    folder = Path(sys.argv[1], place, "checkpoints")
     old = process(folder, 0, [2], place)
     assert os.WIFSTOPPED(os.waitpid(old, os.WUNTRACED)[1]), place
     os.waitpid(process(folder, 1, [2, 3]), 0)
@@ -85,12 +85,12 @@ def stopped(tmp_path_factory) -> tuple[Path, dict[tuple[str, int], str]]:
     folder = tmp_path_factory.mktemp("stopped")
     lines = subprocess.run([sys.executable, "-c", _TRAINERS, folder, *_PLACES], stdout=subprocess.PIPE, text=True,
                            check=True, timeout=120).stdout.splitlines()
-    return folder, {(Path(place).name, attempt): said for place, attempt, said in map(json.loads, lines)}
+    return folder, {(place, attempt): said for place, attempt, said in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize("place", _PLACES)
 def test_a_trainer_that_was_stopped_while_it_saved_commits_nothing_beside_its_successor(stopped, place):
-    folder, said = stopped[0] / place, stopped[1]
+    folder, said = stopped[0] / place / "checkpoints", stopped[1]
     assert said[place, 1] == "saved"
     assert said[place, 0].startswith("Superseded this trainer (job 1 of the run, round 0, attempt 0) writes nothing")
     checkpoints = complete_checkpoints(folder)
@@ -98,7 +98,8 @@ def test_a_trainer_that_was_stopped_while_it_saved_commits_nothing_beside_its_su
     for checkpoint in checkpoints:
         assert (read_progress(checkpoint)["attempt"], damage(checkpoint)) == (1, "")
         assert read_progress(checkpoint)["generation"][:3] == [1, 0, 1]
-    assert not list(folder.glob("step-*.*"))
+    assert len(list(folder.iterdir())) == 2
+    assert len(list((folder.parent / "generations").iterdir())) == 1
 
 
 def test_what_an_older_trainer_has_not_finished_is_removed_and_what_a_newer_one_writes_is_not(tmp_path):
@@ -112,23 +113,23 @@ def test_what_an_older_trainer_has_not_finished_is_removed_and_what_a_newer_one_
 
 def test_generations_grow_from_job_to_job_and_within_one(tmp_path):
     """A job that has begun later has the folder, whatever rounds and attempts the earlier one still begins."""
-    first = [claim(tmp_path, "first", *each) for each in ((0, 0), (0, 1), (1, 0))]
-    second = claim(tmp_path, "second", 0, 0)
+    first = [claim(tmp_path / "checkpoints", "first", *each) for each in ((0, 0), (0, 1), (1, 0))]
+    second = claim(tmp_path / "checkpoints", "second", 0, 0)
     assert sorted(first) == first
     assert first[-1] < second
-    assert claim(tmp_path, "second", 0, 0) == second
+    assert claim(tmp_path / "checkpoints", "second", 0, 0) == second
     for late in ((1, 0), (2, 5)):
         with pytest.raises(Superseded, match=r"job 1 of the run, .* \(job 2, round 0, attempt 0"):
-            claim(tmp_path, "first", *late)
+            claim(tmp_path / "checkpoints", "first", *late)
     with pytest.raises(Superseded):
-        require_newest(tmp_path, first[-1])
-    require_newest(tmp_path, second)
+        require_newest(tmp_path / "checkpoints", first[-1])
+    require_newest(tmp_path / "checkpoints", second)
 
 
 def test_a_late_attempt_does_not_take_the_folder_from_the_next_one(tmp_path):
-    claim(tmp_path, "job", 0, 2)
+    claim(tmp_path / "checkpoints", "job", 0, 2)
     with pytest.raises(Superseded, match="attempt 1.*attempt 2"):
-        claim(tmp_path, "job", 0, 1)
+        claim(tmp_path / "checkpoints", "job", 0, 1)
 
 
 def test_a_step_is_replaced_or_stays(tmp_path):
