@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import hmac
 import json
@@ -14,9 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
 from distflow.config.run import Robust
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import ROLLOUT, Plan
@@ -25,12 +21,15 @@ from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
+from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.tcp import TCPStoreClient
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
 from workers.rollout_channel import HOST, TOKEN
 
-_REACHED = datetime.timedelta(seconds=30)
+_REACHED = 30.0  # seconds
+_PARTING = 5.0  # seconds within which the store must learn that this machine leaves
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -56,7 +55,7 @@ class ElasticAgent:
         _check_rollouts(plan, machines, self.local)
         self.store = _store(self.host, self.port)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
-        self.membership = Membership(PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
+        self.membership = Membership(self.store.below(MACHINES), f"{agent()} {start}", self.local, least,
                                      most,
                                      vital, not plan.groups, robust.machine_silence, robust.restarts)
         self.membership.agree(plan.digest)
@@ -72,15 +71,11 @@ class ElasticAgent:
         for helper in filter(None, (self.machine_heartbeat, self.replica_server)):
             helper.end()
         self.machine_heartbeat = self.replica_server = None
-        try:
-            if self.rank == 0:
-                self.membership.store.set(key, self._found_rendezvous())
-            while not self.membership.store.check([key]):
-                time.sleep(_POLL)
-            found = json.loads(self.membership.store.get(key))
-        except dist.DistError as error:
-            raise DistflowError(f"the board at {self.host}:{self.port} does not answer any more; `distflow board`, "
-                                f"which keeps it, or its machine may have ended: {error}") from None
+        if self.rank == 0:
+            self.membership.store.put(key, self._found_rendezvous())
+        while (text := self.membership.store.get(key)) is None:
+            time.sleep(_POLL)
+        found = json.loads(text)
         if "end" in found:
             if found["end"]:
                 raise DistflowError(found["end"])
@@ -105,7 +100,7 @@ class ElasticAgent:
     @property
     def job(self) -> str:
         """A name that this run has on all its machines and that no other run has."""
-        return self.store.compare_set("job", "", secrets.token_hex(8)).decode()
+        return self.store.put_if("job", secrets.token_hex(8), None)
 
     @property
     def trains(self) -> int:
@@ -170,7 +165,7 @@ class ElasticAgent:
     def conclude(self, failure: str = "") -> None:
         """Leave the run, done or failed for good. A rank that trains ends the run of all."""
         first = self.rendezvous.block == self.rank == 0
-        with contextlib.suppress(dist.DistError):  # without the store all end anyway
+        with contextlib.suppress(StoreUnavailable), self.store.within(_PARTING):  # without the store all end anyway
             if first or (failure and self.rendezvous.block < self.membership.vital):
                 self.membership.finish(self.rendezvous.number, failure)
             self.membership.leave(self.rendezvous.number, self.rendezvous.block)
@@ -188,12 +183,14 @@ class ElasticAgent:
     def folder(self) -> Path | None:
         """Return the run folder if an earlier round has made one."""
         said = [f"{round}/folder" for round in range(self.rendezvous.number)]
-        found = [Path(self.store.get(key).decode()) for key in said if self.store.check([key])]
+        found = [Path(text) for key in said if (text := self.store.get(key))]
         return next((folder for folder in found if (folder / "launch.json").is_file()), None)
 
     def _found_rendezvous(self) -> str:
         try:
             rendezvous = self.membership.join()
+        except StoreUnavailable:
+            raise
         except DistflowError as error:
             return json.dumps({"end": str(error)})
         return json.dumps(asdict(rendezvous) if rendezvous else {"end": ""})
@@ -241,10 +238,10 @@ def _store(host: str, port: int) -> Store:
         raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as `distflow "
                            f"board` has printed:  export {TOKEN}=…")
     try:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            host, port, is_master=False, timeout=_REACHED)
-        asked = store.get("token").decode()
-    except dist.DistError as error:
+        store = TCPStoreClient(host, port, _REACHED)
+        store.wait(["token"], _REACHED)
+        asked = store.get("token")
+    except StoreUnavailable as error:
         raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "
                            f"board --host {host} --port {port}") from None
     if asked != digest(token):

@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from distflow.recovery.store import COMPLETED, store_on
+from distflow.recovery.store import COMPLETED
+from distflow.store.tcp import store_on
 from distflow.telemetry.processes import AGENT
 
 NAME = "loopback"

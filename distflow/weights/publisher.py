@@ -28,12 +28,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
+from distflow.store.interface import Store
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
@@ -288,38 +288,37 @@ class Publisher:
 
     def _count_in(self, version: int, share: ManifestDigest) -> None:
         store, base = self.directory.store, f"parts/{self.attempt}/{version}"
-        store.set(f"{base}/{self.rank}", json.dumps(share))
-        if store.add(f"{base}/count", 1) < self.ranks:
+        store.put(f"{base}/{self.rank}", json.dumps(share))
+        if store.add(f"{base}/count") < self.ranks:
             return
         keys = [f"{base}/{rank}" for rank in range(self.ranks)]
-        shares = tuple(ManifestDigest(*json.loads(text)) for text in store.multi_get(keys))
-        head, revealed = PublishedVersion(version, self.attempt, shares), False
-        while not revealed:
-            old = self.directory.heads()
-            if self.directory.read("attempt") != self.attempt:
-                raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
-                                   "a process of an earlier attempt. End it")
-            revealed = self.directory.reveal(head, old)
+        found = store.get_all(keys)
+        if not all(found):  # the store has counted a rank twice; the last one has all
+            return
+        shares = tuple(ManifestDigest(*json.loads(text)) for text in found)
+        if not self.directory.reveal(PublishedVersion(version, self.attempt, shares)):
+            raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
+                               "a process of an earlier attempt. End it")
         for name in [f"{base}/count", *keys]:
-            store.delete_key(name)
+            store.delete(name)
 
     def _meet(self, limit: float) -> str:
         """Return the id of this attempt of the trainer. Rank 0 proposes all ranks' nonces; ranks of an earlier attempt
         cannot agree to a proposal with the nonces of this one."""
         store, mine, deadline = self.directory.store, secrets.token_hex(8), time.monotonic() + limit
-        store.set(f"meeting/{self.rank}", mine)
+        store.put(f"meeting/{self.rank}", mine)
         while True:
-            present = [self.directory.read(f"meeting/{rank}") for rank in range(self.ranks)]
+            present = [store.get(f"meeting/{rank}") for rank in range(self.ranks)]
             if self.rank == 0 and all(present):
-                store.set("proposal", json.dumps(present))
-            proposal = self.directory.read("proposal")
+                store.put("proposal", json.dumps(present))
+            proposal = store.get("proposal")
             if proposal and len(agreed := json.loads(proposal)) == self.ranks and agreed[self.rank] == mine:
                 attempt = digest(proposal.encode())
-                store.set(f"agrees/{self.rank}", attempt)
-                if self.rank == 0 and all(self.directory.read(f"agrees/{rank}") == attempt
+                store.put(f"agrees/{self.rank}", attempt)
+                if self.rank == 0 and all(store.get(f"agrees/{rank}") == attempt
                                           for rank in range(self.ranks)):
-                    store.set("attempt", attempt)
-                if self.directory.read("attempt") == attempt:
+                    self.directory.begin(attempt)
+                if self.directory.attempt == attempt:
                     return attempt
             if time.monotonic() > deadline:
                 missing = [rank for rank, nonce in enumerate(present) if not nonce] or "one that began earlier"

@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from stores import hosted
 
 from distflow.errors import Disagreement
-from distflow.recovery.store import Store
+from distflow.recovery.store import RunStore
 from workers.rollout_channel import TOKEN, run_token
 
 
@@ -21,26 +22,26 @@ def tokens(port: int, exported: list[str]) -> str:
              "TORCHELASTIC_USE_AGENT_STORE": "True", TOKEN: exported[rank]}
     with mock.patch.dict(os.environ, place):
         try:
-            return run_token(Store(60)).hex()
+            return run_token(RunStore(60)).hex()
         except Disagreement as error:
             return str(error)
 
 
 @pytest.fixture
 def board():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted()
 
 
 def test_one_that_is_drawn_is_in_the_store(board):
     zero, one = run_ranks(2, tokens, board.port, ["", "exported on this machine alone"])
-    assert zero == one == board.get("0/token").decode()
+    assert zero == one == board.get("0/token")
 
 
 def test_one_that_is_exported_is_not(board):
     zero, one = run_ranks(2, tokens, board.port, ["the token of the run"] * 2)
     assert zero == one
     assert len(bytes.fromhex(zero)) == 32
-    kept = [board.get(key).decode() for key in board.list_keys()]
+    kept = board.list("").values()
     assert not [value for value in kept if zero in value or "the token of the run" in value]
 
 
