@@ -21,6 +21,7 @@ from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
+from distflow.store import etcd
 from distflow.store.interface import Store, StoreUnavailable
 from distflow.store.tcp import TCPStoreClient
 from distflow.telemetry.ettr import STARTS_AGAIN
@@ -39,7 +40,6 @@ class ElasticAgent:
     store, it is another run's, or so few machines cannot train and sample."""
 
     def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
-        self.host, self.port = _address(address)
         least, most = _span(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
@@ -53,7 +53,7 @@ class ElasticAgent:
                                f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
                                "or have more of them sample:  --set groups.rollout=…")
         _check_rollouts(plan, machines, self.local)
-        self.store = _store(self.host, self.port)
+        self.store = join_store(address)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
         self.membership = Membership(self.store.below(MACHINES), f"{agent()} {start}", self.local, least,
                                      most,
@@ -196,11 +196,11 @@ class ElasticAgent:
         return json.dumps(asdict(rendezvous) if rendezvous else {"end": ""})
 
     def _set_environment(self) -> None:
-        rendezvous = self.rendezvous
+        rendezvous, (host, _, port) = self.rendezvous, self.store.address.partition(",")[0].rpartition(":")
         os.environ |= {name: str(value) for name, value in {
             "RANK": self.global_rank, "WORLD_SIZE": rendezvous.blocks * self.local,
-            "GROUP_RANK": rendezvous.block, "GROUP_WORLD_SIZE": rendezvous.blocks, "MASTER_ADDR": self.host,
-            "MASTER_PORT": self.port,
+            "GROUP_RANK": rendezvous.block, "GROUP_WORLD_SIZE": rendezvous.blocks, "MASTER_ADDR": host,
+            "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": rendezvous.number}.items()}
 
 
@@ -231,22 +231,27 @@ def _span(machines: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _store(host: str, port: int) -> Store:
-    where = f"there is no board at {host}:{port}"
+def join_store(address: str) -> Store:
+    """Return a client of the store at which machines meet. Raises InvalidInput: there is none, or it is not for the run
+    whose token this machine has."""
+    board = not address.startswith(etcd.SCHEME)
+    host, port = _address(address) if board else ("", 0)
     token = os.environ.get(TOKEN)
     if not token:
-        raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as `distflow "
-                           f"board` has printed:  export {TOKEN}=…")
+        given = "as `distflow board` has printed" if board else "with the same token"
+        raise InvalidInput(f"the store at {address} asks for the run's token. Say on each machine, {given}:  export "
+                           f"{TOKEN}=…")
     try:
-        store = TCPStoreClient(host, port, _REACHED)
-        store.wait(["token"], _REACHED)
-        asked = store.get("token")
+        store = TCPStoreClient(host, port, _REACHED) if board else etcd.EtcdStore(address, _REACHED)
+        store.wait(["token"], _REACHED if board else 0.0)
+        asked = store.get("token") if board else store.put_if("token", digest(token), None)
     except StoreUnavailable as error:
-        raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "
-                           f"board --host {host} --port {port}") from None
+        remedy = f". Keep one with  distflow board --host {host} --port {port}" if board else ""
+        raise InvalidInput(f"there is no {'board' if board else 'etcd'} at {address}, or it cannot be reached: "
+                           f"{error}{remedy}") from None
     if asked != digest(token):
-        raise InvalidInput(f"the board at {host}:{port} has another token than {TOKEN} here: it belongs to another "
-                           "run, or the token was copied wrongly")
+        raise InvalidInput(f"the {'board' if board else 'run'} at {address} has another token than {TOKEN} here: it "
+                           "belongs to another run, or the token was copied wrongly")
     return store
 
 

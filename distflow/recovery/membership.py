@@ -154,7 +154,8 @@ class Membership:
     def holders(self, round: int) -> dict[int, str]:
         """Return the machine of each block that has, or had, one."""
         members = json.loads(self.store.get(f"{round}/members") or "[]")
-        found = {block: self._holder(round, block, members) for block in range(self.most)}
+        holders = self.store.get_all([f"{round}/holder/{block}" for block in range(self.most)])
+        found = {block: holder or "".join(members[block : block + 1]) for block, holder in enumerate(holders)}
         return {block: name for block, name in found.items() if name}
 
     def holds(self, round: int, block: int) -> bool:
@@ -170,8 +171,13 @@ class Membership:
 
     def last_heartbeat(self, round: int, block: int, name: str) -> str:
         """Return the last heartbeat of a block's machine `name`; empty if the last one there is another's."""
-        found = self.store.get(f"{round}/heartbeat/{block}") or ""
-        return found if found.startswith(f"{name} ") else ""
+        return _heartbeat_of(name, self.store.get(f"{round}/heartbeat/{block}") or "")
+
+    def signs(self, round: int) -> list[tuple[str, str]]:
+        """Return for each block which machine has ended by itself there, and the last heartbeat."""
+        keys = [f"{round}/{kind}/{block}" for kind in ("left", "heartbeat") for block in range(self.most)]
+        found = self.store.get_all(keys)
+        return list(zip(found[: self.most], found[self.most :]))
 
     def _propose(self, round: int, began: dict) -> None:
         self.store.put_if(f"{round + 1}/began", json.dumps(began), None)
@@ -254,6 +260,10 @@ class Membership:
         return self.store.get(f"{round}/holder/{block}") or (members[block] if block < len(members) else "")
 
 
+def _heartbeat_of(name: str, heartbeat: str) -> str:
+    return heartbeat if heartbeat.startswith(f"{name} ") else ""
+
+
 def host_of(name: str) -> str:
     """Return the host of a machine's torchrun, from its name by `run_folder.agent`."""
     return name.split()[1]
@@ -290,10 +300,11 @@ def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
 def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dict[int, Silence],
                    reported: set[str]) -> None:
     """Propose the next round for each machine that trains and is silent; say once which others are."""
+    signs = membership.signs(rendezvous.number)
     for block, name in membership.holders(rendezvous.number).items():
-        if block == rendezvous.block or name in reported or membership.left(rendezvous.number, block, name) or \
-                silences[block].of((name, membership.last_heartbeat(rendezvous.number, block, name))) \
-                <= membership.silence:
+        left, heartbeat = signs[block]
+        if block == rendezvous.block or name in reported or left == name or \
+                silences[block].of((name, _heartbeat_of(name, heartbeat))) <= membership.silence:
             continue
         first = block * membership.local
         what = (f"machine {host_of(name)} (ranks {first} to {first + membership.local - 1}) has given no sign "

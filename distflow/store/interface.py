@@ -25,8 +25,8 @@ class StoreUnavailable(DistflowError):
     def __init__(self, address: str, seconds: float, why: str = "", gone: bool = False):
         self.address, self.seconds, self.gone = address, seconds, gone
         what = f"does not answer any more: {why}" if gone else f"has not answered for {seconds:.1f} s"
-        super().__init__(f"the store at {address} {what}. torchrun or `distflow board`, which keeps it, or its machine "
-                         f"may have {'ended' if gone else 'been stopped or cut off'}")
+        super().__init__(f"the store at {address} {what}. What keeps it (torchrun, `distflow board` or etcd) or its "
+                         f"machine may have {'ended' if gone else 'been stopped or cut off'}")
 
 
 @dataclass
@@ -62,10 +62,13 @@ class Store(ABC):
     @property
     def own_host(self) -> str:
         """The address of this machine on its way to the store, at which the store's other clients reach it too."""
-        host, port = self.address.rsplit(":", 1)
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        return self._own_host(self.address)
+
+    def _own_host(self, address: str) -> str:
+        host, port = address.rsplit(":", 1)
+        family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
-            probe.connect(address)
+            probe.connect(peer)
             own = probe.getsockname()[0]
         return host if ipaddress.ip_address(own).is_loopback else own
 
