@@ -82,3 +82,19 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class CountingStore(TCPStoreClient):
+    """Counts the operations of all its views, and of all threads."""
+
+    def __init__(self, port: int):
+        self.operations: list[str] = []
+        super().__init__("127.0.0.1", port, SECONDS)
+
+    def _call(self, query, read):
+        self.operations.append("call")
+        return super()._call(query, read)
+
+    def wait(self, keys, seconds):
+        self.operations.append("wait")
+        return super().wait(keys, seconds)

@@ -202,7 +202,7 @@ class SourceServer:
         return found
 
 
-_LOOK = 0.02
+_LOOK, _PATIENCE = 0.02, 1.0  # seconds between two looks at who has come, of rank 0 and of others
 
 
 class Publisher:
@@ -303,25 +303,31 @@ class Publisher:
             store.delete(name)
 
     def _meet(self, limit: float) -> str:
-        """Return the id of this attempt of the trainer. Rank 0 proposes all ranks' nonces; ranks of an earlier attempt
-        cannot agree to a proposal with the nonces of this one."""
-        store, mine, deadline = self.directory.store, secrets.token_hex(8), time.monotonic() + limit
+        """Return the id of this attempt of the trainer. Rank 0 proposes one to the nonces of all ranks; ranks of an
+        earlier attempt have other nonces. Whoever agrees last begins it."""
+        store, mine, agreed, deadline = self.directory.store, secrets.token_hex(8), "", time.monotonic() + limit
         store.put(f"meeting/{self.rank}", mine)
-        while True:
-            present = [store.get(f"meeting/{rank}") for rank in range(self.ranks)]
-            if self.rank == 0 and all(present):
-                store.put("proposal", json.dumps(present))
-            proposal = store.get("proposal")
-            if proposal and len(agreed := json.loads(proposal)) == self.ranks and agreed[self.rank] == mine:
-                attempt = digest(proposal.encode())
-                store.put(f"agrees/{self.rank}", attempt)
-                if self.rank == 0 and all(store.get(f"agrees/{rank}") == attempt
-                                          for rank in range(self.ranks)):
-                    self.directory.begin(attempt)
-                if self.directory.attempt == attempt:
-                    return attempt
-            if time.monotonic() > deadline:
-                missing = [rank for rank, nonce in enumerate(present) if not nonce] or "one that began earlier"
-                raise WeightsLate(f"rank {self.rank} of the trainer has waited {limit:.0f} s for the others to make "
-                                  f"their Publisher; missing: {missing}. All ranks of a trainer start together")
-            time.sleep(_LOOK)
+        pause, present = _LOOK * (1 + self.ranks / 100) if self.rank == 0 else _PATIENCE, list[str]()
+        while time.monotonic() < deadline:
+            if self.rank == 0:
+                present = self._propose(present)
+            if store.wait([f"proposal/{mine}"], pause) and (attempt := store.get(f"proposal/{mine}")) != agreed:
+                agreed = attempt or ""
+                if store.add(f"agrees/{agreed}") >= self.ranks:
+                    self.directory.begin(agreed)
+                    store.put(f"met/{agreed}", "")
+            if agreed and store.wait([f"met/{agreed}"], pause):
+                return agreed
+        present = store.get_all([f"meeting/{rank}" for rank in range(self.ranks)])
+        missing = [rank for rank, nonce in enumerate(present) if not nonce] or "one that began earlier"
+        raise WeightsLate(f"rank {self.rank} of the trainer has waited {limit:.0f} s for the others to make "
+                          f"their Publisher; missing: {missing}. All ranks of a trainer start together")
+
+    def _propose(self, before: list[str]) -> list[str]:
+        """Propose an attempt to all ranks if they are not those of `before`; return their nonces."""
+        present = self.directory.store.get_all([f"meeting/{rank}" for rank in range(self.ranks)])
+        if present != before and all(present):
+            attempt = digest(json.dumps(present).encode())
+            for nonce in present:
+                self.directory.store.put(f"proposal/{nonce}", attempt)
+        return present

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from stores import hosted
+from stores import CountingStore, hosted
 
 from distflow.errors import DistflowError
-from distflow.recovery.membership import Membership, Rendezvous, host_of
+from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
+from distflow.telemetry.heartbeat import Silence
 
 LONG = 600.0
 
@@ -79,6 +80,16 @@ def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
     spare = machine(store, "d", most=2, silence=1.0)
     assert spare._take(0, 1, lost.name)
     assert machines[0].last_heartbeat(0, 1, spare.name) == "", "it has the block before its first heartbeat"
+
+
+def test_a_look_at_all_machines_costs_the_store_the_same_however_many_there_are(store):
+    for machines in (2, 64):
+        counting = CountingStore(store.port)
+        mine = Membership(counting.below(str(machines)), "a", 1, 2, machines, 1, False, LONG, 20)
+        counting.put(f"{machines}/0/members", json.dumps([f"machine-{number}" for number in range(machines)]))
+        counting.operations.clear()
+        _report_losses(mine, Rendezvous(0, 0, machines), {block: Silence() for block in range(machines)}, set())
+        assert len(counting.operations) <= 3
 
 
 def test_those_that_are_left_begin_again_in_their_order(store, pool):
