@@ -16,7 +16,7 @@ from harness import environment
 from stores import client
 
 from distflow import launch
-from distflow.recovery.store import store_on
+from distflow.store.tcp import store_on
 from workers.loopback import create
 
 LOOPBACK = "0100007F"
