@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-all types schemas test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install demo test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
 
@@ -34,7 +34,11 @@ test: install
 	$(BIN)/ruff check .
 	$(PYTEST) -m "not run or smoke"
 
-test-all: install types schemas
+# A real etcd for the tests that need one; they are skipped where it cannot be installed.
+etcd:
+	command -v etcd || { test `id -u` = 0 && apt-get install -qq -y etcd-server; } || echo "no etcd: its tests are skipped"
+
+test-all: install types schemas etcd
 	$(BIN)/ruff check .
 	$(PYTEST)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,20 +26,26 @@ class RunLost(Exception):
 
 
 class Cluster:
-    """A board, and machines by name.
+    """A board or another store, and machines by name.
 
     Args:
         cwd: where each of them is started; their logs go there.
         run: the folder of the run that they are for.
         arguments: of launch.py.
+        store: address of the store; default: a board of this cluster's own.
     """
 
-    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str]):
+    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str = ""):
         self.cwd, self.run, self.arguments = cwd, run, arguments
         self.machines: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.board, self.token, self.address = None, secrets.token_hex(16), store
+        if not store:
+            self._serve()
+
+    def _serve(self) -> None:
         self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0", "--show-token"],
-                                      cwd=cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
+                                      cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
         text = "".join(self.board.stdout.readline() for _ in range(3))
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
 
@@ -46,7 +53,7 @@ class Cluster:
         """A machine of one rank."""
         here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
-                str(ROOT / "distflow/launch.py"), *self.arguments, "--board", self.address]
+                str(ROOT / "distflow/launch.py"), *self.arguments, "--store", self.address]
         with open(self.cwd / f"{name}.log", "w") as log:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)
@@ -113,6 +120,7 @@ class Cluster:
     def close(self) -> None:
         for name in list(self.machines):
             self.lose(name)
-        self.board.kill()
-        self.board.wait()
-        self.board.stdout.close()
+        if self.board:
+            self.board.kill()
+            self.board.wait()
+            self.board.stdout.close()

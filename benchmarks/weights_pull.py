@@ -34,10 +34,11 @@ sys.path.insert(0, str(ROOT))
 
 import numpy  # noqa: E402 - needs the path above
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
 from distflow.rpc.shared_memory import MemoryAddress  # noqa: E402
+from distflow.store.interface import Store  # noqa: E402
+from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
 from distflow.weights.publisher import Publisher  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
@@ -53,7 +54,7 @@ _TENSOR = _PART = 16 * MIB
 class Trainer:
     """The process that has the weights."""
 
-    def __init__(self, store: dist.Store, token: bytes):
+    def __init__(self, store: Store, token: bytes):
         self.publisher, self.version = Publisher(store, token, rank=0, ranks=1), 0
         self.server = socket.create_server(("127.0.0.1", 0))
 
@@ -103,7 +104,7 @@ class Trainer:
 class Rollout:
     """The process that wants them."""
 
-    def __init__(self, store: dist.Store, token: bytes):
+    def __init__(self, store: Store, token: bytes):
         self.puller = Puller(store, token, "rollout")
         self.locked_memory = LockedMemory(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
@@ -164,7 +165,7 @@ class Rollout:
 
 
 def serve(line: Connection, kind: str, port: int, token: bytes) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = TCPStoreClient("127.0.0.1", port, 60.0)
     one = {"trainer": Trainer, "rollout": Rollout}[kind](store, token)
     with contextlib.suppress(EOFError):
         while True:
@@ -176,7 +177,7 @@ class Pair:
     """Both processes; `ask` one of them, or `order` something and hear the answer later."""
 
     def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = store_on("127.0.0.1")
         context, token = multiprocessing.get_context("spawn"), secrets.token_bytes(32)
         self.lines: dict[str, Connection] = {}
         for kind in ("trainer", "rollout"):

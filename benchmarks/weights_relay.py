@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - needs the path above
-import torch.distributed as dist  # noqa: E402
 
 from benchmarks.machines import NoMachines, enter, machines  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
+from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
 from distflow.weights import puller  # noqa: E402
 from distflow.weights.publisher import Publisher  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
@@ -44,8 +44,8 @@ class Trainer:
     """On the first machine, with the board."""
 
     def __init__(self, token: bytes, address: str, mib: int):
-        self.board = dist.TCPStore(_FIRST, PORT, is_master=True, wait_for_workers=False)
-        self.publisher = Publisher(dist.TCPStore(_FIRST, PORT, is_master=False, wait_for_workers=False), token, rank=0,
+        self.board = store_on(_FIRST, PORT)
+        self.publisher = Publisher(TCPStoreClient(_FIRST, PORT, 60.0), token, rank=0,
                                    ranks=1, host=address, transport="tcp")
         self.tensors, self.version = {"weight": torch.zeros(mib * MIB // 4, dtype=torch.int32)}, 0
 
@@ -61,7 +61,7 @@ class Trainer:
 
 class Rollout:
     def __init__(self, token: bytes, address: str, mib: int):
-        store = dist.TCPStore(_FIRST, PORT, is_master=False, wait_for_workers=False)
+        store = TCPStoreClient(_FIRST, PORT, 60.0)
         self.puller = Puller(store, token, f"rollout-{address}", host=address, transport="tcp", deadline=30.0)
 
     def pull(self, version: int, relays: bool) -> float:

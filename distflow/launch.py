@@ -61,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
-    result.add_argument("--board", metavar="HOST:PORT",
-                        help="address of the store at which machines meet that each start by a torchrun of their own "
-                        "(`distflow board`)")
+    result.add_argument("--board", "--store", metavar="HOST:PORT", dest="board",
+                        help="address of the store at which machines meet that each start by a torchrun of their own: "
+                        "of `distflow board`, or etcd://HOST:PORT,HOST:PORT/RUN")
     result.add_argument("--machines", metavar="N | MIN:MAX",
                         help="with --board: how many there are, or how many are enough and how many there may be")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")

@@ -6,10 +6,12 @@ marked `smoke` too; `make test-all` leaves out none.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import command, environment, write_workspace
@@ -88,3 +90,26 @@ def launch(workspace: Path, ready: Ready) -> Callable[..., subprocess.CompletedP
         return done
 
     return run
+
+
+@pytest.fixture
+def etcd_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`etcd_of(members)`."""
+    if not shutil.which("etcd"):
+        pytest.skip("etcd is not installed:  apt-get install etcd-server")
+    from stores import Etcd  # it imports torch
+
+    made: list[Etcd] = []
+
+    def start(members: int, **more: Any) -> Any:
+        made.append(Etcd(tmp_path, members, **more))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+@pytest.fixture
+def etcd(etcd_of: Callable[..., Any]) -> Any:
+    return etcd_of(1)

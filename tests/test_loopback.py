@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from harness import environment
+from stores import client
 
 from distflow import launch
-from distflow.recovery.store import store_on
+from distflow.store.tcp import store_on
 from workers.loopback import create
 
 LOOPBACK = "0100007F"
@@ -96,11 +97,10 @@ def test_gloo_stays_on_a_machine_that_is_alone(monkeypatch, machines, chosen, ex
 
 
 def test_the_store_can_be_used_at_its_address():
-    import torch.distributed as dist
-
     server = store_on("127.0.0.1")
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    client.set("key", "value")
+    reached = client(server.port)
+    reached.put("key", "value")
+    assert reached.get("key") == "value"
     assert server.get("key") == b"value"
 
 

@@ -3,22 +3,23 @@ network and the run's folder."""
 
 from __future__ import annotations
 
-import datetime
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
 
 import pytest
 from harness import metrics_of
+from stores import hosted
 
 from benchmarks.cluster import Cluster
 from distflow import launch
 from distflow.cli import main
-from distflow.recovery.store import store_on
 from distflow.rpc.run_token import token_checksum
+from distflow.store.tcp import store_on
 from planners import plan
 from workers.elastic import BOARD, ElasticAgent
 
@@ -42,9 +43,9 @@ def cluster(workspace):
     clusters = []
     (workspace / "brevity.py").write_text(STEADY)
 
-    def begin(*arguments: str) -> Cluster:
+    def begin(*arguments: str, store: str = "") -> Cluster:
         run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "apart", *QUICK, *arguments)
-        clusters.append(Cluster(workspace, workspace / "runs/apart", run))
+        clusters.append(Cluster(workspace, workspace / "runs/apart", run, store))
         return clusters[-1]
 
     yield begin
@@ -53,6 +54,24 @@ def cluster(workspace):
 
 
 ASYNC = ("--set", "mode=async", "--set", "groups.rollout=2", "--machines", "2:3")
+
+
+def test_an_etcd_that_loses_a_member_and_then_stands_still_ends_no_run(cluster, etcd_of):
+    """Steps go on meanwhile, nothing is decided, and afterwards the machines end together."""
+    etcd = etcd_of(3)
+    run = cluster("--machines", "2", "--set", "steps=40", store=etcd.address("grpo-1"))
+    for name in ("one", "two"):
+        run.start(name)
+    run.reach(2)
+    etcd.processes[0].kill()
+    run.reach(5)
+    for member in (1, 2):
+        etcd.signal(member, signal.SIGSTOP)
+    run.reach(25)
+    for member in (1, 2):
+        etcd.signal(member, signal.SIGCONT)
+    assert set(run.ends().values()) == {0}, run.said()
+    assert run.events("failure") == []
 
 
 def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
@@ -135,10 +154,10 @@ MISTAKES = {
 def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    monkeypatch.setattr("workers.elastic._REACHED", datetime.timedelta(seconds=2))
-    board = store_on("127.0.0.1")
+    monkeypatch.setattr("workers.elastic._REACHED", 2.0)
+    board = hosted()
     monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
-    board.set("token", token_checksum(BOARD))
+    board.put("token", token_checksum(BOARD))
     address = f"127.0.0.1:{board.port}"
     known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token of the run"}
     for name, value in (known | variables).items():

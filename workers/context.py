@@ -26,7 +26,7 @@ from distflow.recovery.autoscaler import RolloutScale
 from distflow.recovery.hooks import HookContext, When, call
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
-from distflow.recovery.store import Store
+from distflow.recovery.store import RunStore
 from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
@@ -44,7 +44,7 @@ class RankContext:
 
     spec: Spec
     plan: Plan
-    store: Store
+    store: RunStore
     path: Path
     device: str
     resume: bool
@@ -90,11 +90,11 @@ class RankContext:
         group, replica = self.plan.group_of(self.store.rank)
         if group is None or group.name != ROLLOUT:
             return False
-        self.store.store.set(_LEFT_OUT.format(replica), "")
+        self.store.store.put(_LEFT_OUT.format(replica), "")
         return len(self._left_out(group)) < group.replicas
 
     def _left_out(self, group: Group) -> list[int]:
-        return [each for each in range(group.replicas) if self.store.store.check([_LEFT_OUT.format(each)])]
+        return [each for each in range(group.replicas) if self.store.store.has(_LEFT_OUT.format(each))]
 
     @property
     def role(self) -> str:
@@ -164,7 +164,8 @@ class RankContext:
 def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: bool = False,
              elastic: ElasticAgent | None = None) -> RankContext:
     """Connect to the other ranks; check that plans agree. `alone`: nothing is trained, groups need no dock."""
-    store = Store(spec.run.wait_limit, elastic.poll, elastic.present) if elastic else Store(spec.run.wait_limit)
+    limit = spec.run.wait_limit
+    store = RunStore(limit, elastic.store, elastic.poll, elastic.present) if elastic else RunStore(limit)
     store.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(store.broadcast("folder", str(folder)))
     if elastic:
@@ -181,7 +182,7 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, elastic, lock)
 
 
-def _device(store: Store) -> str:
+def _device(store: RunStore) -> str:
     """Return cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
     gpus, here = _gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = "cuda" if gpus >= here else "cpu"
@@ -216,7 +217,7 @@ def autoscaled(context: RankContext) -> Iterator[None]:
 
 def _autoscale(context: RankContext, rollouts: int) -> None:
     if context.channel:
-        context.channel.joined(context.store.store)
+        context.channel.joined()
     for module in context.spec.dag.imports:
         load_module(module)
     events.current().open(context.path / "events.jsonl", context.store.rank)

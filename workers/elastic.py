@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import secrets
@@ -11,9 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.config.run import Robust
 from distflow.errors import DistflowError, InvalidInput
@@ -24,13 +20,17 @@ from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
+from distflow.store import etcd
+from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.tcp import TCPStoreClient
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
 from workers.rollout_channel import HOST
 
 BOARD = "board"  # the id that stands for all runs of a board's token, in the checksum that the board has of it
-_REACHED = datetime.timedelta(seconds=30)
+_REACHED = 30.0  # seconds
+_PARTING = 5.0  # seconds within which the store must learn that this machine leaves
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -40,7 +40,6 @@ class ElasticAgent:
     store, it is another run's, or so few machines cannot train and sample."""
 
     def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
-        self.host, self.port = _address(address)
         least, most = _span(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
@@ -54,9 +53,9 @@ class ElasticAgent:
                                f"train, and at least one must sample. Write  --machines {enough}:{max(most, enough)}  "
                                "or have more of them sample:  --set groups.rollout=…")
         _check_rollouts(plan, machines, self.local)
-        self.store = _store(self.host, self.port)
+        self.store = join_store(address)
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own, of its processes
-        self.membership = Membership(PrefixStore(MACHINES, self.store), f"{agent()} {start}", self.local, least,
+        self.membership = Membership(self.store.below(MACHINES), f"{agent()} {start}", self.local, least,
                                      most,
                                      vital, not plan.groups, robust.machine_silence, robust.restarts)
         self.membership.agree(plan.digest)
@@ -72,15 +71,11 @@ class ElasticAgent:
         for helper in filter(None, (self.machine_heartbeat, self.replica_server)):
             helper.end()
         self.machine_heartbeat = self.replica_server = None
-        try:
-            if self.rank == 0:
-                self.membership.store.set(key, self._found_rendezvous())
-            while not self.membership.store.check([key]):
-                time.sleep(_POLL)
-            found = json.loads(self.membership.store.get(key))
-        except dist.DistError as error:
-            raise DistflowError(f"the board at {self.host}:{self.port} does not answer any more; `distflow board`, "
-                                f"which keeps it, or its machine may have ended: {error}") from None
+        if self.rank == 0:
+            self.membership.store.put(key, self._found_rendezvous())
+        while (text := self.membership.store.get(key)) is None:
+            time.sleep(_POLL)
+        found = json.loads(text)
         if "end" in found:
             if found["end"]:
                 raise DistflowError(found["end"])
@@ -105,7 +100,7 @@ class ElasticAgent:
     @property
     def job(self) -> str:
         """A name that this run has on all its machines and that no other run has."""
-        return self.store.compare_set("job", "", secrets.token_hex(8)).decode()
+        return self.store.put_if("job", secrets.token_hex(8), None)
 
     @property
     def trains(self) -> int:
@@ -166,7 +161,7 @@ class ElasticAgent:
     def conclude(self, failure: str = "") -> None:
         """Leave the run, done or failed for good. A rank that trains ends the run of all."""
         first = self.rendezvous.block == self.rank == 0
-        with contextlib.suppress(dist.DistError):  # without the store all end anyway
+        with contextlib.suppress(StoreUnavailable), self.store.within(_PARTING):  # without the store all end anyway
             if first or (failure and self.rendezvous.block < self.membership.vital):
                 self.membership.finish(self.rendezvous.number, failure)
             self.membership.leave(self.rendezvous.number, self.rendezvous.block)
@@ -184,22 +179,24 @@ class ElasticAgent:
     def folder(self) -> Path | None:
         """Return the run folder if an earlier round has made one."""
         said = [f"{round}/folder" for round in range(self.rendezvous.number)]
-        found = [Path(self.store.get(key).decode()) for key in said if self.store.check([key])]
+        found = [Path(text) for key in said if (text := self.store.get(key))]
         return next((folder for folder in found if (folder / "launch.json").is_file()), None)
 
     def _found_rendezvous(self) -> str:
         try:
             rendezvous = self.membership.join()
+        except StoreUnavailable:
+            raise
         except DistflowError as error:
             return json.dumps({"end": str(error)})
         return json.dumps(asdict(rendezvous) if rendezvous else {"end": ""})
 
     def _set_environment(self) -> None:
-        rendezvous = self.rendezvous
+        rendezvous, (host, _, port) = self.rendezvous, self.store.address.partition(",")[0].rpartition(":")
         os.environ |= {name: str(value) for name, value in {
             "RANK": self.global_rank, "WORLD_SIZE": rendezvous.blocks * self.local,
-            "GROUP_RANK": rendezvous.block, "GROUP_WORLD_SIZE": rendezvous.blocks, "MASTER_ADDR": self.host,
-            "MASTER_PORT": self.port,
+            "GROUP_RANK": rendezvous.block, "GROUP_WORLD_SIZE": rendezvous.blocks, "MASTER_ADDR": host,
+            "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": rendezvous.number}.items()}
 
 
@@ -230,19 +227,25 @@ def _span(machines: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _store(host: str, port: int) -> Store:
-    where = f"there is no board at {host}:{port}"
+def join_store(address: str) -> Store:
+    """Return a client of the store at which machines meet. Raises InvalidInput: there is none, or it is not for the run
+    whose token this machine has."""
+    board = not address.startswith(etcd.SCHEME)
+    host, port = _address(address) if board else ("", 0)
     if not os.environ.get(TOKEN):
-        raise InvalidInput(f"the board at {host}:{port} asks for the run's token. Say on each machine, as where "
-                           f"`distflow board` runs:  export {TOKEN}=…")
+        given = "as where `distflow board` runs" if board else "with the same token"
+        raise InvalidInput(f"the store at {address} asks for the run's token. Say on each machine, {given}:  export "
+                           f"{TOKEN}=…")
+    mine = token_checksum(BOARD)
     try:
-        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            host, port, is_master=False, timeout=_REACHED)
-        asked = store.get("token").decode()
-    except dist.DistError as error:
-        raise InvalidInput(f"{where}, or it cannot be reached: {str(error).splitlines()[0]}. Keep one with  distflow "
-                           f"board --host {host} --port {port}") from None
-    if asked != token_checksum(BOARD):
-        raise InvalidInput(f"the board at {host}:{port} has another token than {TOKEN} here: it belongs to another "
-                           "run, or the token was copied wrongly")
+        store = TCPStoreClient(host, port, _REACHED) if board else etcd.EtcdStore(address, _REACHED)
+        store.wait(["token"], _REACHED if board else 0.0)
+        asked = store.get("token") if board else store.put_if("token", mine, None)
+    except StoreUnavailable as error:
+        remedy = f". Keep one with  distflow board --host {host} --port {port}" if board else ""
+        raise InvalidInput(f"there is no {'board' if board else 'etcd'} at {address}, or it cannot be reached: "
+                           f"{error}{remedy}") from None
+    if asked != mine:
+        raise InvalidInput(f"the {'board' if board else 'run'} at {address} has another token than {TOKEN} here: it "
+                           "belongs to another run, or the token was copied wrongly")
     return store

@@ -29,8 +29,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from distflow.recovery.store import COMPLETED, store_on
+from distflow.recovery.store import COMPLETED
 from distflow.rpc.run_token import TOKEN
+from distflow.store.tcp import store_on
 from distflow.telemetry.processes import AGENT
 
 NAME = "loopback"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
@@ -24,9 +23,10 @@ from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
-from distflow.recovery import store as run_store
+from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
+from distflow.store.interface import Store
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
@@ -52,18 +52,17 @@ class RolloutChannel:
     layout: DockLayout | None = None
     version_set: int = 0  # newest set of versions that this process has published
 
-    def joined(self, store: Store) -> RolloutChannel:
-        """Return the channel of a worker, with a store connection of its own; the shard stays with the supervisor."""
+    def joined(self) -> RolloutChannel:
+        """Return the channel of a worker; the shard stays with the supervisor."""
         if self.shard_process:  # or the shard would not see its supervisor end
             self.shard_process.process.stdin.close()
-        return replace(self, store=store, shard_process=None)
+        return replace(self, shard_process=None)
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
         return DockClient(self.addresses, self.token, who, attempt=attempt)
 
     def weights(self, role: str) -> Store:
-        """Return the store of a role's weights, with a connection of its own: one that waits would block others."""
-        return PrefixStore(f"weights/{role}", self.store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        return self.store.below(f"weights/{role}")
 
     def puller(self, role: str, who: str, transport: str) -> Puller:
         return Puller(self.weights(role), self.token, who, host=self.host, transport=transport)
@@ -80,32 +79,34 @@ class RolloutChannel:
 
     def add_version_set(self, versions: dict[str, int]) -> None:
         """Record the published versions of the roles' weights, under a number that no other set has."""
-        self.version_set = self.store.add("version sets", 1)
-        self.store.set(f"versions/{self.version_set}", json.dumps(versions))
+        self.version_set = self.store.add("version sets")
+        self.store.put(f"versions/{self.version_set}", json.dumps(versions))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
-        return json.loads(self.store.get(f"versions/{version_set}"))
+        return json.loads(self.store.get(f"versions/{version_set}") or "{}")
 
     def begin(self, step: int) -> None:
         """Announce the step at which the trainer begins."""
-        self.store.set(_FIRST, str(step))
+        self.store.put(_FIRST, str(step))
 
     @property
     def first(self) -> int:
         """The step at which the trainer begins; waits until it is announced."""
-        return int(self.store.get(_FIRST))
+        while not self.store.wait([_FIRST], self.store.deadline.seconds):
+            pass
+        return int(self.store.get(_FIRST) or 0)
 
     def end(self) -> None:
         """Announce that nothing more is to be sampled."""
-        self.store.set(_OVER, "")
+        self.store.put(_OVER, "")
 
     @property
     def over(self) -> bool:
-        return self.store.check([_OVER])
+        return self.store.has(_OVER)
 
     def leave(self) -> None:
         """Announce that this rank needs the dock no more. A rank with a storage shard waits for the others."""
-        self.store.add(_LEFT, 1)
+        self.store.add(_LEFT)
         until = time.monotonic() + (_PARTING if self.shard_process is not None else 0.0)
         while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
             time.sleep(_MOMENT)
@@ -170,11 +171,11 @@ def reports_of(rows: Batch) -> list[bytes]:
     return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
 
-def open_channel(plan: Plan, prompts: int, store: run_store.Store, max_bytes: int) -> RolloutChannel:
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
     that only samples may be lost. Each shard is to store `max_bytes`. Collective over all groups."""
     token = agreed_token(store)
-    store.store.add(_CAME, 1)
+    store.store.add(_CAME)
     host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
     has_shard = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     shard_process = start(token, host=host) if has_shard else None
@@ -200,7 +201,7 @@ def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
             Consumer(TRAINER, written, (), rows, step_rows, seconds=3600.0, can_roll_back=True)]
 
 
-def agreed_token(store: run_store.Store) -> bytes:
+def agreed_token(store: RunStore) -> bytes:
     """Return the token of this run, the same on all ranks. Raises Disagreement: their DISTFLOW_TOKEN differs."""
     run = store.broadcast("token", secrets.token_hex(32))
     store.agree(TOKEN, token_checksum(run), f"Export the same {TOKEN} on all machines.")

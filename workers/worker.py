@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import signal
 import sys
@@ -16,17 +17,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from distflow.config.load import Spec
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import load_function
+from distflow.errors import RankMissing
 from distflow.plan import TRAINER, Plan
 from distflow.recovery import hooks
 from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.stopped import continue_stopped
 from distflow.recovery.worker_process import WorkerContext
+from distflow.store.interface import Store
+from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
@@ -38,13 +42,14 @@ from workers.engines.weight_updates import WeightUpdates
 from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
 from workers.rollout import RolloutContext
-from workers.rollout_channel import RolloutChannel
+from workers.rollout_channel import HOST, RolloutChannel
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
 from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
+_MEETING = "process group"  # key in the store: where the ranks of an attempt meet
 _PATIENCE = 1.0  # seconds that a process has to end by itself after SIGTERM
 
 
@@ -61,15 +66,14 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     context = context.reloaded(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)
-    run_store = context.store.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    store = PrefixStore(f"{context.restart_group.name}/{attempt.number}", run_store)
+    store = context.store.store.below(f"{context.restart_group.name}/{attempt.number}")
     if context.spec.run.faults:
         ranks = context.group.ranks if context.group else range(context.store.ranks)
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
-    _init_process_group(context, store)
+    server = _init_process_group(context, store)
     context = context.agreed(worker_context.config_change)
-    channel = context.channel and context.channel.joined(run_store)
+    channel = context.channel and context.channel.joined()
     connected = time.monotonic()
 
     def ready() -> None:
@@ -83,17 +87,29 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         elif channel:  # else there is no trainer to sample for
             _sample(context, worker_context, channel, ready)
     dist.destroy_process_group()  # not after an error: it would wait for the others before the error is shown
+    del server
     return done
 
 
-def _init_process_group(context: RankContext, store: Store) -> None:
+def _init_process_group(context: RankContext, store: Store) -> TCPStore:
+    """Have the ranks of this attempt meet at a TCPStore of its first rank's worker, whose address the run's store has.
+    Return it; it must be kept while they work. Raises RankMissing: the first rank does not come."""
     if context.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
-    ranks = context.restart_group.ranks
+    ranks, wait_limit = context.restart_group.ranks, context.spec.run.wait_limit
+    if context.store.rank == ranks.start:
+        server = store_on(os.environ.get(HOST) or store.own_host)
+        store.put(_MEETING, json.dumps([server.host, server.port]))
+    elif store.wait([_MEETING], wait_limit) and (found := store.get(_MEETING)):
+        host, port = json.loads(found)
+        server = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    else:
+        raise RankMissing(f"rank {ranks.start} has not come within {wait_limit:g} s", [ranks.start])
     dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo", world_size=len(ranks),
-                            rank=context.store.rank - ranks.start, store=PrefixStore("group", store),
-                            timeout=datetime.timedelta(seconds=context.spec.run.wait_limit))
+                            rank=context.store.rank - ranks.start, store=server,
+                            timeout=datetime.timedelta(seconds=wait_limit))
+    return server
 
 
 def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,

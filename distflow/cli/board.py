@@ -13,8 +13,9 @@ from distflow.cli.common import Verb
 from distflow.errors import InvalidInput
 from distflow.rpc.run_token import TOKEN, token_checksum
 
-_POLL, _LINGER = 0.5, 10.0
-"""Seconds between two polls, and for which the store stays after the end, so that all machines see it."""
+_POLL, _LINGER, _ANSWER = 0.5, 10.0, 30.0
+"""Seconds between two polls, for which the store stays after the end, so that all machines see it, and within
+which it answers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,27 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     exported = _exported(options.show_token)
-    from torch.distributed.distributed_c10d import PrefixStore
-
     from distflow.recovery.membership import MACHINES
-    from distflow.recovery.store import store_on
+    from distflow.store.tcp import TCPStoreClient, store_on
     from workers.elastic import BOARD
+
 
     if not 0 <= options.port < 1 << 16:
         raise InvalidInput(f"--port {options.port}: ports are numbered up to {(1 << 16) - 1}; 29400 is the usual one")
     try:
-        store = store_on(options.host, options.port)
+        store = TCPStoreClient.hosting(store_on(options.host, options.port), _ANSWER)
     except OSError as error:
         raise InvalidInput(f"no store can be served at {options.host}:{options.port}: {error.strerror}. Another one "
                            "may be there, or it is no address of this machine. Choose another  --port  or  --host") \
             from None
-    store.set("token", token_checksum(BOARD))
+    store.put("token", token_checksum(BOARD))
     print(f"on each machine:\n  export {TOKEN}={exported}\n  torchrun --standalone --nproc-per-node … "
           f"distflow/launch.py --dag … --board {options.host}:{store.port} --machines …", flush=True)
-    membership = PrefixStore(MACHINES, store)
+    membership = store.below(MACHINES)
     while True:
         number = membership.add("round", 0)
-        if number and "end" in (began := json.loads(membership.get(f"{number}/began"))):
+        if "end" in (began := json.loads(membership.get(f"{number}/began") or "{}")):
             print(f"the run has ended{': ' if began['end'] else ''}{began['end']}", flush=True)
             time.sleep(_LINGER)
             return 0

@@ -19,18 +19,16 @@ consistent state. No process decides: whoever sees a loss proposes a round, and 
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery.worker_process import WorkerContext
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import spawn
 
@@ -109,7 +107,7 @@ class Membership:
              "--machines differ; or each run needs a board of its own:  distflow board --port …"),
             ("local", str(self.local), "each machine must start as many ranks as the others: they have {}, this one "
              "{} (torchrun's --nproc-per-node)")):
-            theirs = self.store.compare_set(what, "", mine).decode()
+            theirs = self.store.put_if(what, mine, None)
             if theirs != mine:
                 raise InvalidInput(wrong.format(theirs, mine))
 
@@ -148,64 +146,67 @@ class Membership:
 
     def leave(self, round: int, block: int) -> None:
         """Report that this machine ends by itself, and is not lost."""
-        self.store.set(f"{round}/left/{block}", self.name)
+        self.store.put(f"{round}/left/{block}", self.name)
 
     def is_superseded(self, round: int) -> bool:
-        return self.store.check([f"{round + 1}/began"])
+        return self.store.has(f"{round + 1}/began")
 
     def holders(self, round: int) -> dict[int, str]:
         """Return the machine of each block that has, or had, one."""
-        members = json.loads(self.store.get(f"{round}/members"))
-        found = {block: self._holder(round, block, members) for block in range(self.most)}
+        members = json.loads(self.store.get(f"{round}/members") or "[]")
+        holders = self.store.get_all([f"{round}/holder/{block}" for block in range(self.most)])
+        found = {block: holder or "".join(members[block : block + 1]) for block, holder in enumerate(holders)}
         return {block: name for block, name in found.items() if name}
 
     def holds(self, round: int, block: int) -> bool:
         """Return whether a block is still this machine's: while it sent no heartbeat, another may have taken it."""
-        key = f"{round}/holder/{block}"
-        return not self.store.check([key]) or self.store.get(key).decode() == self.name
+        return self.store.get(f"{round}/holder/{block}") in (None, self.name)
 
     def left(self, round: int, block: int, name: str) -> bool:
         """Return whether the machine `name`, which had the block, has ended by itself."""
-        key = f"{round}/left/{block}"
-        return self.store.check([key]) and self.store.get(key).decode() == name
+        return self.store.get(f"{round}/left/{block}") == name
 
     def send_heartbeat(self, round: int, block: int, count: int) -> None:
-        self.store.set(f"{round}/heartbeat/{block}", f"{self.name} {count}")
+        self.store.put(f"{round}/heartbeat/{block}", f"{self.name} {count}")
 
     def last_heartbeat(self, round: int, block: int, name: str) -> str:
         """Return the last heartbeat of a block's machine `name`; empty if the last one there is another's."""
-        key = f"{round}/heartbeat/{block}"
-        found = self.store.get(key).decode() if self.store.check([key]) else ""
-        return found if found.startswith(f"{name} ") else ""
+        return _heartbeat_of(name, self.store.get(f"{round}/heartbeat/{block}") or "")
+
+    def signs(self, round: int) -> list[tuple[str, str]]:
+        """Return for each block which machine has ended by itself there, and the last heartbeat."""
+        keys = [f"{round}/{kind}/{block}" for kind in ("left", "heartbeat") for block in range(self.most)]
+        found = self.store.get_all(keys)
+        return list(zip(found[: self.most], found[self.most :]))
 
     def _propose(self, round: int, began: dict) -> None:
-        self.store.compare_set(f"{round + 1}/began", "", json.dumps(began))
+        self.store.put_if(f"{round + 1}/began", json.dumps(began), None)
         self._newest_round()
 
     def _newest_round(self) -> int:
         """Return the present round. Key `round` has it too, except in the middle of a proposal."""
         number = self.store.add("round", 0)
         while self.is_superseded(number):
-            self.store.compare_set("round", str(number), str(number + 1))
+            self.store.put_if("round", str(number + 1), str(number))
             number += 1
         return number
 
     def _round_record(self, round: int) -> dict:
-        return json.loads(self.store.get(f"{round}/began")) if round else {}
+        return json.loads(self.store.get(f"{round}/began") or "{}")
 
     def _wait_for_members(self, round: int, expected: list[str]) -> list[str] | None:
         """Wait until a round begins, and return its machines; None if a later round has begun first."""
         seen: dict[int, tuple[str, Silence]] = {}
         names, reported, since, mine, count = list[str](), list[str](), time.monotonic(), 0, 0
-        while not self.store.check([f"{round}/members"]):
+        while (members := self.store.get(f"{round}/members")) is None:
             if self.is_superseded(round):
                 return None
             if names != reported and time.monotonic() - since > _PATIENCE:
                 reported, why = names, self._round_record(round).get("why", "")
                 print(f"{f'{why}; ' if why else ''}waiting for machines: {len(names)} have come, and {self.least} are "
                       "enough", flush=True)
-            mine = mine or self.store.add(f"{round}/came", 1)
-            self.store.set(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
+            mine = mine or self.store.add(f"{round}/came")
+            self.store.put(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
             if (waiting := self._waiting(round, seen)) != names:
                 names, since = waiting, time.monotonic()
             quiet = time.monotonic() - since > self.silence
@@ -213,9 +214,9 @@ class Membership:
                                              or expected and set(expected) <= set(names)):
                 ordered = sorted(names, key=lambda name: (name not in expected, expected.index(name)
                                                           if name in expected else names.index(name)))
-                self.store.compare_set(f"{round}/members", "", json.dumps(ordered[: self.most]))
+                self.store.put_if(f"{round}/members", json.dumps(ordered[: self.most]), None)
             time.sleep(_POLL)
-        return json.loads(self.store.get(f"{round}/members"))
+        return json.loads(members)
 
     def _waiting(self, round: int, seen: dict[int, tuple[str, Silence]]) -> list[str]:
         """Return the machines that wait for a round to begin, in the order in which they came. One counts once its
@@ -223,9 +224,8 @@ class Membership:
         heartbeat of each that this machine has seen, and how long it has been silent."""
         found = []
         for each in range(1, self.store.add(f"{round}/came", 0) + 1):
-            key = f"{round}/waits/{each}"
-            if self.store.check([key]):
-                heartbeat, name = self.store.get(key).decode().split(" ", 1)
+            if (waits := self.store.get(f"{round}/waits/{each}")) is not None:
+                heartbeat, name = waits.split(" ", 1)
                 first, silence = seen.setdefault(each, (heartbeat, Silence(self.silence / 2)))
                 lives = silence.of(heartbeat) <= self.silence and (heartbeat != first or name == self.name)
                 found += [name] if lives else []
@@ -253,15 +253,15 @@ class Membership:
 
     def _take(self, round: int, block: int, before: str) -> bool:
         key = f"{round}/holder/{block}"
-        if not self.store.check([key]):
-            before = ""
-        return self.store.compare_set(key, before, self.name).decode() == self.name  # another's silence ends with it
+        holder = self.store.get(key)
+        return holder in (None, before) and self.store.put_if(key, self.name, holder) == self.name
 
     def _holder(self, round: int, block: int, members: list[str]) -> str:
-        key = f"{round}/holder/{block}"
-        if self.store.check([key]):
-            return self.store.get(key).decode()
-        return members[block] if block < len(members) else ""
+        return self.store.get(f"{round}/holder/{block}") or (members[block] if block < len(members) else "")
+
+
+def _heartbeat_of(name: str, heartbeat: str) -> str:
+    return heartbeat if heartbeat.startswith(f"{name} ") else ""
 
 
 def host_of(name: str) -> str:
@@ -283,28 +283,34 @@ class MachineHeartbeat:
 
 
 def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
-    with contextlib.suppress(dist.DistError):  # the supervisors, too, find out that there is no store
-        store = membership.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        _listen(replace(membership, store=store), rendezvous)
-
-
-def _listen(membership: Membership, rendezvous: Rendezvous) -> None:
-    """Send and check heartbeats until this machine's part of the round ends."""
-    silences = {block: Silence(membership.silence / 2) for block in range(rendezvous.blocks)}
-    count, reported = 0, set()
-    while not membership.is_superseded(rendezvous.number) and membership.holds(rendezvous.number, rendezvous.block):
-        membership.send_heartbeat(rendezvous.number, rendezvous.block, count := count + 1)
-        for block, name in membership.holders(rendezvous.number).items():
-            if block == rendezvous.block or name in reported or membership.left(rendezvous.number, block, name) or \
-                    silences[block].of((name, membership.last_heartbeat(rendezvous.number, block, name))) \
-                    <= membership.silence:
-                continue
-            reported.add(name)
-            first = block * membership.local
-            what = (f"machine {host_of(name)} (ranks {first} to {first + membership.local - 1}) has given no sign "
-                    f"of life for {membership.silence:g} s")
-            if block < membership.vital:
-                membership.propose(rendezvous.number, what, lost=block)
-            elif rendezvous.block == 0:
-                print(f"{what}; the others sample on, and another may take its place", flush=True)
+    """Send and check heartbeats until this machine's part of the round ends, or there is no store any more."""
+    silences, reported = {block: Silence(membership.silence / 2) for block in range(rendezvous.blocks)}, set[str]()
+    for count in itertools.count(1):
+        try:
+            if membership.is_superseded(rendezvous.number) or not membership.holds(rendezvous.number, rendezvous.block):
+                return
+            membership.send_heartbeat(rendezvous.number, rendezvous.block, count)
+            _report_losses(membership, rendezvous, silences, reported)
+        except StoreUnavailable as error:
+            if error.gone:  # the supervisors find out too
+                return
         time.sleep(HEARTBEAT_SECONDS)
+
+
+def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dict[int, Silence],
+                   reported: set[str]) -> None:
+    """Propose the next round for each machine that trains and is silent; say once which others are."""
+    signs = membership.signs(rendezvous.number)
+    for block, name in membership.holders(rendezvous.number).items():
+        left, heartbeat = signs[block]
+        if block == rendezvous.block or name in reported or left == name or \
+                silences[block].of((name, _heartbeat_of(name, heartbeat))) <= membership.silence:
+            continue
+        first = block * membership.local
+        what = (f"machine {host_of(name)} (ranks {first} to {first + membership.local - 1}) has given no sign "
+                f"of life for {membership.silence:g} s")
+        if block < membership.vital:
+            membership.propose(rendezvous.number, what, lost=block)
+        elif rendezvous.block == 0:
+            print(f"{what}; the others sample on, and another may take its place", flush=True)
+        reported.add(name)

@@ -14,11 +14,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import RpcError, Unreachable
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 
@@ -139,11 +139,10 @@ class PeerReplica:
         return time.monotonic() - began
 
     def _address(self) -> tuple[str, int]:
-        store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        if not store.check([self.key]):
+        if (found := self.store.get(self.key)) is None:
             raise Unreachable("no supervisor has said where it takes it. The machine that is to keep it is not there, "
                               "or DISTFLOW_HOST is not set on it: write  export DISTFLOW_HOST=…  with its own address")
-        address = json.loads(store.get(self.key))
+        address = json.loads(found)
         if isinstance(address, str):
             raise Unreachable(address)
         return tuple(address)
@@ -159,5 +158,5 @@ def _step_of(slot: Slot | None) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    known = isinstance(error, (OSError, RpcError, dist.DistError)) and str(error)
+    known = isinstance(error, (OSError, RpcError, StoreUnavailable)) and str(error)
     return known or f"{type(error).__name__} {error}".strip()

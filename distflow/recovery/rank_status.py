@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-
 from distflow.config.run import Phase
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry import heartbeat, timeline
 
 _SHOWN = 8
@@ -28,14 +26,14 @@ class RankStatus:
         self.activity = f"is in step {heart.page.step}, {doing}" if heart.page.step else f"is {doing}"
         heart.enter(phase)
         timeline.current().enter(doing, phase, heart.page.step, node)
-        with contextlib.suppress(dist.DistError):  # the work may go on without the store
-            self.store.set(f"status/{self.rank}", f"{time.time()} {self.activity}")
+        with contextlib.suppress(StoreUnavailable):  # the work may go on without the store
+            self.store.post(f"status/{self.rank}", f"{time.time()} {self.activity}")
 
     def missing(self) -> str:
         """Return which ranks do something else than this one, and for how long; empty if that is unknown."""
         try:
             elsewhere = [line for rank in range(self.ranks) if (line := self._elsewhere(rank))]
-        except dist.DistError:
+        except StoreUnavailable:
             return ""  # the store ended with the machine that hosted it
         if not elsewhere:
             return "no rank says that it is elsewhere: all had come as far as this one when one ended or was cut off"
@@ -43,7 +41,7 @@ class RankStatus:
         return "; ".join(elsewhere[:_SHOWN]) + more
 
     def _elsewhere(self, rank: int) -> str:
-        if not self.store.check([f"status/{rank}"]):
+        if (status := self.store.get(f"status/{rank}")) is None:
             return f"rank {rank} has not begun"
-        since, _, activity = self.store.get(f"status/{rank}").decode().partition(" ")
+        since, _, activity = status.partition(" ")
         return f"rank {rank} {activity}, for {time.time() - float(since):.0f} s" if activity != self.activity else ""

@@ -17,12 +17,11 @@ import time
 from functools import partial
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 from distflow.recovery.snapshots import HEAD, Slot, Snapshots, StateShard, end_of
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused, RpcError
 from distflow.rpc.server import Server
+from distflow.store.interface import Store
 from distflow.telemetry.processes import Child, spawn
 
 _log = logging.getLogger("distflow.recovery")
@@ -65,8 +64,7 @@ def _serve(replicas: Snapshots, token: bytes, host: str, store: Store, key: str)
         address = Server(token, host, 0, ReplicaReceiver(replicas).serve, _log).start()
     except RpcError as error:
         address = f"{error}. Is DISTFLOW_HOST an address of that machine?"
-    own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    own.set(key, json.dumps(address))
+    store.put(key, json.dumps(address))
     if not isinstance(address, str):
         threading.Event().wait()
 

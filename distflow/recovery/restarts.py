@@ -6,6 +6,7 @@ the next attempt; the store takes the first proposal, and all others follow it.
     in the store, below restarts/GROUP
     N                     attempt N, as JSON
     N/failed/R, N/done/R  the failure of rank R in attempt N; that rank R has nothing left to do
+    N/failures            how many failures there were
     before round N        the newest attempt at the beginning of a rendezvous round
 """
 
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from distflow.store.interface import Store
 
 _SETTLE, _POLL = 5.0, 0.02
 """Seconds that a rank which only missed another waits for that rank's own failure, and between two looks."""
@@ -38,7 +39,8 @@ class Failure:
     missed another rank. hopeless: it would fail the next time too. silent: seconds without progress when the failure
     was detected. code: exit status of the supervisor if no attempt follows. outside: the worker was killed or stopped
     from outside, which says nothing about the program. required_process: a process that the whole group needs has
-    ended, and each supervisor of the group starts its own one again.
+    ended, and each supervisor of the group starts its own one again. order: in which the store was told of the failures
+    of an attempt; machines have different clocks.
     """
 
     rank: int
@@ -53,7 +55,7 @@ class Failure:
     code: int = 1
     outside: bool = False
     required_process: bool = False
-    time: float = field(default_factory=time.time)
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Attempt:
         return json.dumps(asdict(self))
 
     @classmethod
-    def unpack(cls, text: bytes) -> Attempt:
+    def unpack(cls, text: str) -> Attempt:
         fields = json.loads(text)
         return cls(fields["number"], tuple(Failure(**each) for each in fields["failures"]), fields["end"])
 
@@ -83,12 +85,12 @@ class RestartCoordinator:
     """
 
     def __init__(self, store: Store, restart_group: RestartGroup, rank: int, budget: int | None):
-        self.store = PrefixStore(f"restarts/{restart_group.name}", store)
+        self.store = store.below(f"restarts/{restart_group.name}")
         self.restart_group, self.rank, self.budget = restart_group, rank, budget
 
     def is_superseded(self, attempt: Attempt) -> bool:
         """Return whether the next attempt has begun, or there is known to be none."""
-        return self.store.check([str(attempt.number + 1)])
+        return self.store.has(str(attempt.number + 1))
 
     def newest(self) -> Attempt:
         attempt = Attempt()
@@ -98,7 +100,7 @@ class RestartCoordinator:
 
     def before(self, round: int) -> Attempt:
         """Return the last attempt that had begun when the first of the group's ranks joined a rendezvous round."""
-        number = int(self.store.compare_set(f"before round {round}", "", str(self.newest().number)))
+        number = int(self.store.put_if(f"before round {round}", str(self.newest().number), None))
         attempt = Attempt()
         while attempt.number < number:
             attempt = self.next(attempt, None)
@@ -108,32 +110,36 @@ class RestartCoordinator:
         """Return the next attempt: proposed here if this rank has seen a failure, else the one that others began."""
         if failure is not None:
             self._fail(attempt, failure)
-        return Attempt.unpack(self.store.get(str(attempt.number + 1)))
+        while (found := self.store.get(str(attempt.number + 1))) is None:
+            self.store.wait([str(attempt.number + 1)], self.store.deadline.seconds)
+        return Attempt.unpack(found)
 
     def renew(self, attempt: Attempt) -> Attempt:
-        self.store.compare_set(str(attempt.number + 1), "", replace(attempt, number=attempt.number + 1).pack())
-        return Attempt.unpack(self.store.get(str(attempt.number + 1)))
+        following = replace(attempt, number=attempt.number + 1)
+        return Attempt.unpack(self.store.put_if(str(following.number), following.pack(), None))
 
     def done(self, attempt: Attempt) -> None:
-        self.store.set(f"{attempt.number}/done/{self.rank}", "")
+        self.store.put(f"{attempt.number}/done/{self.rank}", "")
 
     def all_done(self, attempt: Attempt) -> bool:
-        return self.store.check([f"{attempt.number}/done/{rank}" for rank in self.restart_group.ranks])
+        return self.store.has(*(f"{attempt.number}/done/{rank}" for rank in self.restart_group.ranks))
 
     def _fail(self, attempt: Attempt, failure: Failure) -> None:
-        self.store.set(f"{attempt.number}/failed/{self.rank}", json.dumps(asdict(failure)))
+        failure = replace(failure, order=self.store.add(f"{attempt.number}/failures"))
+        self.store.put(f"{attempt.number}/failed/{self.rank}", json.dumps(asdict(failure)))
         until = time.monotonic() + _SETTLE
         while failure.symptom and not self.is_superseded(attempt) and time.monotonic() < until:
             time.sleep(_POLL)
+        if self.is_superseded(attempt):
+            return
         before = (replace(each, details="") for each in attempt.failures)  # they were shown
         failures = (*before, self._first(attempt))
         end = verdict(failures, self.budget)
-        self.store.compare_set(str(attempt.number + 1), "", Attempt(attempt.number + 1, failures, end).pack())
+        self.store.put_if(str(attempt.number + 1), Attempt(attempt.number + 1, failures, end).pack(), None)
 
     def _first(self, attempt: Attempt) -> Failure:
-        keys = [f"{attempt.number}/failed/{rank}" for rank in self.restart_group.ranks]
-        found = [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
-        return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.time))
+        found = [Failure(**json.loads(text)) for text in self.store.list(f"{attempt.number}/failed/").values()]
+        return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.order))
 
 
 def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:

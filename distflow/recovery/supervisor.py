@@ -26,8 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from distflow.config.run import Robust
 from distflow.errors import CheckpointError
 from distflow.plan import ROLLOUT
@@ -38,7 +36,7 @@ from distflow.recovery.hooks import When, may_exist
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.membership import ElasticMember
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup
-from distflow.recovery.store import Store
+from distflow.recovery.store import RunStore
 from distflow.recovery.worker_process import (
     FAILED,
     INVALID,
@@ -47,6 +45,7 @@ from distflow.recovery.worker_process import (
     become_worker,
     read_exit_report,
 )
+from distflow.store.interface import StoreUnavailable
 from distflow.telemetry import events
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
@@ -75,6 +74,7 @@ def stop_message(folder: Path, step: int) -> str:
 
 
 _POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
+_GLANCE = 0.5  # seconds within which the store must answer while a worker is watched
 _GRACE = 5.0  # seconds that a worker has to clean up after it was told to end
 _EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that come from outside; a program's own mistake ends it by others, as SIGSEGV, or by the kernel's SIGKILL
@@ -116,7 +116,7 @@ class Supervisor:
         lock: of the run's folder, to be held as soon as the folder exists.
     """
 
-    def __init__(self, store: Store, restart_group: RestartGroup, work: Callable[[WorkerContext], bool | None],
+    def __init__(self, store: RunStore, restart_group: RestartGroup, work: Callable[[WorkerContext], bool | None],
                  folder: Path, settings: Robust, required_processes: Mapping[int, str],
                  is_obsolete: Callable[[], bool] = lambda: False, should_run: Callable[[], bool] = lambda: True,
                  live_config: LiveConfig | None = None, hooks: Callable[[When, Attempt], None] | None = None,
@@ -169,9 +169,8 @@ class Supervisor:
                     return self._wait_for_run_end()
         except TerminationRequested as request:
             return self._exit_on_signal(request.args[0])
-        except dist.DistError as error:
-            print(f"[rank {self.rank}] the board does not answer; torchrun, which keeps it, or its machine may "
-                  f"have ended: {error}", file=sys.stderr, flush=True)
+        except StoreUnavailable as error:
+            print(f"[rank {self.rank}] {error}", file=sys.stderr, flush=True)
             return FAILED
         finally:
             self._handle_signals(signal.SIG_IGN)
@@ -192,10 +191,10 @@ class Supervisor:
         """Wait a moment for the workers of the group to end: what this process then prints stands last on the
         screen."""
         self._handle_signals(signal.SIG_IGN)  # torchrun ends this process as soon as another of the group has left
-        self.store.set(_FAILED, "")
-        self.store.set(f"{_FAILED}/{self.rank}", "")
+        self.store.put(_FAILED, "")
+        self.store.put(f"{_FAILED}/{self.rank}", "")
         keys, until = [f"{_FAILED}/{rank}" for rank in self.group.ranks], time.monotonic() + _GRACE
-        while not self.store.check(keys) and time.monotonic() < until:
+        while not self.store.has(*keys) and time.monotonic() < until:
             time.sleep(_POLL / 4)
 
     def _on_signal(self, number: int, _: object) -> None:
@@ -253,12 +252,13 @@ class Supervisor:
         """Check what concerns the supervisor: its parent, membership, the run folder's lock, a request to end."""
         if self.orphaned:  # SIGTERM may have come while threads of torchrun were still alive
             raise TerminationRequested(self.signal or signal.SIGTERM)
-        if self.elastic:
-            self.elastic.poll()
+        if self.signal and time.monotonic() - self.signalled_at > self.shutdown_timeout:
+            raise TerminationRequested(self.signal)
         if self.lock and self.heartbeat.read().phase != "starting":
             self.lock.hold()  # not before: NFS cannot remove the folder of a start that fails while a file is open
-        late = time.monotonic() - self.signalled_at > self.shutdown_timeout
-        if self.signal and (late or self.store.check([_FAILED])):
+        if self.elastic:
+            self.elastic.poll()
+        if self.signal and self.store.has(_FAILED):
             raise TerminationRequested(self.signal)
 
     def _wait_until_scaled_up(self) -> bool:
@@ -312,12 +312,12 @@ class Supervisor:
                 self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
             status = self._end_worker()
             seconds, report = round(time.monotonic() - began, 3), read_exit_report(pipe.fileno())
+            self._record("worker ended", life=attempt.number, status=status, seconds=seconds)
             if end is _WorkerEnd.DONE and report == RELOAD:
                 end = _WorkerEnd.RELOAD
             elif end is _WorkerEnd.DONE and status:
                 end = _WorkerEnd.SUPERSEDED if self.restarts.is_superseded(attempt) else \
                     self._failure_of_exit(status, report)
-            self._record("worker ended", life=attempt.number, status=status, seconds=seconds)
         self.steps_done += self.heartbeat.read().finished
         return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.is_obsolete() else end
 
@@ -327,6 +327,7 @@ class Supervisor:
         for descriptor in (worker.ended, *self.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
         self.monitor.begin(self.heartbeat)
+        answered = time.monotonic()
         while True:
             ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
             lost = [self.required_processes[each] for each in ready if each in self.required_processes]
@@ -334,18 +335,29 @@ class Supervisor:
                 return self._failure(lost[0], outside=True, required_process=True)
             if worker.ended in ready:
                 return _WorkerEnd.DONE
-            self._poll()
-            if self.restarts.is_superseded(attempt):
-                return _WorkerEnd.SUPERSEDED
-            if not self.should_run():
-                return _WorkerEnd.SCALED_DOWN
-            if self.group.group == ROLLOUT and self.live_config \
-                    and self.live_config.newest() > self.context.config_change:
-                return _WorkerEnd.RELOAD
+            try:
+                with self.store.within(_GLANCE):
+                    if end := self._due_end(attempt):
+                        return end
+                answered = time.monotonic()
+            except StoreUnavailable as error:  # nothing is decided, and the worker goes on
+                if error.gone or time.monotonic() - answered > self.store.deadline.seconds:
+                    raise
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
                 return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
                                      symptom=finding.symptom, silent=finding.silent, outside=held)
+
+    def _due_end(self, attempt: Attempt) -> _WorkerEnd | None:
+        """Return how the worker should end now; None if it should not."""
+        self._poll()
+        if self.restarts.is_superseded(attempt):
+            return _WorkerEnd.SUPERSEDED
+        if not self.should_run():
+            return _WorkerEnd.SCALED_DOWN
+        if self.group.group == ROLLOUT and self.live_config and self.live_config.newest() > self.context.config_change:
+            return _WorkerEnd.RELOAD
+        return None
 
     def _end_worker(self) -> int:
         """End the worker if it lives, and return its exit status, negative for a signal.

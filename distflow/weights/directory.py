@@ -14,15 +14,13 @@ import time
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion
 
 HEARTBEAT_SECONDS, DEAD_SECONDS = 0.5, 3.0
 """Seconds between two heartbeats, and without one after which a holder counts as dead."""
-_HEADS, _NEWEST, _ABSENT = "heads", "newest", "-"
+_PUBLISHED = "published"
 _KEPT = 3
 """Versions that the store remembers: when no process has all of the newest any more, the one before may be available.
 """
@@ -61,18 +59,16 @@ class SourceEntry:
         return json.dumps([self.address, self.rank, held, self.source, self.serving, self.heartbeat])
 
     @classmethod
-    def unpack(cls, who: str, text: bytes) -> SourceEntry:
+    def unpack(cls, who: str, text: str) -> SourceEntry:
         (host, port), rank, held, source, serving, heartbeat = json.loads(text)
         return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, heartbeat)
 
 
 class Directory:
-    """A process's view of the directory, and its own entry there; by a connection of its own, so that a wait on
-    `store` does not delay heartbeats."""
+    """A process's view of the directory, and its own entry there."""
 
     def __init__(self, store: Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
-        own: Store = store.clone()  # type: ignore[reportAttributeAccessIssue]: torch's stub lacks it
-        self.store, self.mine, self.dead = PrefixStore("weights", own), entry, dead
+        self.store, self.mine, self.dead = store.below("weights"), entry, dead
         self.silences: dict[str, Silence] = {}
         self.last: dict[str, SourceEntry] = {}
         self.read_at = 0.0
@@ -90,7 +86,7 @@ class Directory:
                 return
             if changed != self.mine or not self.mine.heartbeat:
                 self.mine = replace(changed, heartbeat=self.mine.heartbeat + 1)
-                self.store.set(f"holder/{self.mine.who}", self.mine.pack())
+                self.store.put(f"holder/{self.mine.who}", self.mine.pack())
 
     def update_later(self, **changes: Any) -> None:
         """Change this process's entry with the next heartbeat."""
@@ -99,19 +95,47 @@ class Directory:
 
     def newest(self) -> str:
         """Return the key of the newest version; "" if there is none."""
-        return self.read(_NEWEST)
+        return next(iter(self._published()[2]), "")
 
     def heads(self) -> list[PublishedVersion]:
         """Return the versions that were published last, the newest first."""
-        return [PublishedVersion.unpack(text) for text in self.read(_HEADS).splitlines()]
+        keys = self._published()[2]
+        return [PublishedVersion.unpack(text) for text in self.store.get_all([f"head/{key}" for key in keys]) if text]
 
-    def reveal(self, head: PublishedVersion, old: list[PublishedVersion]) -> bool:
-        """Make `head` the newest version, unless another one has become that since `old` was read."""
-        expected, text = ("\n".join(each.pack() for each in heads) for heads in (old, [head, *old][:_KEPT]))
-        if self.store.compare_set(_HEADS, expected, text).decode() != text:
-            return False
-        self.store.set(_NEWEST, head.key)
-        return True
+    @property
+    def attempt(self) -> str:
+        """The trainer's present attempt, whose ranks alone can publish; "" before the first."""
+        return self._published()[1]
+
+    def begin(self, attempt: str) -> None:
+        """Make `attempt` the present one. What an earlier one has published stays."""
+        while True:
+            before, _, keys = self._published()
+            if self._publish(before, attempt, keys):
+                return
+
+    def reveal(self, head: PublishedVersion) -> bool:
+        """Make `head` the newest version, in one write; False if its attempt is not the present one."""
+        self.store.put(f"head/{head.key}", head.pack())
+        while True:
+            before, attempt, keys = self._published()
+            if attempt != head.attempt:
+                self.store.delete(f"head/{head.key}")
+                return False
+            if self._publish(before, attempt, [head.key, *keys][:_KEPT]):
+                for forgotten in keys[_KEPT - 1 :]:
+                    self.store.delete(f"head/{forgotten}")
+                return True
+
+    def _published(self) -> tuple[str | None, str, list[str]]:
+        """Return the value as it is, and what it says: the present attempt, and the newest versions' keys."""
+        text = self.store.get(_PUBLISHED)
+        attempt, keys = json.loads(text) if text else ("", [])
+        return text, attempt, keys
+
+    def _publish(self, before: str | None, attempt: str, keys: list[str]) -> bool:
+        text = json.dumps([attempt, keys])
+        return self.store.put_if(_PUBLISHED, text, before) == text
 
     def holders(self, age: float = 0.0) -> dict[str, SourceEntry]:
         """Return the entries of the other living holders, by name, at most `age` seconds old."""
@@ -120,11 +144,9 @@ class Directory:
         return self.last
 
     def _holders(self) -> dict[str, SourceEntry]:
-        keys = [key for key in self.store.list_keys() if key.startswith("holder/")]
         found: dict[str, SourceEntry] = {}
-        for key, text in zip(keys, self.store.multi_get(keys) if keys else ()):
-            who = key.removeprefix("holder/")
-            if not text or who == self.mine.who:
+        for key, text in self.store.list("holder/").items():
+            if (who := key.removeprefix("holder/")) == self.mine.who:
                 continue
             entry = SourceEntry.unpack(who, text)
             if self.silences.setdefault(who, Silence()).of(entry.heartbeat) > self.dead:
@@ -134,19 +156,14 @@ class Directory:
         return found
 
     def forget(self, who: str) -> None:
-        """Clear an entry. The key stays: a reader between `list_keys` and `multi_get` would wait for it."""
+        """Remove an entry."""
         self.silences.pop(who, None)
-        self.store.set(f"holder/{who}", "")
-
-    def read(self, key: str) -> str:
-        """Return a value, empty if there is none; `get` would wait for it."""
-        found = self.store.compare_set(key, _ABSENT, _ABSENT).decode()
-        return "" if found == _ABSENT else found
+        self.store.delete(f"holder/{who}")
 
     def close(self) -> None:
         self.over.set()
         self.thread.join()
-        with contextlib.suppress(DistError), self.lock:
+        with contextlib.suppress(StoreUnavailable), self.lock:
             self.forget(self.mine.who)
 
     def _send_heartbeats(self) -> None:
@@ -154,6 +171,7 @@ class Directory:
             try:
                 with self.lock:
                     self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
-                    self.store.set(f"holder/{self.mine.who}", self.mine.pack())
-            except DistError:
-                return  # the store has ended, and with it the run
+                    self.store.put(f"holder/{self.mine.who}", self.mine.pack())
+            except StoreUnavailable as error:
+                if error.gone:  # and with it the run
+                    return

@@ -28,12 +28,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
+from distflow.store.interface import Store
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.delta import encode
@@ -209,7 +209,7 @@ class SourceServer:
         return found
 
 
-_LOOK = 0.02
+_LOOK, _PATIENCE = 0.02, 1.0  # seconds between two looks at who has come, of rank 0 and of others
 
 
 class Publisher:
@@ -295,41 +295,46 @@ class Publisher:
 
     def _count_in(self, version: int, share: ManifestDigest) -> None:
         store, base = self.directory.store, f"parts/{self.attempt}/{version}"
-        store.set(f"{base}/{self.rank}", json.dumps(share))
-        if store.add(f"{base}/count", 1) < self.ranks:
+        store.put(f"{base}/{self.rank}", json.dumps(share))
+        if store.add(f"{base}/count") < self.ranks:
             return
         keys = [f"{base}/{rank}" for rank in range(self.ranks)]
-        shares = tuple(ManifestDigest(*json.loads(text)) for text in store.multi_get(keys))
-        head, revealed = PublishedVersion(version, self.attempt, shares), False
-        while not revealed:
-            old = self.directory.heads()
-            if self.directory.read("attempt") != self.attempt:
-                raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
-                                   "a process of an earlier attempt. End it")
-            revealed = self.directory.reveal(head, old)
+        found = store.get_all(keys)
+        if not all(found):  # the store has counted a rank twice; the last one has all
+            return
+        shares = tuple(ManifestDigest(*json.loads(text)) for text in found)
+        if not self.directory.reveal(PublishedVersion(version, self.attempt, shares)):
+            raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
+                               "a process of an earlier attempt. End it")
         for name in [f"{base}/count", *keys]:
-            store.delete_key(name)
+            store.delete(name)
 
     def _meet(self, limit: float) -> str:
-        """Return the id of this attempt of the trainer. Rank 0 proposes all ranks' nonces; ranks of an earlier attempt
-        cannot agree to a proposal with the nonces of this one."""
-        store, mine, deadline = self.directory.store, secrets.token_hex(8), time.monotonic() + limit
-        store.set(f"meeting/{self.rank}", mine)
-        while True:
-            present = [self.directory.read(f"meeting/{rank}") for rank in range(self.ranks)]
-            if self.rank == 0 and all(present):
-                store.set("proposal", json.dumps(present))
-            proposal = self.directory.read("proposal")
-            if proposal and len(agreed := json.loads(proposal)) == self.ranks and agreed[self.rank] == mine:
-                attempt = digest(proposal.encode())
-                store.set(f"agrees/{self.rank}", attempt)
-                if self.rank == 0 and all(self.directory.read(f"agrees/{rank}") == attempt
-                                          for rank in range(self.ranks)):
-                    store.set("attempt", attempt)
-                if self.directory.read("attempt") == attempt:
-                    return attempt
-            if time.monotonic() > deadline:
-                missing = [rank for rank, nonce in enumerate(present) if not nonce] or "one that began earlier"
-                raise WeightsLate(f"rank {self.rank} of the trainer has waited {limit:.0f} s for the others to make "
-                                  f"their Publisher; missing: {missing}. All ranks of a trainer start together")
-            time.sleep(_LOOK)
+        """Return the id of this attempt of the trainer. Rank 0 proposes one to the nonces of all ranks; ranks of an
+        earlier attempt have other nonces. Whoever agrees last begins it."""
+        store, mine, agreed, deadline = self.directory.store, secrets.token_hex(8), "", time.monotonic() + limit
+        store.put(f"meeting/{self.rank}", mine)
+        pause, present = _LOOK * (1 + self.ranks / 100) if self.rank == 0 else _PATIENCE, list[str]()
+        while time.monotonic() < deadline:
+            if self.rank == 0:
+                present = self._propose(present)
+            if store.wait([f"proposal/{mine}"], pause) and (attempt := store.get(f"proposal/{mine}")) != agreed:
+                agreed = attempt or ""
+                if store.add(f"agrees/{agreed}") >= self.ranks:
+                    self.directory.begin(agreed)
+                    store.put(f"met/{agreed}", "")
+            if agreed and store.wait([f"met/{agreed}"], pause):
+                return agreed
+        present = store.get_all([f"meeting/{rank}" for rank in range(self.ranks)])
+        missing = [rank for rank, nonce in enumerate(present) if not nonce] or "one that began earlier"
+        raise WeightsLate(f"rank {self.rank} of the trainer has waited {limit:.0f} s for the others to make "
+                          f"their Publisher; missing: {missing}. All ranks of a trainer start together")
+
+    def _propose(self, before: list[str]) -> list[str]:
+        """Propose an attempt to all ranks if they are not those of `before`; return their nonces."""
+        present = self.directory.store.get_all([f"meeting/{rank}" for rank in range(self.ranks)])
+        if present != before and all(present):
+            attempt = digest(json.dumps(present).encode())
+            for nonce in present:
+                self.directory.store.put(f"proposal/{nonce}", attempt)
+        return present

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy
-from torch.distributed.distributed_c10d import Store
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
+from distflow.store.interface import Store
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, IncomingChunks, Weights

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from stores import CountingStore, hosted
 
 from distflow.errors import DistflowError
-from distflow.recovery.membership import Membership, Rendezvous, host_of
-from distflow.recovery.store import store_on
+from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
+from distflow.telemetry.heartbeat import Silence
 
 LONG = 600.0
 
 
 @pytest.fixture
 def store():
-    return store_on("127.0.0.1")
+    return hosted()
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def machine(store, name: str, least: int = 2, most: int = 3, grows: bool = False, silence: float = LONG,
             losses: int = 20) -> Membership:
     """Of three blocks the first one trains, or all do."""
-    return Membership(store.clone(), name, 1, least, most, most if grows else 1, grows, silence, losses)
+    return Membership(store, name, 1, least, most, most if grows else 1, grows, silence, losses)
 
 
 def joined(pool: ThreadPoolExecutor, *machines: Membership) -> list[Rendezvous | None]:
@@ -60,9 +61,9 @@ def test_enough_begin_when_no_other_comes(store, pool):
 
 def test_machines_that_died_while_they_came_are_not_waited_for(store, pool):
     """One was killed between its two writes, another one before the round began."""
-    store.add("0/came", 1)
-    store.add("0/came", 1)
-    store.set("0/waits/2", "7 dead")
+    store.add("0/came")
+    store.add("0/came")
+    store.put("0/waits/2", "7 dead")
     rounds = joined(pool, *(machine(store, name, silence=1.0) for name in "ab"))
     assert sorted(round.block for round in rounds) == [0, 1]
     assert sorted(json.loads(store.get("0/members"))) == ["a", "b"]
@@ -79,6 +80,16 @@ def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
     spare = machine(store, "d", most=2, silence=1.0)
     assert spare._take(0, 1, lost.name)
     assert machines[0].last_heartbeat(0, 1, spare.name) == "", "it has the block before its first heartbeat"
+
+
+def test_a_look_at_all_machines_costs_the_store_the_same_however_many_there_are(store):
+    for machines in (2, 64):
+        counting = CountingStore(store.port)
+        mine = Membership(counting.below(str(machines)), "a", 1, 2, machines, 1, False, LONG, 20)
+        counting.put(f"{machines}/0/members", json.dumps([f"machine-{number}" for number in range(machines)]))
+        counting.operations.clear()
+        _report_losses(mine, Rendezvous(0, 0, machines), {block: Silence() for block in range(machines)}, set())
+        assert len(counting.operations) <= 3
 
 
 def test_those_that_are_left_begin_again_in_their_order(store, pool):
@@ -115,11 +126,11 @@ def test_the_block_of_one_that_samples_is_taken_once(store, pool):
 
 def _beats(machines: list[Membership], stop: threading.Event) -> None:
     """Whoever has taken the block goes on to live in it."""
-    count, store = 100, machines[0].store.clone()
+    count, store = 100, machines[0].store
     while not stop.wait(0.05):
         count += 1
-        if store.check(["0/holder/1"]):
-            store.set("0/heartbeat/1", f"{store.get('0/holder/1').decode()} {count}")
+        if holder := store.get("0/holder/1"):
+            store.put("0/heartbeat/1", f"{holder} {count}")
 
 
 def _until_one(futures: list[Future]) -> Iterator[Future]:

@@ -6,7 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
+from stores import hosted
 
 from distflow.config.run import Robust
 from distflow.recovery import out_of_memory
@@ -25,7 +25,7 @@ def test_the_cause_of_a_kill_is_no_more_than_is_known(monkeypatch, before, now, 
 @pytest.mark.parametrize(("now", "outside"), [(3, True), (4, False)])
 def test_what_the_kernel_ends_for_its_memory_is_not_ended_by_somebody_else(tmp_path, monkeypatch, now, outside):
     """The same batch would not fit the next time either."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     supervisor = Supervisor(SimpleNamespace(rank=0, store=store), RestartGroup("the run", range(1), "ranks"), print,
                             tmp_path, Robust(), {})
     supervisor.kills_before = 3

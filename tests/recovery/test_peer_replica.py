@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from stores import hosted
 
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import HEAD, Slot, Snapshots, StateShard
-from distflow.recovery.store import store_on
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Refused
 from distflow.rpc.messages import frame
@@ -49,7 +49,7 @@ def test_who_keeps_whose_copies(training, local, blocks, expected):
 
 @pytest.fixture
 def store():
-    return store_on("127.0.0.1")
+    return hosted()
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def start(store, replicas) -> Iterator[Callable[[], ReplicaServer]]:
     servers = []
 
     def begin() -> ReplicaServer:
-        store.delete_key(KEY)
+        store.delete(KEY)
         servers.append(ReplicaServer(replicas, TOKEN, "127.0.0.1", store, KEY))
-        store.wait([KEY])
+        store.wait([KEY], 60.0)
         return servers[-1]
 
     yield begin
@@ -171,13 +171,13 @@ def test_a_server_that_has_ended_is_followed_by_another(rank, start, replicas, s
     replica_server = start()
     assert rank.step(1)
     rank.arrived()
-    store.delete_key(KEY)
+    store.delete(KEY)
     (first := replica_server.process).signal(signal.SIGKILL)
     until = time.monotonic() + 60
     while replica_server.process in (None, first):
         replica_server.poll()
         assert time.monotonic() < until
-    store.wait([KEY])
+    store.wait([KEY], 60.0)
     assert rank.step(2)
     rank.arrived()
     assert steps(replicas) == [1, 2]
@@ -231,7 +231,7 @@ def test_no_server_listens_there(rank, store, replicas, capsys, host, why):
     """192.0.2.1 is no machine's address (RFC 5737)."""
     replica_server = host and ReplicaServer(replicas, TOKEN, host, store, KEY)
     if replica_server:
-        store.wait([KEY])
+        store.wait([KEY], 60.0)
     assert rank.step(1)
     rank.arrived()
     assert why in capsys.readouterr().err

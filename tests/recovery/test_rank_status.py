@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
+from stores import hosted
 
 from distflow.recovery.rank_status import RankStatus
 
 
 @pytest.fixture
 def ranks() -> list[RankStatus]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     return [RankStatus(store, rank, 12) for rank in range(12)]
 
 

@@ -13,9 +13,11 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from stores import client, hosted
 
 from distflow.recovery import restarts
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, verdict
+from distflow.store.tcp import TCPStoreClient
 
 
 def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
@@ -58,12 +60,12 @@ def test_what_happens_again_is_a_mistake(failures, budget, why):
 
 @pytest.fixture
 def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted()
 
 
-def rank_of(store: dist.Store, rank: int, ranks: int = 3, name: str = "trainer",
+def rank_of(store: TCPStoreClient, rank: int, ranks: int = 3, name: str = "trainer",
             budget: int = 20) -> RestartCoordinator:
-    return RestartCoordinator(store.clone(), RestartGroup(name, range(ranks), "trainer"), rank, budget)
+    return RestartCoordinator(store, RestartGroup(name, range(ranks), "trainer"), rank, budget)
 
 
 def together(*actions: Callable[[], Attempt]) -> list[Attempt]:
@@ -93,30 +95,47 @@ def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
     symptom, cause = failed(rank=0, symptom=True), failed(rank=1)
 
     def late():
-        while not first.store.check(["0/failed/0"]):
+        while not first.store.has("0/failed/0"):
             time.sleep(0.01)
         return second.next(Attempt(), cause)
 
     found = together(lambda: first.next(Attempt(), symptom), late, lambda: third.next(Attempt(), None))
     assert found[0] == found[1] == found[2]
-    assert found[0].failures == (cause,)
+    assert found[0].failures == (replace(cause, order=2),)
 
 
 def test_of_several_causes_the_first_counts_and_of_symptoms_alone_too(store):
     for name, symptom in (("causes", False), ("symptoms", True)):
         ranks = [rank_of(store, rank, name=name) for rank in range(2)]
-        early, late = failed(rank=1, symptom=symptom, time=1.0), failed(rank=0, symptom=symptom, time=2.0)
-        ranks[0].store.set("0/failed/1", Attempt(0, (early,)).pack()[len('{"number": 0, "failures": ['):].split("]")[0])
+        early, late = failed(rank=1, symptom=symptom, order=1), failed(rank=0, symptom=symptom)
+        ranks[0].store.add("0/failures")
+        ranks[0].store.put("0/failed/1", json.dumps(asdict(early)))
         assert ranks[0].next(Attempt(), late).failures == (early,)
+
+
+def test_the_order_of_failures_is_the_stores_and_no_machines_clock(store, monkeypatch):
+    """The clock of the machine that failed first is an hour ahead."""
+    monkeypatch.setattr(restarts, "_SETTLE", 1.0)
+    first, second, now = rank_of(store, 1), rank_of(store, 0), time.time()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now + 3600)
+        early = failed(rank=1, symptom=True)
+
+    def later() -> Attempt:
+        assert first.store.wait(["0/failed/1"], 30.0)
+        return second.next(Attempt(), failed(rank=0, symptom=True))
+
+    found = together(lambda: first.next(Attempt(), early), later)
+    assert [attempt.failures[-1].rank for attempt in found] == [1, 1]
 
 
 def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
     """The rank that lost another rank raised an error of its own first."""
     first, second = (rank_of(store, rank) for rank in range(2))
-    kill = failed(rank=1, outside=True, time=2.0)
-    store.set("lives/trainer/0/failed/0", json.dumps(asdict(failed(rank=0, time=1.0))))
-    assert second.next(Attempt(), kill).failures == (kill,)
-    assert first.next(Attempt(), None).failures == (kill,)
+    kill = failed(rank=1, outside=True)
+    store.put("restarts/trainer/0/failed/0", json.dumps(asdict(failed(rank=0))))
+    assert second.next(Attempt(), kill).failures == (replace(kill, order=1),)
+    assert first.next(Attempt(), None).failures == (replace(kill, order=1),)
 
 
 def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):
@@ -173,7 +192,7 @@ def test_a_long_history_stays_short(store):
 
 def fail_at_once(port: int) -> list[str]:
     rank = dist.get_rank()
-    mine = RestartCoordinator(dist.TCPStore("127.0.0.1", port, is_master=False),
+    mine = RestartCoordinator(client(port),
                               RestartGroup("all", range(3), "ranks"), rank, 100)
     attempt, seen = Attempt(), []
     settle, restarts._SETTLE = restarts._SETTLE, 30.0  # in a rank's process, which goes on to other tests
@@ -188,7 +207,7 @@ def fail_at_once(port: int) -> list[str]:
 
 
 def test_three_processes_that_fail_at_once_begin_the_same_attempts():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     zero, one, two = run_ranks(3, fail_at_once, store.port)
     assert zero == one == two
     assert [each.rank for each in Attempt.unpack(zero[-1]).failures] == [number % 3 for number in range(1, 21)]

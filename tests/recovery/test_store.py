@@ -10,16 +10,17 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from stores import hosted
 
 from distflow.errors import Disagreement
-from distflow.recovery.store import Store
+from distflow.recovery.store import RunStore
 
 
-def join(port: int, wait_limit: float) -> Store:
+def join(port: int, wait_limit: float) -> RunStore:
     place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with mock.patch.dict(os.environ, place):
-        return Store(wait_limit)
+        return RunStore(wait_limit)
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -44,7 +45,7 @@ def scenarios(port: int) -> dict[str, str]:
 
 
 def test_three_ranks():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     zero, one, two = run_ranks(3, scenarios, store.port)
     assert [seen["folder"] for seen in (zero, one, two)] == ["runs/größe-1"] * 3
     for seen in (zero, one, two):
@@ -62,14 +63,14 @@ def test_a_store_that_is_not_there():
         taken.bind(("127.0.0.1", 0))  # bound but not listening: no server answers there
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         with mock.patch.dict(os.environ, place):
-            error = error_of(lambda: Store(0.5))
+            error = error_of(lambda: RunStore(0.5))
     assert f"rank 1 does not reach the others at 127.0.0.1:{place['MASTER_PORT']}" in error
 
 
 def test_alone_without_torchrun():
     with mock.patch.dict(os.environ):
         os.environ.pop("RANK", None)
-        store = Store(10)
+        store = RunStore(10)
     store.agree("plan", "abc", "Why.")
     assert store.broadcast("folder", "runs/a") == "runs/a"
     assert (store.rank, store.ranks) == (0, 1)

@@ -18,7 +18,7 @@ from distflow.telemetry.processes import parent
 HEAD = '''
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
-import torch.distributed as dist
+from distflow.store.tcp import TCPStoreClient, store_on
 from distflow.recovery.restarts import RestartGroup
 from distflow.recovery.supervisor import Supervisor
 from distflow.recovery.snapshots import StateShard
@@ -44,7 +44,7 @@ def lived(context, steps=1):
 '''
 TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
-RunStore.store = globals().get("store") or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+RunStore.store = globals().get("store") or TCPStoreClient.hosting(store_on("127.0.0.1"), 60.0)
 supervisor = Supervisor(RunStore, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder,
                         settings, {}, globals().get("is_obsolete", lambda: False),
                         globals().get("should_run", lambda: True), hooks=globals().get("hooks"),
@@ -327,15 +327,78 @@ def test_while_a_new_run_starts_its_folder_has_no_open_file(start, tmp_path):
 
 def test_a_supervisor_without_a_store_ends(start, tmp_path):
     """The machine that kept it is gone."""
-    import torch.distributed as dist  # most tests here need no torch
+    from stores import hosted  # most tests here need no torch
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    supervisor = start(f"store = dist.TCPStore('127.0.0.1', {store.port}, is_master=False)\n\ndef work(context):\n"
+    store = hosted()
+    supervisor = start(f"store = TCPStoreClient('127.0.0.1', {store.port}, 60.0)\n\ndef work(context):\n"
                        "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")
     worker = int(eventually(tmp_path / "worker"))
+    port = store.port
     del store
     assert supervisor.wait(60) == 1
-    assert "the board does not answer" in supervisor.stderr.read()
+    assert f"the store at 127.0.0.1:{port} does not answer any more" in supervisor.stderr.read()
+    assert ends(worker)
+
+
+@pytest.fixture
+def store_process():
+    from stores import StoreProcess  # most tests here need no torch
+
+    made = StoreProcess()
+    yield made
+    made.end()
+
+
+STALLED = """
+store = TCPStoreClient('127.0.0.1', {port}, {seconds})
+
+def work(context):
+    lived(context, context.attempt.number + 2)
+    write(f'worker {{context.attempt.number}}', os.getpid())
+    while not context.heartbeat.page.stop:
+        time.sleep(0.01)
+    write('asked')
+"""
+
+
+def test_a_worker_is_watched_while_the_store_stands_still(start, tmp_path, store_process):
+    """Its death is seen at once; what follows is decided when the store answers again, and signals are heard."""
+    supervisor = start(STALLED.format(port=store_process.port, seconds=120))
+    worker = int(eventually(tmp_path / "worker 0"))
+    store_process.stop()
+    os.kill(worker, signal.SIGKILL)
+    until = time.monotonic() + 20
+    eventually(tmp_path / "events.jsonl")
+    while not (ended := events_of(tmp_path, "worker ended")) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert [event["status"] for event in ended] == [-signal.SIGKILL]
+    assert not (tmp_path / "worker 1").exists(), "the store has not said who begins which attempt"
+    store_process.go_on()
+    worker = int(eventually(tmp_path / "worker 1"))
+    store_process.stop()
+    supervisor.send_signal(signal.SIGTERM)
+    eventually(tmp_path / "asked", 20)
+    assert ends(worker)
+    store_process.go_on()
+    assert supervisor.wait(60) == 0
+
+
+def test_a_supervisor_without_a_worker_hears_a_signal_while_the_store_stands_still(start, tmp_path, store_process):
+    supervisor = start(STALLED.format(port=store_process.port, seconds=120))
+    worker = int(eventually(tmp_path / "worker 0"))
+    store_process.stop()
+    os.kill(worker, signal.SIGKILL)
+    assert ends(worker)
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(20) == 128 + signal.SIGTERM
+
+
+def test_a_store_that_stands_still_for_too_long_ends_the_run(start, tmp_path, store_process):
+    supervisor = start(STALLED.format(port=store_process.port, seconds=5))
+    worker = int(eventually(tmp_path / "worker 0"))
+    store_process.stop()
+    assert supervisor.wait(60) == 1
+    assert f"the store at 127.0.0.1:{store_process.port} has not answered for" in supervisor.stderr.read()
     assert ends(worker)
 
 
@@ -473,7 +536,7 @@ def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, ca
 TWO = """
 from distflow.recovery import restarts
 restarts._SETTLE = 30.0  # for a cause to be known: this machine may be busy
-store, ranks = dist.TCPStore('127.0.0.1', {port}, is_master=False), 2
+store, ranks = TCPStoreClient('127.0.0.1', {port}, 60.0), 2
 robust = {{'restarts': 100}}
 
 def work(context):
@@ -486,7 +549,7 @@ def work(context):
 @pytest.mark.parametrize(("body", "restarts"), [
     # one is done, the other dies then: both do it again
     ("""if RunStore.rank == 1 and not context.attempt.number:
-        while not store.clone().check(['restarts/the run/0/done/0']):
+        while not store.has('restarts/the run/0/done/0'):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)""", 2),
     # both die at once, many times
@@ -501,14 +564,14 @@ def work(context):
             while not (folder / '1 in 0').exists():
                 time.sleep(0.01)
             raise RankMissing('rank 1 does not come')
-        while not store.clone().check(['restarts/the run/0/failed/0']):
+        while not store.has('restarts/the run/0/failed/0'):
             time.sleep(0.01)
         raise ValueError('the cause')""", 2),
 ], ids=["done and dead", "both", "symptom"])
 def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts):
-    import torch.distributed as dist  # most tests here need no torch
+    from stores import hosted  # most tests here need no torch
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
@@ -524,9 +587,9 @@ def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts)
 
 def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start, tmp_path):
     """One of them a moment later, when the other has begun already; nothing has failed."""
-    import torch.distributed as dist  # most tests here need no torch
+    from stores import hosted  # most tests here need no torch
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     body = "if context.attempt.number < 3:\n        time.sleep(0.5 * (RunStore.rank == context.attempt.number % 2))\n" \
            "        return False"
     supervisors = [start(TWO.format(port=store.port, body=body), RANK_OF_SUPERVISOR=str(rank)) for rank in range(2)]
@@ -541,9 +604,9 @@ def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start,
 def test_a_supervisor_that_rests_is_not_missed_by_the_other(start, tmp_path):
     """Its worker ends, and the other one's, which notices that, has not failed: both begin another attempt, once it is
     scaled up again."""
-    import torch.distributed as dist  # most tests here need no torch
+    from stores import hosted  # most tests here need no torch
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     body = """if context.attempt.number == 0 and RunStore.rank == 0:
         write('pid', os.getpid())
         signal.pause()

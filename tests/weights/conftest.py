@@ -22,9 +22,9 @@ def token() -> bytes:
 
 @pytest.fixture
 def store() -> Any:
-    import torch.distributed as dist
+    from stores import hosted
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted()
 
 
 @pytest.fixture

@@ -73,13 +73,12 @@ def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, **w
 
 
 def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[str, Any]) -> None:
-    import torch.distributed as dist
+    from stores import client
 
     from distflow.errors import DistflowError
     from distflow.telemetry.events import current
 
-    store = dist.PrefixStore(settings.pop("run", "run"), dist.TCPStore("127.0.0.1", port, is_master=False,
-                                                                       wait_for_workers=False))
+    store = client(port).below(settings.pop("run", "run"))
     if events := settings.pop("events", ""):
         current().open(Path(events), 0)
     one = {"publisher": Publishing, "puller": Pulling}[kind](store, token, **settings)

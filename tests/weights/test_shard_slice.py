@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from ranks import run_ranks
+from stores import client
 
 from distflow.weights.errors import WeightsError
 from distflow.weights.shard_slice import ShardSlice
@@ -36,14 +37,14 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Linear(24, 10), torch.nn.LayerNorm(10))
 
 
-def move(kind, dtype, wanted):
+def move(port: int, kind, dtype, wanted):
     """Publish on all ranks, pull on rank 0: (name, tensor) as lists; and the bytes of each rank."""
     import torch.distributed as dist
 
     from distflow.weights.publisher import Publisher
     from distflow.weights.puller import Puller
 
-    store = dist.distributed_c10d._get_default_store()
+    store = client(port)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     publisher = Publisher(store, TOKEN, rank=rank, ranks=ranks)
     publisher.publish(1, layout(kind, model()), dtype)
@@ -61,8 +62,8 @@ def move(kind, dtype, wanted):
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp x tp", 4)])
-def test_whole_tensors(kind, ranks):
-    results = run_ranks(ranks, move, kind, None, None)
+def test_whole_tensors(store, kind, ranks):
+    results = run_ranks(ranks, move, store.port, kind, None, None)
     expected = dict(model().named_parameters())
     assert [name for name, _ in results[0][0]] == list(expected)
     for name, tensor in results[0][0]:
@@ -73,12 +74,12 @@ def test_whole_tensors(kind, ranks):
     assert max(sizes) <= 3 * min(sizes)
 
 
-def test_slices_for_tensor_parallel_rollouts():
+def test_slices_for_tensor_parallel_rollouts(store):
     expected = dict(model().named_parameters())
     for part in range(2):
         wanted = {"0.weight": ShardSlice("0.weight", (24, 12), (12 * part, 0), (12, 12), torch.bfloat16),
                   "1.weight": ShardSlice("1.weight", (10, 24), (0, 12 * part), (10, 12), torch.bfloat16)}
-        found = dict(run_ranks(4, move, "fsdp x tp", torch.bfloat16, wanted)[0][0])
+        found = dict(run_ranks(4, move, store.port, "fsdp x tp", torch.bfloat16, wanted)[0][0])
         assert torch.equal(found["0.weight"], expected["0.weight"][12 * part : 12 * part + 12].bfloat16())
         assert torch.equal(found["1.weight"], expected["1.weight"][:, 12 * part : 12 * part + 12].bfloat16())
         assert torch.equal(found["2.bias"], expected["2.bias"].bfloat16())

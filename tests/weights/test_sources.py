@@ -1,6 +1,7 @@
 """Order of sources, and entries of the directory."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_who_shows_no_sign_of_life_disappears(pair):
     end = time.monotonic() + 60
     while ours.holders():
         assert time.monotonic() < end
-    assert ours.store.get("holder/b") == b""
+    assert ours.store.get("holder/b") is None
     theirs.update(serving="a")
     assert ours.holders()["b"].serving == "a", "it was only slow"
 
@@ -75,7 +76,31 @@ def test_a_version_is_revealed_once(pair):
                                                                                              (ManifestDigest("e", 5,
                                                                                                              1),))
     assert (ours.newest(), ours.heads()) == ("", [])
-    assert ours.reveal(first, [])
-    assert not theirs.reveal(second, []), "another one was faster"
-    assert theirs.reveal(second, theirs.heads())
+    ours.begin("x")
+    assert ours.reveal(first)
+    assert theirs.reveal(second)
     assert (ours.newest(), ours.heads()) == (second.key, [second, first])
+
+
+def test_a_team_of_an_earlier_attempt_reveals_nothing(pair):
+    """Whatever it had read before the next one began."""
+    ours, theirs = pair
+    first, late = (PublishedVersion(version, "x", (ManifestDigest("d", 5, 1),)) for version in (1, 2))
+    ours.begin("x")
+    assert ours.reveal(first)
+    theirs.begin("y")
+    assert not ours.reveal(late)
+    assert (theirs.newest(), theirs.heads()) == (first.key, [first])
+    assert theirs.store.list("head/") == {f"head/{first.key}": first.pack()}
+
+
+def test_of_two_that_reveal_at_once_neither_is_lost(store):
+    """Each changes what the other has read; the store remembers three versions."""
+    teams = [Directory(store, entry(str(number))) for number in range(4)]
+    teams[0].begin("x")
+    versions = [PublishedVersion(number, "x", ()) for number in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        shown = [threads.submit(team.reveal, version) for team, version in zip(teams * 3, versions)]
+    assert all(job.result() for job in shown)
+    assert len({head.version for head in teams[0].heads()}) == 3
+    assert len(teams[0].store.list("head/")) == 3

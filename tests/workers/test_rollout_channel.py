@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+from stores import hosted
 
 from distflow.errors import Disagreement
-from distflow.recovery.store import Store
+from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from workers.rollout_channel import agreed_token
 
@@ -22,20 +23,20 @@ def tokens(port: int, exported: list[str]) -> str:
              "TORCHELASTIC_USE_AGENT_STORE": "True", TOKEN: exported[rank]}
     with mock.patch.dict(os.environ, place):
         try:
-            return agreed_token(Store(60)).hex()
+            return agreed_token(RunStore(60)).hex()
         except Disagreement as error:
             return str(error)
 
 
 @pytest.fixture
 def board():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return hosted()
 
 
 def test_without_a_secret_it_is_made_from_what_the_store_has(board, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     zero, one = run_ranks(2, tokens, board.port, ["", ""])
-    assert zero == one == run_token(board.get("0/token").decode()).hex()
+    assert zero == one == run_token(board.get("0/token")).hex()
 
 
 def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(board, monkeypatch):
@@ -43,7 +44,7 @@ def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(board, monkeyp
     assert zero == one
     assert len(bytes.fromhex(zero)) == 32
     monkeypatch.delenv(TOKEN, raising=False)
-    kept = [board.get(key).decode() for key in board.list_keys()]
+    kept = board.list("").values()
     assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
 
 

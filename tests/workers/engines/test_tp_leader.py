@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from engines.rollouts import build, tiny
 from ranks import run_ranks
+from stores import client, hosted
 from torch.distributed.device_mesh import init_device_mesh
 
 from distflow.data.batch import Ragged
@@ -39,7 +40,7 @@ def engine_here():
 
 
 def updates_here(port: int) -> WeightUpdates:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = client(port)
     return WeightUpdates(Puller(store, TOKEN, f"rollout {dist.get_rank()}"), 0)
 
 
@@ -112,7 +113,7 @@ def lead_or_follow(trainer: int) -> tuple[list, int, int]:
         leader = Led(engine)
         talk(leader)
         stream = SharedEngine(leader, functools.partial(load_if_newer, updates, "continue"))
-        store = dist.TCPStore("127.0.0.1", trainer, is_master=False, wait_for_workers=False)
+        store = client(trainer)
         publisher = Publisher(store, TOKEN, rank=0, ranks=1)
         for version in (1, 2):
             publisher.publish(version, weights(version))
@@ -127,7 +128,7 @@ def lead_or_follow(trainer: int) -> tuple[list, int, int]:
 
 
 def test_the_others_do_what_the_first_does():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = hosted()
     (first, known, version), (second, left, same) = run_ranks(2, lead_or_follow, store.port)
     assert first == second
     assert len(first) == 3 * (6 + 6 + 1 + 2)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from stores import hosted
 from weights.movers import Mover
 
+from distflow.store.tcp import TCPStoreClient
 from distflow.weights.directory import Directory, SourceEntry
 from distflow.weights.manifest import ManifestDigest, PublishedVersion
 from distflow.weights.puller import Puller
@@ -21,8 +22,8 @@ TOKEN, LIMIT = secrets.token_bytes(32), 60.0
 
 
 @pytest.fixture
-def board() -> dist.Store:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def board() -> TCPStoreClient:
+    return hosted()
 
 
 @pytest.fixture
@@ -36,8 +37,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def pulled(board: dist.Store, late: list) -> Iterator[WeightUpdates]:
-    made = WeightUpdates(Puller(dist.PrefixStore("run", board), TOKEN, "rollout 0"), 0)
+def pulled(board: TCPStoreClient, late: list) -> Iterator[WeightUpdates]:
+    made = WeightUpdates(Puller(board.below("run"), TOKEN, "rollout 0"), 0)
     pull, made.tried = made.puller.pull, 0
 
     def counted(**given: Any) -> Any:
@@ -58,13 +59,13 @@ def until(found: Callable[[], Any]) -> Any:
     return value
 
 
-def publisher(board: dist.Store, version: int) -> Mover:
+def publisher(board: TCPStoreClient, version: int) -> Mover:
     made = Mover("publisher", board.port, TOKEN, rank=0, ranks=1)
     made.ask("publish", version=version, mib=1)
     return made
 
 
-def test_a_trainer_that_starts_anew_may_use_a_number_again(board: dist.Store, pulled: WeightUpdates) -> None:
+def test_a_trainer_that_starts_anew_may_use_a_number_again(board: TCPStoreClient, pulled: WeightUpdates) -> None:
     """What it publishes then is not what the engine has."""
     keys = set()
     for version in (5, 5, 6):
@@ -77,14 +78,14 @@ def test_a_trainer_that_starts_anew_may_use_a_number_again(board: dist.Store, pu
     assert len(keys) == 3
 
 
-def lose(board: dist.Store) -> None:
+def lose(board: TCPStoreClient) -> None:
     """A second version was published, and everybody who had it has died."""
-    directory = Directory(dist.PrefixStore("run", board), SourceEntry("somebody", ("127.0.0.1", 1)))
-    assert directory.reveal(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)),
-                            directory.heads())
+    directory = Directory(board.below("run"), SourceEntry("somebody", ("127.0.0.1", 1)))
+    directory.begin("of a dead trainer")
+    assert directory.reveal(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)))
 
 
-def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(board: dist.Store, pulled: WeightUpdates,
+def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(board: TCPStoreClient, pulled: WeightUpdates,
                                                                        late: list) -> None:
     trainer = publisher(board, 1)
     until(pulled.arrived)
@@ -101,7 +102,7 @@ def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(board: di
     again.kill()
 
 
-def test_what_does_not_come_is_told_once(board: dist.Store, pulled: WeightUpdates, late: list) -> None:
+def test_what_does_not_come_is_told_once(board: TCPStoreClient, pulled: WeightUpdates, late: list) -> None:
     lose(board)
     until(lambda: pulled.tried > 3)
     (said,) = late
@@ -109,7 +110,7 @@ def test_what_does_not_come_is_told_once(board: dist.Store, pulled: WeightUpdate
     assert "no version of the weights could be pulled" in said["why"]
 
 
-def test_closing_does_not_wait_for_weights_that_do_not_come(board: dist.Store, pulled: WeightUpdates, late: list,
+def test_closing_does_not_wait_for_weights_that_do_not_come(board: TCPStoreClient, pulled: WeightUpdates, late: list,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that fails would otherwise report it only after the pull's time-out."""
     monkeypatch.setattr(weight_updates, "_PULL_TIMEOUT", LIMIT)

@@ -1,0 +1,118 @@
+"""Client of a real etcd whose members end, stand still and come back."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from distflow.errors import InvalidInput
+from distflow.store import etcd as module
+from distflow.store.etcd import EtcdStore
+from distflow.store.interface import StoreUnavailable
+
+
+def test_a_member_that_is_killed_is_not_noticed(etcd_of):
+    """Whichever of three it is, also the one that is asked, and in the middle of a wait."""
+    etcd = etcd_of(3)
+    store = EtcdStore(etcd.address(), 60.0)
+    assert store.add("count") == 1
+    waiting = threading.Thread(target=lambda: store.wait(["late"], 60.0) and store.put("heard", ""))
+    waiting.start()
+    etcd.processes[store.local.member].kill()
+    assert store.get("count") == "1"
+    store.put("late", "")
+    assert store.wait(["heard"], 60.0)
+    waiting.join()
+    assert store.put_if("leader", "a", None) == "a"
+
+
+def test_without_a_majority_nothing_is_answered_and_afterwards_all_is_there(etcd_of):
+    etcd = etcd_of(3)
+    store = EtcdStore(etcd.address(), 60.0)
+    store.put("kept", "1")
+    for number in range(3):
+        etcd.signal(number, signal.SIGSTOP)
+    began = time.monotonic()
+    with store.within(0.5), pytest.raises(StoreUnavailable, match="has not answered for") as error:
+        store.get("kept")
+    assert time.monotonic() - began < 10
+    assert not error.value.gone
+    for number in range(3):
+        etcd.signal(number, signal.SIGCONT)
+    assert store.get("kept") == "1"
+
+
+def test_a_posted_value_holds_up_nobody_while_all_members_stand_still(etcd):
+    store = EtcdStore(etcd.address(), 60.0)
+    etcd.signal(0, signal.SIGSTOP)
+    began = time.monotonic()
+    for number in range(1000):
+        store.post("status", str(number))
+    assert time.monotonic() - began < 5
+    etcd.signal(0, signal.SIGCONT)
+    while store.get("status") != "999":
+        time.sleep(0.05)
+
+
+def test_runs_of_one_etcd_know_nothing_of_each_other(etcd):
+    one, other = (EtcdStore(etcd.address(run), 60.0) for run in ("a", "b"))
+    one.put("key", "1")
+    assert other.get("key") is None
+    assert other.list("") == {}
+
+
+def test_more_keys_than_a_transaction_takes(etcd):
+    store, keys = EtcdStore(etcd.address(), 60.0), [f"rank/{number}" for number in range(250)]
+    for key in keys:
+        store.put(key, key)
+    assert store.get_all(keys) == keys
+    assert store.has(*keys)
+    assert not store.has(*keys, "another")
+
+
+@pytest.mark.parametrize("address", ["etcd://127.0.0.1:2379", "etcd://127.0.0.1/run", "etcd:///run"])
+def test_an_address_without_a_run_or_a_port(address):
+    with pytest.raises(InvalidInput, match="etcd://10.0.0.1:2379/grpo-1"):
+        EtcdStore(address, 1.0)
+
+
+def test_encrypted_connections_with_certificates_of_both_sides(etcd_of, tmp_path, monkeypatch):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days",
+                    "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"], check=True,
+                   capture_output=True)
+    etcd = etcd_of(1, certificate=(cert, key))
+    monkeypatch.setenv(module._CA, str(cert))
+    monkeypatch.setenv(module._CERT, str(cert))
+    monkeypatch.setenv(module._KEY, str(key))
+    store = EtcdStore(etcd.address(), 60.0)
+    store.put("key", "1")
+    assert store.get("key") == "1"
+    monkeypatch.delenv(module._CA)
+    with pytest.raises(StoreUnavailable):
+        EtcdStore(etcd.address(), 1.0)
+
+
+def test_users_and_their_passwords(etcd, monkeypatch):
+    import httpx
+
+    root = EtcdStore(etcd.address(), 60.0)
+    call = httpx.Client(base_url=f"http://127.0.0.1:{etcd.clients[0]}/v3/auth/").post
+    for path, body in (("user/add", {"name": "root", "password": "a secret"}), ("role/add", {"name": "root"}),
+                       ("user/grant", {"user": "root", "role": "root"}), ("enable", {})):
+        assert call(path, json=body).is_success
+    with pytest.raises(StoreUnavailable, match="etcd refuses") as error:
+        root.get("key")
+    assert error.value.gone
+    monkeypatch.setenv(module.USER, "root:wrong")
+    with pytest.raises(InvalidInput, match="does not know the user `root`") as error:
+        EtcdStore(etcd.address(), 60.0)
+    assert "wrong" not in str(error.value)
+    monkeypatch.setenv(module.USER, "root:a secret")
+    store = EtcdStore(etcd.address(), 60.0)
+    store.put("key", "1")
+    assert store.get("key") == "1"

@@ -1,0 +1,49 @@
+"""What a rank's part of publishing costs the store does not grow with the number of ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from stores import CountingStore
+
+from distflow.weights.publisher import Publisher
+
+
+def operations(port: int, token: bytes, ranks: int) -> list[tuple[int, int]]:
+    """Of each rank's start, and of its part of one version."""
+    stores = [CountingStore(port) for _ in range(ranks)]
+    with ThreadPoolExecutor(ranks) as threads:
+        made = list(threads.map(lambda rank: Publisher(stores[rank].below(f"of {ranks}"), token, rank=rank,
+                                                       ranks=ranks), range(ranks)))
+        for each in made:
+            each.directory.over.set()  # no heartbeats: they are counted by the second
+            each.directory.thread.join()
+        started = [len(store.operations) for store in stores]
+        list(threads.map(lambda each: each.publish(1, {"w": torch.zeros(8)}), made))
+    published = [len(store.operations) - before for store, before in zip(stores, started)]
+    for each in made:
+        each.source.close()
+    return list(zip(started, published))
+
+
+def test_a_ranks_share_of_a_start_and_of_a_version_is_constant(store, token):
+    few, many = (operations(store.port, token, ranks) for ranks in (3, 24))
+    for part in range(2):
+        middle = [sorted(found[part] for found in each)[len(each) // 2] for each in (few, many)]
+        assert middle[1] <= middle[0] + 4, (few, many)
+    assert max(started for started, _ in many[1:]) <= 16, "rank 0 alone asks who has come"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ranks_that_start_again_begin_another_attempt(store, token, ranks):
+    with ThreadPoolExecutor(ranks) as threads:
+        def start(rank: int) -> str:
+            made = Publisher(store, token, rank=rank, ranks=ranks)
+            made.close()
+            return made.attempt
+
+        first, second = ({*threads.map(start, range(ranks))} for _ in range(2))
+    assert len(first) == len(second) == 1
+    assert first != second
