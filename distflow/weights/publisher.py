@@ -191,7 +191,7 @@ class SourceServer:
         data, base = chunks.view(run), chunks.base(run, self.stores.get(header.get("base", "")))
         delta = encode(base, data) if base is not None else None
         if delta is not None:
-            buffers = [memoryview(each).cast("B") for each in delta]
+            buffers = [each.view(numpy.uint8).data for each in delta]
             client.connection.send(self._have(client, chunks) | {"codes": len(buffers[0])}, buffers)
             self.sent += sum(map(len, buffers))
             return
