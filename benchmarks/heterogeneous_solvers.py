@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
             seconds = time.process_time() - begin
             print(f"1,024 devices ({name}): {large.placement.seconds:.2f} s an iteration, planned in {seconds:.1f} s")
             holds = holds and seconds <= SECONDS
-    shares = [100 * gap for gap in gaps]
+    shares = [max(0.0, round(100 * gap, 6)) for gap in gaps]
     conclude("the hybrid search above the optimum, mean of random problems of at most 6 devices",
              Spread(statistics.mean(shares), min(shares), max(shares)), 100 * MEAN, unit="%", holds=holds,
              at_least=False)

@@ -72,7 +72,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
     items = () if mistakes else memory.estimate(  # no layout, no shares
-        spec, roles, generating, engines, training, _rows_of_steps(spec, draft))
+        spec, roles, generating, engines, training, {} if draft.mistakes else _rows_of_steps(spec, draft))
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))

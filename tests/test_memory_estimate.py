@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from layouts import train_context, write
 from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
 from planners import plan as make_plan
 
-SIZES = ["roles.actor.model.hidden=128", "roles.actor.model.layers=4"]
+SIZES = ["roles.actor.model.hidden=128", "roles.actor.model.layers=4", "roles.actor.micro_batch_tokens=10"]
 
 
 @pytest.fixture
@@ -45,11 +46,20 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
     def look(*_):
         found["training state"] = held(trainer.resident()) + held(weight.grad for weight in parameters)
 
-    one = Ragged(torch.arange(5, 11), torch.tensor([6]))
-    batch = Batch(torch.arange(1), {"prompts": one, "responses": one})
+    def loss(logprobs, *_):  # of two micro-batches; at the second one, the gradients of the first are there
+        groups = [each._get_fsdp_state()._fsdp_param_group for each in trainer.policy.modules()
+                  if isinstance(each, FSDPModule)]
+        weights = [weight for group in groups if group for weight in group.fsdp_params]
+        gradients = [gradient for weight in weights
+                     for gradient in (weight.unsharded_accumulated_grad, weight.unsharded_param.grad)]
+        found["gradients between micro-batches"] = held(each for each in gradients if each is not None)
+        return -logprobs.sum()
+
+    two = Ragged(torch.arange(5, 17), torch.tensor([6, 6]))
+    batch = Batch(torch.arange(2), {"prompts": two, "responses": two})
     for _ in range(2):  # the optimizer makes its state in its first step
         handle = trainer.optimizer.register_step_pre_hook(look)
-        actor.update(batch, lambda logprobs, *_: -logprobs.sum())
+        actor.update(batch, loss)
         handle.remove()
     with actor.engine_swap.sampling():
         found["rollout weights"] = held(rollout.model.parameters())
@@ -65,6 +75,6 @@ def measured(folder: str, overrides: list[str]) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("swap", [False, True], ids=["stays", "swaps"])
 def test_the_estimate_is_within_a_tenth(folder, layout, swap):
     for rank, found in enumerate(run_ranks(4, measured, folder, [*layout, f"roles.actor.swap={str(swap).lower()}"])):
-        assert set(found) == {"training state", "rollout weights", "while sampling"}
+        assert set(found) == {"training state", "gradients between micro-batches", "rollout weights", "while sampling"}
         for name, (planned, size) in found.items():
             assert size == pytest.approx(planned, rel=0.1), (rank, name)
