@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from stores import client
 from walk import Builder, Walk, check_run, contents
 
 from distflow.data.batch import Batch, Ragged, decode_text, encode_text
@@ -212,7 +213,10 @@ def test_missing_columns_are_named():
 def wait_in_vain(plan: Plan) -> str:
     """Let rank 2 announce that it computes and never take; return the error of the others."""
     store = dist.distributed_c10d._get_default_store()
-    presence = RankStatus(store, dist.get_rank(), 3)
+    underlying = store
+    while isinstance(underlying, dist.PrefixStore):
+        underlying = underlying.underlying_store
+    presence = RankStatus(client(underlying.port).below("who waits"), dist.get_rank(), 3)
     buffer = Databuffer(plan, dist.get_rank(), Metrics(), limit=2.0)
     buffer.redistributor.host_group  # noqa: B018 - all ranks make it
     buffer.start(Batch(torch.arange(0)), range(10, 16))
