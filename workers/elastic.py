@@ -228,8 +228,7 @@ def _span(machines: str) -> tuple[int, int]:
 
 
 def join_store(address: str) -> Store:
-    """Return a client of the store at which machines meet. Raises InvalidInput: there is none, or it is not for the run
-    whose token this machine has."""
+    """Return a client of the store at which machines meet. Raises InvalidInput: none, or it is another run's."""
     board = not address.startswith(etcd.SCHEME)
     host, port = _address(address) if board else ("", 0)
     if not os.environ.get(TOKEN):

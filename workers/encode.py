@@ -140,8 +140,7 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
 
 
 def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
-    """Return the role that encodes prompts and is validated: the chain's first trained one with a vocabulary, else its
-    first."""
+    """Return the role that encodes prompts and is validated: the first trained with a vocabulary, else the first."""
     tasks = [task for task in chain if task.type in ENGINE_TYPES]
     trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
     return next(trained, tasks[0].role)

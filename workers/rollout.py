@@ -51,8 +51,7 @@ class PartialRollouts(Sampler):
     """Sampler of one prompt's rows in one node: goes on with what other ranks have begun, except with conversations."""
 
     def __init__(self, engine: SharedEngine | Rollout, saved: Batch, restart: bool):
-        """`saved`: rows that other ranks have begun (`partial_rows`); `restart`: sample those of other weights
-        again."""
+        """`saved`: rows that other ranks have begun; `restart`: sample those of other weights again."""
         self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
         self.saved, self.restart = saved, restart
         self.rows_under_way: list[SampledRow] = []

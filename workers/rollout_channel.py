@@ -112,8 +112,7 @@ class RolloutChannel:
             time.sleep(_MOMENT)
 
     def restart_shard(self) -> None:
-        """Restart this machine's shard, empty, at the same address. The trainer's next attempt enqueues again what it
-        held."""
+        """Restart this machine's shard, empty, at its address. The trainer's next attempt enqueues its rows again."""
         if self.shard_process is not None:
             self.shard_process.kill()
             host, port = self.shard_process.address

@@ -136,7 +136,6 @@ class TrainContext:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """Surround what follows the chain of a step."""
         with Watch(self.status, timeline.FINISHING, "at the end of the step"), peer_errors():
             yield
 

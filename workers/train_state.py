@@ -88,8 +88,7 @@ class TrainState:
             self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
-        """Wait until the checkpoint is on disk. A write that fails loses only this checkpoint: the older ones are
-        complete."""
+        """Wait until the checkpoint is on disk. A write that fails loses only this one: the older ones are complete."""
         if self.writing is None:
             return
         (job, slot), self.writing = self.writing, None

@@ -114,7 +114,6 @@ def _init_process_group(context: RankContext, store: Store) -> TCPStore:
 
 def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,
            ready: Callable[[], None], export: Path | None) -> bool:
-    """Run the training loop of this rank. Return whether it is done."""
     ctx, done = _train_context(context, worker_context, store, channel, writes=not export), True
     ready()
     if export:

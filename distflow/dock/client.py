@@ -92,8 +92,7 @@ class DockClient:
 
     def lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0, step: int | None = None,
               share: int = 0, shares: int = 1) -> Lease:
-        """Lease as `try_lease` does. Raises `TimedOut` if not enough rows came in `wait` seconds; it names the missing
-        columns and the consumers that write them."""
+        """Lease as `try_lease` does. Raises `TimedOut`: it names the missing columns and those that write them."""
         lease = self.try_lease(consumer, count, least=least, wait=wait, step=step, share=share, shares=shares)
         if lease is None:
             raise self._timed_out(consumer, count if least is None else least, wait)
@@ -144,8 +143,7 @@ class DockClient:
         return self._gather(rows.ids if isinstance(rows, Lease) else rows, {"op": "saved"})
 
     def require(self, consumer: str, step: int) -> None:
-        """Let rows up to those of this step be leased whatever room there is: others wait for what is written of
-        them."""
+        """Let rows up to those of this step be leased whatever room there is: others wait for their results."""
         self._ask_index({"op": "require", "consumer": consumer, "step": step})
 
     def renew(self, lease: Lease) -> None:

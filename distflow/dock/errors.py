@@ -21,8 +21,7 @@ class DockError(DistflowError):
 
 
 class TimedOut(DockError):
-    """Rows did not come within the limit. `report` holds what the index knows of them: `report["missing"]` has each set
-    of missing columns, with the ids of some rows and their count."""
+    """Rows did not come in time. `report["missing"]`: each set of missing columns, some rows' ids and their count."""
 
     def __init__(self, message: str, report: dict[str, Any] | None = None):
         super().__init__(message)

@@ -377,8 +377,7 @@ class ConsumerIndex:
         return [row.id for number in sorted(self.retained) if number < step for row in self.retained.pop(number)]
 
     def release_oldest(self) -> list[int]:
-        """Release the oldest retained step, but none of the newest two: copies of the last one's state may be under
-        way, or turn out torn."""
+        """Release the oldest retained step, but none of the newest two: the last state's copies may be incomplete."""
         return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else []
 
     def release_torn(self, listed: Collection[int], lives_there: Callable[[int], bool]) -> list[int]:

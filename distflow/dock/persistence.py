@@ -31,8 +31,7 @@ _END = {"end": True}
 
 
 class Journal:
-    """Commits that a process of the dock, or one that it replaces, has answered. Raises `CheckpointError` if the file
-    cannot be opened."""
+    """Commits that this or an earlier process of the dock has answered. Raises `CheckpointError`: it cannot be read."""
 
     def __init__(self, path: Path):
         self.path, self.size = path, 0
@@ -104,8 +103,7 @@ def write_snapshot(messages: Iterable[Message], path: Path) -> int:
 
 
 def read_snapshot(path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Yield header and payload ([bytes] uint8) of each message of a snapshot. Raises `CheckpointError` if the file is
-    not there, or torn; maybe after some messages."""
+    """Yield header and payload ([bytes] uint8) of each message. Raises `CheckpointError`: no file, or torn later."""
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

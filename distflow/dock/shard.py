@@ -111,7 +111,6 @@ class StorageShardServer:
                 self.state.journal.close()
 
     def _serve(self, connection: Connection, hello: Header) -> None:
-        """Answer the requests of one connection until it ends."""
         session, peer = str(hello.get("session", "")), connection.peer
         with self.state.lock:
             client = self.state.enter(session, str(hello.get("who", peer)))

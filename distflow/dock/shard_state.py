@@ -234,7 +234,6 @@ class ShardState:
         return rows
 
     def release_before(self, consumer: str, step: int) -> None:
-        """Make a consumer's commits of steps before this one final; their rows may leave."""
         self.retire(consumer, self.index(consumer).release_before(step))
 
     def evict(self, now: float) -> bool:
@@ -279,7 +278,6 @@ class ShardState:
             self._post(home, {"kind": "retire", "consumer": consumer, "ids": numbers[positions].tobytes()})
 
     def apply(self, update: Update) -> None:
-        """Apply an update from a shard or an index, here or of another process."""
         if update["kind"] == "rows":
             for name, index in self.indexes.items():
                 committed = index.learn(read_table(update["table"]), update["columns"])

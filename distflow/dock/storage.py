@@ -82,8 +82,7 @@ def tokens_of(batch: Batch) -> Ids:
 
 
 def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Schema, list[Any]]:
-    """Return the schema and the buffers of a message with rows `ids`, each column gathered from its spans. Raises
-    `ColumnError` if the spans of a column do not have one form."""
+    """Return schema and buffers of a message with rows `ids`. Raises `ColumnError`: a column's spans differ in form."""
     buffers: list[Any] = [ids.data.cast("B") if len(ids) else b""]
     return [_pack_column(name, spans, buffers) for name, spans in columns], buffers
 
@@ -116,8 +115,7 @@ def gather(ids: Ids, names: Iterable[str], spans: Sequence[Span]) -> Batch:
 
 
 def unpack(rows: int, schema: Schema, data: Tensor) -> Batch:
-    """Return the batch of a message; its columns are views of `data` [bytes] uint8. Raises `ColumnError` if the schema
-    and the bytes do not fit together."""
+    """Return a message's batch: views of `data` [bytes] uint8. Raises `ColumnError`: schema and bytes do not fit."""
     take = functools.partial(_take, data, position := [0])
     ids = take("ids", "int64", [rows])
     columns: dict[str, ColumnData] = {}
@@ -161,10 +159,8 @@ def pack_live(records: RecordBatch, live: LiveRows) -> Iterator[Message]:
 
 
 def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
-    """Return the rows at `positions` of a shard as spans; `bases` are those of the batches, ascending.
-
-    Between the positions of two batches there is always an unused one, so consecutive positions are in one batch.
-    """
+    """Return the rows at `positions` of a shard as spans; `bases` are those of the batches, ascending. Between the
+    positions of two batches there is always an unused one, so consecutive positions are in one batch."""
     if not len(positions):
         return []
     edges = numpy.flatnonzero(numpy.diff(positions) != 1) + 1

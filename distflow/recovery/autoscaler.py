@@ -32,11 +32,8 @@ _POLL_FILE = 1.0  # seconds between two looks at scale.json
 
 
 class RolloutScale:
-    """The target as the rollout with number `index` sees it.
-
-    Args:
-        left_out: returns the rollouts that are not started again; those after them move up.
-    """
+    """The target as the rollout with number `index` sees it. `left_out`: returns the rollouts that are not started
+    again; those after them move up."""
 
     def __init__(self, folder: Path, index: int, left_out: Callable[[], Collection[int]] = tuple):
         self.file, self.index, self.left_out = folder / _FILE, index, left_out
@@ -88,11 +85,8 @@ def scaling(*, every: int) -> Callable[[P], P]:
 
 
 def autoscale(folder: Path, least: int, most: int) -> None:
-    """Ask all policies as the run's steps are done; never returns while there are policies.
-
-    Args:
-        least, most: rollouts that the run can have.
-    """
+    """Ask all policies as the run's steps are done, for `least` to `most` rollouts; never returns while there are
+    policies."""
     done = _RecentSteps(folder / "metrics.jsonl", max((every for every, _ in POLICIES), default=0))
     while POLICIES:
         for step in done.new():

@@ -61,10 +61,7 @@ class SafeReader(FileSystemReader):
     """A `FileSystemReader` whose metadata cannot run code."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        """
-        Raises:
-            CheckpointError: the file is missing or damaged, or names something that is no metadata.
-        """
+        """Raises CheckpointError: the file is missing or damaged, or names something that is no metadata."""
         path = Path(self.path) / ".metadata"
         try:
             found = _Unpickler(io.BytesIO(path.read_bytes())).load()
@@ -111,11 +108,7 @@ class Checkpoints:
         self.generation = generations.TrainerGeneration()
 
     def claim(self, job: str, round: int, attempt: int) -> None:
-        """Claim the folder for the ranks of this trainer, as `generations.claim` on rank 0. Collective.
-
-        Raises:
-            Superseded, CheckpointError: on every rank.
-        """
+        """Claim the folder for this trainer. Collective; raises Superseded or CheckpointError on every rank."""
         self._on_first(self.folder, lambda: setattr(self, "generation", generations.claim(self.folder, job, round,
                                                                                           attempt)))
         self.generation = generations.TrainerGeneration(*json.loads(gather(json.dumps(self.generation).encode())[0]))
@@ -159,8 +152,7 @@ class Checkpoints:
         partial.mkdir(parents=True)
 
     def _checksums(self, partial: Path) -> dict[str, str]:
-        """Read back the files of each rank on that rank, whose machine still has them cached; return the checksums of
-        all. Collective."""
+        """Return the checksums of all files; each rank reads its own, which its machine has cached. Collective."""
         mine, trouble = {}, ""
         try:
             mine = {path.name: checksum(path) for path in partial.glob(f"__{dist.get_rank()}_*")}
@@ -204,8 +196,7 @@ class Checkpoints:
                 raise Superseded(text) if superseded else CheckpointError(text)
 
     def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None) -> dict[str, Any]:
-        """Load a checkpoint (default: that of `newest`) into the engines, for any number of ranks, and return its
-        progress. Collective.
+        """Load a checkpoint (default: that of `newest`) on any number of ranks, and return its progress. Collective.
 
         Raises:
             CheckpointError: there is none, or it is not one of these engines.
@@ -306,19 +297,15 @@ def _misread(checkpoint: Path) -> str:
 
 
 class _Exact(DefaultLoadPlanner):
-    """Load planner that refuses a checkpoint of something else, and code in one. Torch's default reads only what is
-    asked for, and so takes the first layers of a deeper model for all of a shallower one; and it unpickles every value
-    that is no tensor."""
+    """Load planner that refuses a checkpoint of something else, and code in one. Torch's default takes the first layers
+    of a deeper model for all of a shallower one, and unpickles every value that is no tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn],
                     torch.load(value, weights_only=True))
 
     def create_local_plan(self) -> LoadPlan:
-        """
-        Raises:
-            CheckpointError: the checkpoint has other tensors than those that this rank asks for.
-        """
+        """Raises CheckpointError: the checkpoint has other tensors than those that this rank asks for."""
         heads = {path[:2] for path in self.mappings.values()}
         saved, asked = self.metadata and self.metadata.planner_data or {}, set(self.mappings)
         written = {path[:2] for path in saved.values() if path[0] in self.original_state_dict}

@@ -46,8 +46,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def part(folder: Path, name: str) -> Path:
-    """Return the folder of a further part of the newest complete checkpoint, such as the dock's. Raises
-    CheckpointError: there is no complete checkpoint, or the newest has no such part."""
+    """Return a part's folder in the newest complete checkpoint. Raises CheckpointError: no checkpoint or such part."""
     found = complete_checkpoints(folder)
     if not found:
         raise CheckpointError(f"there is no whole checkpoint in {folder}")
@@ -57,8 +56,7 @@ def part(folder: Path, name: str) -> Path:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
-    """Return the commit record of a checkpoint, or None if it is not complete. Raises CheckpointError: it cannot be
-    read, as while a network file system is away."""
+    """Return a checkpoint's commit record; None if it is not complete. Raises CheckpointError: it cannot be read."""
     try:
         progress = json.loads((checkpoint / PROGRESS).read_bytes())
         files = progress.get(FILES) if isinstance(progress, dict) else None
@@ -82,11 +80,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
-    """Write the commit record.
-
-    Args:
-        checksums: of files that their writers have read back; the other files are read here.
-    """
+    """Write the commit record. `checksums`: of files that their writers have read back; the others are read here."""
     paths = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     record = {**progress, FILES: {name: path.stat().st_size for name, path in paths.items()},
               CHECKSUMS: {name: checksums.get(name) or checksum(path) for name, path in paths.items()}}
@@ -97,14 +91,8 @@ def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[s
 
 
 def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
-    """Return what is damaged in a checkpoint; empty if nothing is.
-
-    Args:
-        share, shares: each rank reads its share of the files.
-
-    Raises:
-        CheckpointError: a file cannot be read, which is no damage.
-    """
+    """Return what is damaged in a checkpoint; empty if nothing is. Each rank reads its `share` of the files. Raises
+    CheckpointError: a file cannot be read, which is no damage."""
     progress = read_progress(checkpoint)
     if progress is None:
         return f"{PROGRESS} is missing or damaged, or a file that it lists is missing or cut short"

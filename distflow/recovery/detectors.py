@@ -46,11 +46,8 @@ def tensor_cores(uuid: str) -> Callable[[], bool] | None:
     """Return a function that says whether a GPU's tensor cores have worked since its last call; None if unsupported.
 
     A GPU that is busy proves nothing: a collective that waits for a dead rank keeps it busy, but no tensor core
-    (RobustRL §4). NVML measures tensor cores from Hopper on (GPM). A supervisor may use NVML, but never CUDA, or it
-    could not fork workers that use it. Package nvidia-ml-py, extra `gpu`.
-
-    Args:
-        uuid: of the GPU, as NVML calls it: GPU-….
+    (RobustRL §4). NVML (package nvidia-ml-py, extra `gpu`) measures tensor cores from Hopper on. A supervisor may use
+    NVML, but never CUDA, or it could not fork workers that use it. `uuid`: NVML's name of the GPU.
     """
     try:
         import pynvml as nvml
@@ -173,12 +170,7 @@ def frozen(observation: Observation, *, seconds: float = 60.0, starting: float =
 
 
 class HealthMonitor:
-    """Asks all detectors about one worker.
-
-    Args:
-        group: of the worker.
-        settings: of detectors, by name.
-    """
+    """Asks all detectors about one worker of a group. `settings`: of detectors, by name."""
 
     def __init__(self, group: str, settings: Mapping[str, Mapping[str, float]]):
         self.group = group
@@ -310,8 +302,7 @@ def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window:
 
 @detector(sees="steps")
 def no_gradient(steps: Sequence[StepReport], *, during: float = 10.0) -> Alert | None:
-    """Warn of a gradient norm of exactly 0 in each of the last `during` steps: usually all samples of each prompt earn
-    the same."""
+    """Warn of a gradient norm of 0 in the last `during` steps: usually all samples of each prompt earn the same."""
     recent = steps[-max(1, math.ceil(during)):]
     for name in recent[-1].metrics if len(recent) >= during else ():
         if name.rpartition("/")[2] == "grad_norm" and all(step.metrics.get(name) == 0 for step in recent):

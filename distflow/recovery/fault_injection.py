@@ -53,8 +53,7 @@ def limit_file_size_for(seconds: float) -> None:
 
 
 def exhaust_memory() -> None:
-    """Allocate memory until RLIMIT_AS is reached. Unlike `take_memory`, the kernel kills nothing. Raises MemoryError:
-    always."""
+    """Allocate memory up to RLIMIT_AS; unlike in `take_memory` the kernel kills nothing. Raises MemoryError."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _SPARE, most))
     taken = []
@@ -75,16 +74,12 @@ def take_memory() -> None:
 
 
 def lose_machine() -> None:
-    """Kill torchrun and all that it has started, at once, as when the power of this machine fails; does not return.
-
-    This process and its supervisor are killed last.
-    """
+    """Kill torchrun and all that it has started, as when power fails; this process and its supervisor last."""
     kill_tree(parent(os.getppid()), last=(os.getppid(), os.getpid()))
 
 
 def cut_connections() -> int:
-    """Shut down all TCP connections of this process but those to the store, once; return how many. Those to other ranks
-    of its group are among them; new ones can be made."""
+    """Shut down all TCP connections of this process but those to the store; return how many. New ones can be made."""
     store_port, found = int(os.environ.get("MASTER_PORT", 0)), 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed meanwhile, or is connected to no peer
@@ -104,8 +99,7 @@ class FaultInjector:
     """Injects the run's faults into this worker; called at the beginning of each phase.
 
     Args:
-        group: of this rank.
-        ranks: of the group.
+        group, ranks: this rank's group, and the ranks of it.
         folder: of the run, where the faults of earlier workers are marked.
         elastic: whether machines come and go, so that one can be lost.
 

@@ -29,11 +29,9 @@ _GENERATION = re.compile(r"(?:^|\.)(\d+)-(\d+)-(\d+)-(\w*)")
 
 
 class TrainerGeneration(NamedTuple):
-    """Identifies a trainer among all that have written to a run folder; a later one is greater.
-
-    job: number of the job in that folder. round: of membership, or torchrun's count of restarts. attempt: of the
-    restart group. owner: the same for all trainers of a job.
-    """
+    """Identifies a trainer among all that have written to a run folder; a later one is greater. job: number of the job
+    in that folder. round: of membership, or torchrun's count of restarts. attempt: of the restart group. owner: the
+    same for all trainers of a job."""
 
     job: int = 0
     round: int = 0
@@ -51,15 +49,8 @@ class TrainerGeneration(NamedTuple):
 
 
 def claim(folder: Path, job: str, round: int, attempt: int) -> TrainerGeneration:
-    """Claim a generation for a trainer, and take away what older ones have not finished.
-
-    Args:
-        folder: of the checkpoints, in that of the run.
-        job: name that all trainers of a job have, and no other job.
-
-    Raises:
-        Superseded: a newer trainer has claimed the folder.
-    """
+    """Claim a generation for a trainer, and take away what older ones have not finished. `job`: the name that all
+    trainers of a job have, and no other job. Raises Superseded: a newer trainer has claimed the folder."""
     owner, claims = hashlib.sha256(job.encode()).hexdigest()[:8], _claims(folder)
     before = [each for each in claims if each.owner == owner]
     number = before[-1].job if before else max(claims, default=TrainerGeneration()).job + 1
@@ -117,8 +108,7 @@ def replace(written: Path, final: Path) -> None:
 
 
 def clear(folder: Path, mine: TrainerGeneration) -> None:
-    """Remove what this and older trainers have not finished. A folder is renamed first, so that one who still writes
-    into it cannot commit it."""
+    """Remove what this and older trainers left, renamed first: who still writes into a folder cannot commit it."""
     for left in folder.glob("step-*.*"):
         if TrainerGeneration.of(left.name) <= mine:
             if left.suffix != _REMOVED:

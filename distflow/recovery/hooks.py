@@ -41,8 +41,7 @@ HOOKS: dict[str, list[tuple[str | None, Hook]]] = {when: [] for when in get_args
 
 
 def hook(*, when: When, role: str | None = None) -> Callable[[H], H]:
-    """Register a hook; `role`: `trainer`, `rollout`, or None for both. Raises InvalidInput: there is no such moment or
-    role."""
+    """Register a hook; `role`: `trainer`, `rollout`, or None for both. Raises InvalidInput: no such moment or role."""
     if when not in HOOKS:
         raise InvalidInput(f"@hook(when={when!r}): there is no such moment. {did_you_mean(when, HOOKS)}")
     if role not in (None, "trainer", "rollout"):
@@ -63,12 +62,10 @@ def call(when: When, group: str, moment: HookContext) -> None:
 
 
 def registered_mask() -> int:
-    """Return a bit mask for the worker's heartbeat: which of the hooks that the supervisor calls are registered. Not 0;
-    valid once the DAG's modules are loaded."""
+    """Return a bit mask, not 0, of registered hooks that the supervisor calls; valid once DAG modules are loaded."""
     return 1 + sum(2 << index for index, when in enumerate(_BY_SUPERVISOR) if HOOKS[when])
 
 
 def may_exist(when: When, mask: int) -> bool:
-    """Return whether hooks of a moment may be registered, by a worker's mask; 0 is that of a worker that ended
-    early."""
+    """Return whether hooks of a moment may be registered, by a worker's mask; 0: the worker ended early."""
     return not mask or bool(mask & 2 << _BY_SUPERVISOR.index(when))

@@ -60,11 +60,9 @@ class ElasticMember(Protocol):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A machine's part of a rendezvous round: its block of ranks, of `blocks`.
-
-    replaces: the block was another machine's before. why: the round began; empty for the first one. silent: seconds
-    without a heartbeat of the machine whose loss began it.
-    """
+    """A machine's part of a rendezvous round: its block of ranks, of `blocks`. replaces: the block was another
+    machine's before. why: the round began; empty for the first one. silent: seconds without a heartbeat of the machine
+    whose loss began it."""
 
     number: int
     block: int
@@ -100,8 +98,7 @@ class Membership:
     losses: int
 
     def agree(self, run: str) -> None:
-        """Make sure that the store is this run's. Raises InvalidInput: it is another run's, or its machines have other
-        numbers of ranks."""
+        """Check that the store is this run's. Raises InvalidInput: it is not, or machines differ in number of ranks."""
         for what, mine, wrong in (
             ("run", run, "the board is of another run: it has digest {}, here it is {}. The DAG, the run file or "
              "--machines differ; or each run needs a board of its own:  distflow board --port …"),
@@ -112,8 +109,7 @@ class Membership:
                 raise InvalidInput(wrong.format(theirs, mine))
 
     def join(self) -> Rendezvous | None:
-        """Wait for a block of the present round or a later one, and return it. None if the run is over. Raises
-        DistflowError: the run has ended by a failure."""
+        """Wait for a block of this or a later round; None if the run is done. Raises DistflowError: it has failed."""
         while True:
             number = self._newest_round()
             began = self._round_record(number)
@@ -219,9 +215,8 @@ class Membership:
         return json.loads(members)
 
     def _waiting(self, round: int, seen: dict[int, tuple[str, Silence]]) -> list[str]:
-        """Return the machines that wait for a round to begin, in the order in which they came. One counts once its
-        heartbeat goes on: those that have died since they came, or while they came, do not. `seen`: the first
-        heartbeat of each that this machine has seen, and how long it has been silent."""
+        """Return the machines that wait for a round to begin, in the order in which they came: those whose heartbeat
+        goes on. `seen`: the first heartbeat of each that this machine has seen, and how long it has been silent."""
         found = []
         for each in range(1, self.store.add(f"{round}/came", 0) + 1):
             if (waits := self.store.get(f"{round}/waits/{each}")) is not None:
@@ -270,10 +265,8 @@ def host_of(name: str) -> str:
 
 
 class MachineHeartbeat:
-    """Process that sends this machine's heartbeat in one round, and misses those of others.
-
-    It is a process of its own, since a supervisor may be busy for a while, and has no threads.
-    """
+    """Process that sends this machine's heartbeat in one round, and misses those of others. The supervisor cannot: it
+    may be busy for a while, and has no threads."""
 
     def __init__(self, membership: Membership, rendezvous: Rendezvous):
         self.process = spawn(partial(_watch, membership, rendezvous))

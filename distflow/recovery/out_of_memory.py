@@ -28,8 +28,7 @@ def killed_since(before: int | None) -> bool:
 
 
 def kill_cause(before: int | None) -> str:
-    """Return the probable cause of a SIGKILL that a process got since `kill_count` was `before`. The kernel may have
-    killed another process of the machine."""
+    """Return the probable cause of a SIGKILL since `kill_count` was `before`; another process may have been killed."""
     now = kill_count()
     if before is None or now is None:
         return "The kernel may have ended it because memory was full."
@@ -38,8 +37,7 @@ def kill_cause(before: int | None) -> str:
 
 
 def limit() -> int | None:
-    """Return the bytes that the control groups of this process let it take; None if there is no limit below what is
-    available."""
+    """Return the memory limit of this process's control groups, in bytes; None if no lower than what is available."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -29,12 +29,7 @@ _LATE = 3  # steps after which a copy that is still under way is late
 def ring(training: int, local: int, blocks: int) -> dict[int, int]:
     """Return for each rank that trains the rank whose supervisor keeps its copies: the one with the same local rank on
     the next machine, in a ring of the machines that train; if only one does, on a machine that samples. Empty where
-    that is not possible.
-
-    Args:
-        training: number of ranks that train, the first ones.
-        local: ranks of each machine, of which there are `blocks`.
-    """
+    that is not possible. `training`: number of ranks that train, the first ones; `local`: ranks of each machine."""
     machines = max(2, training // local)
     if machines > blocks or (training > local and training % local):
         return {}
@@ -43,12 +38,7 @@ def ring(training: int, local: int, blocks: int) -> dict[int, int]:
 
 class PeerReplica:
     """Client of the replica server that keeps a rank's copies. It opens nothing before it is used, so that a supervisor
-    can make it for its workers.
-
-    Args:
-        store: has the server's address at `key`.
-        token: of the run.
-    """
+    can make it for its workers. `store` has the server's address at `key`."""
 
     def __init__(self, store: Store, key: str, token: bytes):
         self.store, self.key, self.token = store, key, token
@@ -59,8 +49,7 @@ class PeerReplica:
         self.seconds, self.late, self.error_text = 0.0, 0, ""
 
     def begin(self, snapshots: Snapshots) -> None:
-        """Send the snapshot that the worker goes on from: no other machine may have it any more. This takes no time if
-        the copy is there from before."""
+        """Send the snapshot that the worker goes on from: it may have no copy. One that is there costs no time."""
         if snapshots.newest is not None:
             self.retained = snapshots.newest
             snapshots.held.append(self.retained)

@@ -20,8 +20,7 @@ class RankStatus:
         self.activity = ""
 
     def set(self, doing: str, phase: Phase = "waiting", node: str = "") -> None:
-        """Publish what this rank does from now on in the heartbeat's step, such as "computing node `rollout`". `node`:
-        of the DAG, if the rank works for one."""
+        """Publish what this rank does from now on, as "computing node `rollout`". `node`: of the DAG, if any."""
         heart = heartbeat.current()
         self.activity = f"is in step {heart.page.step}, {doing}" if heart.page.step else f"is {doing}"
         heart.enter(phase)

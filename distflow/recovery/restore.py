@@ -24,8 +24,7 @@ _PART = 64 << 20  # bytes of a shard that are sent between two barriers, so that
 
 @dataclass(frozen=True)
 class ConsistentState:
-    """A state of which every shard is somewhere. holders: for each rank, the rank that has its shard; itself if it
-    has."""
+    """A state of which every shard is somewhere. holders: by rank, the rank that has its shard; itself if it has."""
 
     state_id: StateId
     holders: tuple[int, ...]
@@ -45,11 +44,8 @@ class FetchedShard:
 
 
 def consistent_states(reported: Sequence[Collection[StateShard]]) -> list[ConsistentState]:
-    """Return the consistent states, newest first.
-
-    Args:
-        reported: what each rank has. Shards for another number of ranks, as before a machine was lost, do not count.
-    """
+    """Return the consistent states, newest first, by what each rank has `reported`. Shards for another number of ranks,
+    as before a machine was lost, do not count."""
     there: dict[StateId, dict[int, int]] = {}
     for rank, shards in enumerate(reported):
         for shard in shards:
@@ -64,11 +60,7 @@ def fetch_shard(snapshots: Snapshots, replicas: Snapshots, least_steps: int) -> 
     """Return this rank's shard of the newest consistent state with at least `least_steps` steps; None on every rank if
     there is none. A shard that arrives torn does not count. Collective.
 
-    Args:
-        snapshots, replicas: this rank's own shards, and the copies for another machine's rank.
-
-    Raises:
-        RankMissing: a rank ended meanwhile.
+    `replicas`: copies for another machine's rank. Raises RankMissing: a rank ended meanwhile.
     """
     mine = {**replicas.complete(), **snapshots.complete()}
     texts = [json.loads(text) for text in gather(json.dumps([least_steps, [*mine]]).encode())]
@@ -105,11 +97,8 @@ def _exchange(state: ConsistentState, mine: dict[StateShard, Slot], snapshots: S
 def _transfer(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, memoryview],
               room: memoryview | None = None) -> None:
     """Send the shards of all ranks that lack theirs, this rank's into `room`. All ranks go through them in one order,
-    which cannot deadlock, and meet after each part, so that none waits long.
-
-    Args:
-        heads, rests: content of the slots by owner: the first bytes of all, and the others of those that are here.
-    """
+    which cannot deadlock, and meet after each part, so that none waits long. `heads`: the first bytes of all slots, by
+    owner; `rests`: the others of those that are here."""
     rank = dist.get_rank()
     sizes = {owner: end_of(heads[owner]) - HEAD for owner, holder in enumerate(holders) if owner != holder}
     for start in range(0, max(sizes.values(), default=0), _PART):
@@ -124,8 +113,7 @@ def _transfer(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, 
 
 
 def _spare_slot(state: ConsistentState, mine: dict[StateShard, Slot], snapshots: Snapshots) -> Slot:
-    """Return a slot without a shard of this state: best one of a later state, which is void now, else an empty one,
-    else the oldest."""
+    """Return a slot without a shard of this state: best one of a later state, void now, else empty, else the oldest."""
     state_ids = {slot: slot.shard.state_id for slot in mine.values() if slot.shard is not None}
 
     def use(slot: Slot) -> tuple[bool, bool, tuple[int, ...]]:

@@ -146,8 +146,7 @@ class Snapshots:
         self.copying: Future[None] | None = None
 
     def begin(self, shard: StateShard, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
-        """Begin to copy this rank's part of a state, which must not change before `wait` has returned; return its
-        bytes.
+        """Begin to copy this rank's part of a state, which must not change until `wait` returns; return its bytes.
 
         Args:
             state: nested mappings of DTensors and tensors.
@@ -174,8 +173,7 @@ class Snapshots:
             self.copying.result()
 
     def view(self, slot: Slot, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the content of a slot in the form of `state`, without a copy; None if it is not complete, as when it
-        was changed since."""
+        """Return a slot's content in the form of `state`, without a copy; None if incomplete, or changed since."""
         if (found := slot.read()) is None:
             return None
         header, body = found

@@ -26,19 +26,13 @@ _POLL = 1.0  # seconds between two looks
 
 
 def continue_stopped(supervisor: int, seconds: float) -> None:
-    """Start the thread of a worker that continues stopped processes.
-
-    Args:
-        supervisor: pid.
-        seconds: that a process may stay stopped.
-    """
+    """Start a worker's thread that continues processes stopped for more than `seconds`. `supervisor`: its pid."""
     if _below_torchrun():
         threading.Thread(target=_watch, args=(supervisor, seconds), name="stopped", daemon=True).start()
 
 
 def continue_all(supervisor: int) -> None:
-    """Continue all stopped processes before a worker ends: its supervisor must see that, and the next worker needs the
-    dock."""
+    """Continue all stopped processes: the supervisor must see this worker end, and the next one needs the dock."""
     for process in [supervisor, *(dict(_unwatched(supervisor)) if _below_torchrun() else ())]:
         if stopped(process):
             with contextlib.suppress(OSError):

@@ -57,8 +57,7 @@ class RunStore:
         return self.store.get(topic) or ""
 
     def gather(self, topic: str, value: str, ranks: Sequence[int]) -> list[str]:
-        """Return the `value` of each of `ranks` on every rank. Raises Disagreement: one of them has not come within the
-        wait limit."""
+        """Return each `value` of `ranks` on every rank. Raises Disagreement: one has not come within the wait limit."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
         if self.rank in keys:
             self.store.put(keys[self.rank], value)
@@ -66,9 +65,8 @@ class RunStore:
         return self.store.get_all(list(keys.values()))
 
     def agree(self, topic: str, value: str, cause: str) -> None:
-        """Require the same `value` on all ranks. Raises Disagreement: on every rank, with the ranks that differ from
-        rank 0 and the probable `cause`; or when a rank has not come within the wait limit, with the ranks that are
-        missing."""
+        """Require the same `value` on all ranks. Raises Disagreement: on every rank, with those that differ from rank 0
+        and the probable `cause`, or with those that have not come within the wait limit."""
         expected = self.broadcast(topic, value)
         if value != expected:
             self.store.put(f"{topic}/differs/{self.rank}", value)

@@ -55,12 +55,8 @@ from distflow.telemetry.run_lock import RunLock
 
 
 def stop_message(folder: Path, step: int) -> str:
-    """Return the last line on the screen of a run that was told to end: what is kept of it, and how to go on.
-
-    Args:
-        folder: of the run; it may not exist.
-        step: after which the run has ended in order; 0 if it was cut off.
-    """
+    """Return the last line on the screen of a run that was told to end: what is kept of it, and how to go on. `folder`
+    may not exist; `step`: after which the run has ended in order, 0 if it was cut off."""
     ended = f"{folder} was stopped after step {step}" if step else f"{folder} was stopped in the middle of a step"
     if not folder.is_dir():
         return f"{folder} was stopped before it began; nothing is kept"
@@ -143,8 +139,7 @@ class Supervisor:
         adopt_orphans()  # what a worker leaves behind
 
     def run(self) -> int:
-        """Supervise workers until the work is done or cannot be; return the exit status of this process. Raises
-        MembershipChanged: all machines begin a later round."""
+        """Supervise workers until the work is done or cannot be; return the exit status. Raises MembershipChanged."""
         self._handle_signals(self._on_signal)
         try:
             attempt = self._first_attempt()
@@ -188,8 +183,7 @@ class Supervisor:
         return 128 + number
 
     def _fail_for_good(self) -> None:
-        """Wait a moment for the workers of the group to end: what this process then prints stands last on the
-        screen."""
+        """Wait a moment for the group's workers to end, so that what is then printed stands last on the screen."""
         self._handle_signals(signal.SIG_IGN)  # torchrun ends this process as soon as another of the group has left
         self.store.put(_FAILED, "")
         self.store.put(f"{_FAILED}/{self.rank}", "")
@@ -249,7 +243,6 @@ class Supervisor:
         return following
 
     def _poll(self) -> None:
-        """Check what concerns the supervisor: its parent, membership, the run folder's lock, a request to end."""
         if self.orphaned:  # SIGTERM may have come while threads of torchrun were still alive
             raise TerminationRequested(self.signal or signal.SIGTERM)
         if self.signal and time.monotonic() - self.signalled_at > self.shutdown_timeout:
@@ -322,7 +315,6 @@ class Supervisor:
         return _WorkerEnd.DONE if isinstance(end, Failure) and not end.hopeless and self.is_obsolete() else end
 
     def _watch(self, worker: Child, attempt: Attempt) -> Failure | _WorkerEnd:
-        """Wait until the worker has ended, or should be ended."""
         poll = select.poll()
         for descriptor in (worker.ended, *self.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
@@ -349,7 +341,6 @@ class Supervisor:
                                      symptom=finding.symptom, silent=finding.silent, outside=held)
 
     def _due_end(self, attempt: Attempt) -> _WorkerEnd | None:
-        """Return how the worker should end now; None if it should not."""
         self._poll()
         if self.restarts.is_superseded(attempt):
             return _WorkerEnd.SUPERSEDED
@@ -360,11 +351,8 @@ class Supervisor:
         return None
 
     def _end_worker(self) -> int:
-        """End the worker if it lives, and return its exit status, negative for a signal.
-
-        A worker that is starting gets SIGTERM and time to undo what it has made, any other SIGKILL. The processes that
-        it has left behind are ended too.
-        """
+        """End the worker, and what it has left behind; return its exit status, negative for a signal. A worker that is
+        starting gets SIGTERM and time to undo what it has made, any other SIGKILL."""
         if self.worker is None:
             return 0
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or it might be ended, and waited for, twice

@@ -44,23 +44,17 @@ class WorkerContext:
     peer_replica: PeerReplica | None = None  # sends copies of this rank's state to another machine
 
     def ready(self, **seconds: float) -> None:
-        """Report that the worker is ready, with the `seconds` of each part of its start.
-
-        From here on only its supervisor ends it: a SIGTERM to all processes of a run (scancel, a container's stop) asks
-        for an end after the step under way.
-        """
+        """Report that the worker is ready, with the `seconds` of each part of its start. From here on only its
+        supervisor ends it: a SIGTERM to all processes of a run (scancel, a container's stop) asks for an end after the
+        step under way."""
         self.heartbeat.ready(**seconds)
         if self.supervisor_pid:
             defy(signal.SIGTERM)
 
 
 def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerContext, pipe: int) -> None:
-    """Turn the forked process into a worker; never returns.
-
-    Args:
-        work: returns False if another worker should go on with its work.
-        pipe: takes the exit report.
-    """
+    """Turn the forked process into a worker; never returns. `pipe` takes the exit report.
+    `work` returns False if another worker should go on with its work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets it too, and ends the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.ExitStack() as end:

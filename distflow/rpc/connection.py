@@ -61,10 +61,7 @@ class Connection:
         _send_all(self.sock, [head, *parts])
 
     def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
-        """Return the next header, and the length of the payload that must be taken before another message.
-
-        Args:
-            most: bytes of payload that can have been announced.
+        """Return the next header, and the length (at most `most`) of its payload, to be taken before another message.
 
         Raises:
             ConnectionEnded: the other side has closed.
@@ -144,12 +141,8 @@ class Connection:
 
 
 def connect(address: Address, token: bytes, limit: float) -> Connection:
-    """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on.
-
-    Raises:
-        Unreachable: no process listens there, or it does not answer.
-        Refused: the other side does not know the token.
-    """
+    """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on. Raises Unreachable:
+    no process listens there, or it does not answer. Refused: the other side does not know the token."""
     host, port = address
     check_token(token)
     try:

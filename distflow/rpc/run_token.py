@@ -18,8 +18,7 @@ _LEAST = 16
 
 
 def run_token(run: str) -> bytes:
-    """Return the token of the run that has this id. Raises InvalidInput: the secret is so short that it can be
-    guessed."""
+    """Return the token of the run that has this id. Raises InvalidInput: the secret is short enough to be guessed."""
     secret = os.environ.get(TOKEN, "")
     if 0 < len(secret) < _LEAST:
         raise InvalidInput(f"{TOKEN} has {len(secret)} characters, and could be guessed; it needs {_LEAST}. On one "

@@ -60,12 +60,9 @@ _PAUSE = 0.5
 
 
 class Server:
-    """Listening socket from `start` to `close`.
-
-    `serve` is called with each authenticated connection and its first message; the connection is closed when it
-    returns. `log` gets a warning for each refused peer. Raises `RpcError` if the port is taken, or the token is too
-    short.
-    """
+    """Listening socket from `start` to `close`. `serve` is called with each authenticated connection and its first
+    message; the connection is closed when it returns. `log` gets a warning for each refused peer. Raises `RpcError`:
+    the port is taken, or the token is too short."""
 
     def __init__(self, token: bytes, host: str, port: int, serve: Callable[[Connection, dict[str, Any]], None],
                  log: logging.Logger):

@@ -31,10 +31,8 @@ _EXPIRED, _UNABLE = 401, 500  # statuses of HTTP: the user's token has expired; 
 
 
 class EtcdStore(Store):
-    """Client of etcd's members. Its counters may count twice when a member ends within a call.
-
-    Raises InvalidInput: the address is none. StoreUnavailable: no member answers within `deadline` seconds.
-    """
+    """Client of etcd's members. Its counters may count twice when a member ends within a call. Raises InvalidInput: the
+    address is none. StoreUnavailable: no member answers within `deadline` seconds."""
 
     def __init__(self, address: str, deadline: float):
         members, _, run = address.removeprefix(SCHEME).partition("/")
@@ -153,8 +151,7 @@ class EtcdStore(Store):
         raise StoreUnavailable(self.address, time.monotonic() - began)
 
     def _client(self, seconds: float) -> httpx.Client:
-        """Return this thread's connections. Raises httpx.HTTPError: the member that is to check the user does not
-        answer."""
+        """Return this thread's connections. Raises httpx.HTTPError: the member that checks the user does not answer."""
         local = self.local
         if local.http is None or local.pid != os.getpid():
             local.pid, http = os.getpid(), httpx.Client(verify=_trust(), trust_env=False)

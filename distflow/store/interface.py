@@ -15,10 +15,8 @@ from distflow.errors import DistflowError
 
 
 class StoreUnavailable(DistflowError):
-    """The store does not answer. Look after the process that keeps it, and the network to its machine.
-
-    gone: the connection is lost for good, and what the store knew with it; else it may answer again.
-    """
+    """The store does not answer. Look after the process that keeps it, and the network to its machine. `gone`: the
+    connection is lost for good, and what the store knew with it; else it may answer again."""
 
     elsewhere = True
 

@@ -8,9 +8,8 @@ _Z = 1.959964  # the normal distribution's quantile for an interval of 95%
 
 
 def pass_at(k: int, answers: int, right: int) -> float:
-    """Return the unbiased estimate of pass@k, the probability that one of `k` answers is right, from `answers` answers
-    of which `right` are (Chen et al. 2021, Eq. 1). Raises ValueError: there are fewer than `k` answers, or more right
-    ones than answers."""
+    """Return the unbiased estimate of pass@k (Chen et al. 2021, Eq. 1) from `answers` answers of which `right` are
+    right. Raises ValueError: there are fewer than `k` answers, or more right ones than answers."""
     if not 1 <= k <= answers or not 0 <= right <= answers:
         raise ValueError(f"pass@{k} of {answers} answers of which {right} are right: k is 1 to the number of answers")
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
@@ -22,13 +21,7 @@ def interval(mean: float, mean_of_squares: float, problems: int) -> tuple[float,
     Wilson's score interval (1927) at the effective sample size (Korn and Graubard 1998), the number of single
     right-or-wrong answers with the same variance of the mean. The sample is the problems: answers to one problem are
     not independent. Unlike mean ± 1.96 standard errors the interval stays within 0 to 1, and does not shrink to a point
-    when all problems are right.
-
-    Args:
-        mean, mean_of_squares: of the problems' values.
-
-    Raises:
-        ValueError: there is no problem, or a value was outside of 0 to 1.
+    when all problems are right. Raises ValueError: there is no problem, or a value was outside of 0 to 1.
     """
     if problems < 1 or not 0 <= mean_of_squares <= mean + 1e-9 or mean > 1 + 1e-9:
         raise ValueError(f"an interval wants the mean of at least one value from 0 to 1, not {mean} of {problems}")

@@ -44,10 +44,8 @@ class Recovery:
 
 @dataclass
 class FailureCosts:
-    """Failures of a run, and its effective time.
-
-    total: seconds from the first ready worker to the last event. intervals: for each rank, when it was effective.
-    """
+    """Failures of a run, and its effective time. total: seconds from the first ready worker to the last event.
+    intervals: for each rank, when it was effective."""
 
     total: float = 0.0
     recoveries: list[Recovery] = field(default_factory=list)

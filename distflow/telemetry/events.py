@@ -20,8 +20,7 @@ _SCREEN = Path("standard output")
 
 
 def add(path: Path, *texts: str) -> None:
-    """Append lines at once, all or none, so that those of several processes do not mix. Raises OSError: they cannot be
-    written."""
+    """Append lines at once, all or none: processes do not mix theirs. Raises OSError: they cannot be written."""
     # Half of a surrogate pair, which UTF-8 cannot hold, becomes `\udXXX`: JSON's own way to write it.
     data = memoryview("".join(f"{text}\n" for text in texts).encode(errors="backslashreplace"))
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -37,11 +36,7 @@ def add(path: Path, *texts: str) -> None:
 
 
 def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
-    """Append each line, or drop it where it cannot be written: the first time with a warning.
-
-    Returns:
-        Whether all are written.
-    """
+    """Append each line, or drop it where it cannot be written, at first with a warning; return whether all are."""
     before = _dropped[path]
     for text in texts:
         try:

@@ -152,15 +152,8 @@ LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": Mlf
 
 
 def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable[[float], bool]) -> int:
-    """Send the lines of a run to a logger as they come, and those that were sent before not again.
-
-    Args:
-        settings: of the logger, as `{"project": "mine"}`.
-        ended: waits for so many seconds and returns whether the run has ended; what is written by then is still sent.
-
-    Returns:
-        The number of steps that were sent.
-    """
+    """Send the lines of a run to a logger as they come, none of them twice; return the number of steps. `ended`: waits
+    for so many seconds and returns whether the run has ended; what is written by then is still sent."""
     folder, sent_steps = run.folder, set[int]()
     with _only_one(folder, name):
         logger = LOGGERS[name](folder, run.settings(), **settings)

@@ -85,10 +85,8 @@ class Metrics:
             self._values[each] = _merged(each, self._values.get(each), entry)
 
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
-        """Return the metrics of all ranks, reduced, by name, and clear this rank's. Collective.
-
-        A mean over no items is left out, and so is a deviation of less than two.
-        """
+        """Return the metrics of all ranks, reduced, by name, and clear this rank's. Collective. A mean over no items is
+        left out, and so is a deviation of less than two."""
         total: dict[str, _Entry] = {}
         for name, entry in itertools.chain.from_iterable(self._reduced(gather(self.take()))):
             total[name] = _merged(name, total.get(name), entry)

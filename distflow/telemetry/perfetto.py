@@ -33,8 +33,7 @@ Event = dict[str, Any]
 
 
 def write_trace(run: RunTimeline, events: Iterable[Event], file: Path, folder: Path | None = None) -> int:
-    """Write the trace, compressed, and return the number of its spans. folder: of the run, for the profiles of its
-    steps."""
+    """Write the trace, compressed; return the number of its spans. `folder`: of the run, for profiles of its steps."""
     zero = min(span.start for span in run.spans)
     last = max(span.end for span in run.spans)
     marks = [event for event in events if event["event"] in _MARKS and zero <= event["time"] <= last]
@@ -99,15 +98,9 @@ def _microseconds(seconds: float) -> float:
 
 
 def send_spans(run: RunTimeline, endpoint: str, name: str) -> int:
-    """Send the spans to an OpenTelemetry collector by OTLP over HTTP, and return their number.
-
-    Args:
-        endpoint: such as http://127.0.0.1:4318/v1/traces
-        name: the service's name, by which the collector shows them.
-
-    Raises:
-        InvalidInput: opentelemetry is not installed, or the collector does not take them.
-    """
+    """Send the spans to an OpenTelemetry collector by OTLP over HTTP, and return their number. `endpoint`: such as
+    http://127.0.0.1:4318/v1/traces; `name`: the service's, by which the collector shows them. Raises InvalidInput:
+    opentelemetry is not installed, or the collector does not take them."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

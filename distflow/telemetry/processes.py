@@ -151,7 +151,6 @@ def defy(number: int) -> None:
 
 
 def _prepare(parent: int, number: int, limits: Mapping[int, int], oom_score: int) -> None:
-    """Set up a child before it runs anything else."""
     if number:
         die_with(parent, number)
     for limit, most in limits.items():
@@ -193,8 +192,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def began(process: int) -> int:
-    """Return when a process began, in clock ticks since boot: with the pid it identifies the process. Raises OSError:
-    there is no such process."""
+    """Return when a process began, in clock ticks since boot: with the pid it is unique. Raises OSError: no process."""
     return int(_facts(process)[19])
 
 
@@ -228,10 +226,8 @@ def children(process: int) -> set[int]:
 
 
 def descendants(root: int, but: Collection[int] = ()) -> set[int]:
-    """Return the living descendants of `root`, without those of `but` and their descendants.
-
-    The result is complete only if `root` is a subreaper, to which orphans return.
-    """
+    """Return the living descendants of `root`, without those of `but` and their descendants. The result is complete
+    only if `root` is a subreaper, to which orphans return."""
     parents: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -293,12 +289,8 @@ def _runs(process: int) -> bool:
 
 def end_orphans(known: Collection[int]) -> set[int]:
     """End the children of this process that are neither known nor spawned, whatever session they are in: by SIGTERM and
-    SIGCONT, and after a while with their descendants by SIGKILL.
-
-    Returns:
-        The children that even SIGKILL has not ended in time: they wait in the kernel, as for a disk that does not
-        answer.
-    """
+    SIGCONT, and after a while with their descendants by SIGKILL. Return those that even SIGKILL has not ended in time:
+    they wait in the kernel, as for a disk that does not answer."""
     deadline, signalled = time.monotonic() + _LEFT, set()
     while left := _unreaped(children(os.getpid()) - _spawned.union(known)):
         over = time.monotonic() > deadline

@@ -20,10 +20,7 @@ def profile_file(run: Path, rank: int, step: int) -> Path:
 
 def profiled_events(run: Path, spans: RunTimeline, steps: Collection[int], zero: float) -> Iterator[Event]:
     """Yield the events of all profiles of `steps`, each rank's as a process of its own, by the clock of `spans`.
-
-    Args:
-        zero: seconds since the epoch at which the trace begins.
-    """
+    `zero`: seconds since the epoch at which the trace begins."""
     hosts = {span.rank: span.host for span in spans.spans}
     for rank, host in sorted(hosts.items()):
         process, threads = _PROCESSES + rank, dict[Any, int]()

@@ -35,8 +35,7 @@ Run = dict[str, Any]
 
 
 def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
-    """Return everything that the page shows of a run. `characters`: most of its samples. Raises InvalidInput: `folder`
-    is no run's folder."""
+    """Return all that the page shows of a run. `characters`: most of its samples. Raises InvalidInput: it is none."""
     reader = RunReader.of(folder, "distflow report runs/grpo-1")
     steps, events, plan, answers = reader.steps(), reader.rows("events"), reader.plan, reader.rows("validation")
     samples, kinds = [*reader.rows("samples"), *answers], _shown_steps(steps)

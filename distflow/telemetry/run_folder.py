@@ -145,11 +145,8 @@ _TOTALS = ("tokens_total", "samples_total", "wall_seconds")
 
 
 def choose(output: str, dag: str, name: str | None) -> Path:
-    """Return the folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, …
-
-    Raises:
-        InvalidInput: the name is taken, or the folder could not be written.
-    """
+    """Return the folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, … Raises InvalidInput:
+    the name is taken, or the folder could not be written."""
     root = Path(output)
     parent = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -183,22 +180,15 @@ def read_launch(folder: Path) -> dict[str, Any] | None:
 
 
 def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
-    """Load the spec of a run that has begun, and search the user's modules where it did.
-
-    Args:
-        cluster: description of other machines than it ran on.
-
-    Raises:
-        InvalidInput: `folder` is no run's folder.
-    """
+    """Load the spec of a run that has begun, and search the user's modules where it did. `cluster`: description of
+    other machines than it ran on. Raises InvalidInput: `folder` is no run's folder."""
     sys.path += search_paths(folder)
     kept = folder / "cluster.yaml"
     return reload(folder, overrides, cluster or (str(kept) if kept.is_file() else None))
 
 
 def search_paths(folder: Path) -> list[str]:
-    """Return the folders in which a run found the user's modules. Raises InvalidInput: it is no run's folder, or its
-    launch.json is damaged."""
+    """Return where a run found the user's modules. Raises InvalidInput: no run's folder, or a damaged launch.json."""
     if not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
     launch = read_launch(folder)
@@ -289,14 +279,9 @@ class RunFolder:
                 torchrun: str = "") -> Iterator[Callable[[], None]]:
         """Make the folder, with everything that another process needs to repeat or resume this run.
 
-        The folder is removed again if the block fails; the block gets the function that does so.
-
-        Args:
-            search: folders with the modules of the user's functions.
-            torchrun: the `agent` that has started this run.
-
-        Raises:
-            InvalidInput: another run took the name since it was chosen, or the folder cannot be made.
+        The folder is removed again if the block fails; the block gets the function that does so. `search`: folders with
+        the modules of the user's functions. `torchrun`: the `agent` that has started this run. Raises InvalidInput:
+        another run took the name since it was chosen, or the folder cannot be made.
         """
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
@@ -314,8 +299,7 @@ class RunFolder:
 
     @staticmethod
     def describe(path: Path, spec: Spec, plan: Plan) -> None:
-        """Write the configuration and plan in force, at the start and when a resume overrides them. Each file is
-        replaced atomically."""
+        """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
         texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
             partial = path / f"{name}.partial"

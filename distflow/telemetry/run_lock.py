@@ -72,11 +72,8 @@ def _own_job() -> str:
 
 
 class RunLock:
-    """The lock of one run folder, as one process sees it.
-
-    Args:
-        job: name that a restart of the run has too; default: the torchrun above this process, or this process.
-    """
+    """The lock of one run folder, as one process sees it. `job`: name that a restart of the run has too; default: the
+    torchrun above this process, or this process."""
 
     def __init__(self, folder: Path, job: str = ""):
         self.path, self.job = folder / NAME, job or _own_job()
@@ -129,7 +126,6 @@ class RunLock:
             os.pwrite(file, json.dumps(asdict(Holder.here(self.job))).encode(), 0)
 
     def release(self) -> None:
-        """Give the lock up, if this process has it."""
         if self.file is not None:
             held = holder(self.path.parent)
             if held is None or held.own:

@@ -56,8 +56,7 @@ class RunReader:
 
     @classmethod
     def of(cls, folder: Path, usage: str) -> RunReader:
-        """Return the reader of a folder that a user has named. Raises InvalidInput: it is no run's folder; `usage`
-        shows how to name one."""
+        """Return the reader of a folder that a user has named; `usage` shows how. Raises InvalidInput: no run's."""
         if not (folder / "launch.json").is_file():
             raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
                                           f"Name the folder, as  {usage}"))

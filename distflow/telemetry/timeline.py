@@ -164,7 +164,6 @@ class Span:
 
     @property
     def label(self) -> str:
-        """Return the node, or else the name."""
         return self.facts.get("node") or self.name
 
 

@@ -23,8 +23,7 @@ NAME = "times.jsonl"
 
 @dataclass(frozen=True)
 class StepTimings:
-    """Timings of a rank's nodes in a step. seconds: of the step, including what no node does. plan: digest of the plan
-    in force."""
+    """Timings of a rank's nodes in a step. seconds: also of what no node does. plan: digest of the plan in force."""
 
     plan: str
     step: int

@@ -87,14 +87,8 @@ class SampledChain:
 
 
 def explain(folder: Path, step: int | None = None) -> Iterator[str]:
-    """Yield the explanation, line by line.
-
-    Args:
-        step: explain this step; default: what goes on now, or why the run has ended, and an ordinary step.
-
-    Raises:
-        InvalidInput: it is no run's folder, or it has no such step.
-    """
+    """Yield the explanation of a step, line by line; without `step`, of what goes on now, or why the run has ended, and
+    of an ordinary step. Raises InvalidInput: it is no run's folder, or it has no such step."""
     reader = RunReader.of(folder, "distflow why runs/grpo-1")
     metrics = reader.timed_steps()
     if step is None:
@@ -221,10 +215,8 @@ def _unusual(metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
 
 def critical_path(spans: Sequence[Span], step: int) -> list[Segment]:
     """Return what the end of a step waited for, and what that waited for, back to its beginning; in order of time.
-
     Where a rank waits, the path goes to the rank that was the last to finish something meanwhile; what is left of the
-    wait is movement of data, or of messages.
-    """
+    wait is movement of data, or of messages."""
     main = [span for span in spans if span.track == MAIN]
     trainer = [span for span in main if span.step == step and span.role == "trainer" and _phase(span) != "ending"]
     if not trainer:
@@ -253,10 +245,8 @@ def critical_path(spans: Sequence[Span], step: int) -> list[Segment]:
 
 
 def sampled_chains(spans: Sequence[Span], step: int) -> list[SampledChain]:
-    """Return the rows of a step that the timeline has, but for those of its validation.
-
-    Ranks that sample for others say which prompts are of the step; else its rows are those of a node that samples.
-    """
+    """Return the rows of a step that the timeline has, but for those of its validation. Ranks that sample for others
+    say which prompts are of the step; else its rows are those of a node that samples."""
     rows = [span for span in spans if span.track in (timeline.ROWS, timeline.TOOLS)]
     prompts = [span for span in spans if span.track == timeline.PROMPTS and span.step == step and "rows" in span.facts]
     nodes = [span for span in spans if span.track == MAIN and span.step == step and _phase(span) == "generating"]
@@ -377,8 +367,7 @@ def _fallen_prompts(samples: Sequence[dict[str, Any]], step: int) -> Iterator[st
 
 
 def fall(values: Sequence[float]) -> int | None:
-    """Return the index since which values are lower, where the two sides differ most; None if they do not differ by
-    more than chance explains."""
+    """Return the index since which values are lower, where the two sides differ most; None if that may be chance."""
     best, found = _SURE, None
     for at in range(_SPLIT, len(values) - _SPLIT + 1):
         before, after = values[max(0, at - 10 * _SPLIT) : at], values[at:]

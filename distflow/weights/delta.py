@@ -35,11 +35,8 @@ def encode(old: numpy.ndarray, new: numpy.ndarray) -> tuple[numpy.ndarray, numpy
 
 
 def decode(old: numpy.ndarray, codes: int, delta: numpy.ndarray, into: numpy.ndarray) -> None:
-    """Write what `encode` was given as `new` into memory of that length. delta: `codes` skips, and the words.
-
-    Raises:
-        ConnectionError: it is no delta of these bytes.
-    """
+    """Write what `encode` was given as `new` into memory of that length. `delta`: `codes` skips, and the words. Raises
+    ConnectionError: it is no delta of these bytes."""
     skips = delta[:codes]
     ends = numpy.cumsum(skips + (skips != _SKIP), dtype=numpy.int64)
     changed = ends[skips != _SKIP] - 1

@@ -22,8 +22,7 @@ HEARTBEAT_SECONDS, DEAD_SECONDS = 0.5, 3.0
 """Seconds between two heartbeats, and without one after which a holder counts as dead."""
 _PUBLISHED = "published"
 _KEPT = 3
-"""Versions that the store remembers: when no process has all of the newest any more, the one before may be available.
-"""
+"""Versions that the store remembers: when no process has all of the newest, the one before may be available."""
 Address = tuple[str, int]
 
 
@@ -156,7 +155,6 @@ class Directory:
         return found
 
     def forget(self, who: str) -> None:
-        """Remove an entry."""
         self.silences.pop(who, None)
         self.store.delete(f"holder/{who}")
 

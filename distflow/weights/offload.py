@@ -10,10 +10,8 @@ from torch import Tensor
 
 class HostOffload:
     """Offload of tensors from their device to host memory, and back. The tensors stay; only their storage is released.
-
     Host memory is pinned where the device is a GPU, and kept for the next time; there the way back overlaps with other
-    work until `ready` waits for it.
-    """
+    work until `ready` waits for it."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], scratch: Callable[[], Iterable[Tensor]] = tuple):
         """`tensors` is called again each time: an optimizer makes its state in its first step. `scratch`: tensors whose

@@ -39,8 +39,7 @@ class ShardSlice:
         return self.numel * self.dtype.itemsize
 
     def overlap(self, other: ShardSlice) -> ShardSlice | None:
-        """Return the part that both slices have; None if there is none. Raises `WeightsError` if the tensors' shapes
-        differ."""
+        """Return the part that both slices have, or None. Raises `WeightsError`: their tensors' shapes differ."""
         if self.shape != other.shape:
             raise WeightsError(f"tensor `{self.name}` is {list(self.shape)} as published and {list(other.shape)} as "
                                "wanted; both must be the shape of the whole tensor")

@@ -116,8 +116,7 @@ class SourceClient:
         """Chunks received corrupt from this source, to be fetched elsewhere."""
 
     def lease(self) -> str:
-        """Take the lease and return "", or the name of the puller that has it. Raises `NoTransport` if there is none
-        in common."""
+        """Take the lease and return "", or the name of the puller that has it. Raises `NoTransport`: none in common."""
         reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]

@@ -110,8 +110,6 @@ class SharedMemorySource(SourceEnd):
 
 
 class SharedMemoryPuller(PullerEnd):
-    """Puller's access to one source's memory."""
-
     run, deltas = 1 << 30, False
 
     def __init__(self, locked: LockedMemory):

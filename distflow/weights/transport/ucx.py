@@ -105,8 +105,7 @@ class _UcxConnection:
             raise ConnectionError(f"UCX: {error}") from None
 
     def move(self, post: Callable[[Any, Any], Any], chunk: numpy.ndarray, moved: Callable[[int], None]) -> None:
-        """Send or receive a chunk, piece by piece. Raises `OSError` if the other end is gone, or moved no piece in
-        time."""
+        """Send or receive a chunk in pieces. Raises `OSError`: the other end is gone, or moved no piece in time."""
         from ucxx._lib.arr import Array  # type: ignore[reportMissingImports]
 
         pieces = [chunk[begin : begin + _PIECE] for begin in range(0, len(chunk), _PIECE)]
