@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
-    result.add_argument("--board", "--store", metavar="HOST:PORT", dest="board",
+    result.add_argument("--board", "--store", metavar="HOST:PORT | etcd://…", dest="board",
                         help="address of the store at which machines meet that each start by a torchrun of their own: "
                         "of `distflow board`, or etcd://HOST:PORT,HOST:PORT/RUN")
     result.add_argument("--machines", metavar="N | MIN:MAX",

@@ -78,7 +78,7 @@ def _start(arguments: list[str]) -> Child:
 
 
 class RunHandle:
-    """A run's folder, and its process if `run` has started it. Tables are read anew each time."""
+    """A run's folder, and its process if `run` has started it. Tables are read each time."""
 
     def __init__(self, folder: Path, process: Child | None = None, quiet: bool = False):
         self.folder, self.process, self._files = folder, process, RunReader(folder)

@@ -4,10 +4,9 @@ Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
 data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
 of layers (a small model as a whole), and between the micro-batches of an optimizer step each rank has whole float32
-gradients (Zhao et al. 2023, §3.3). Activations after Korthikanti
-et al. 2022 (§4.1): 34 bytes for each token, layer and hidden element at 2 bytes a value, attention scores not kept;
-the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A role
-that is not trained keeps those of one layer.
+gradients (Zhao et al. 2023, §3.3). Activations after Korthikanti et al. 2022 (§4.1): 34 bytes for each token, layer
+and hidden element at 2 bytes a value, attention scores not kept; the float32 logits, their softmax and its gradient
+come on top (of a value head, the one number of each token). A role that is not trained keeps those of one layer.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
 once on a rank whose rollout shares it; a role that copies it shares it too.
@@ -44,8 +43,8 @@ from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 GIB = 1024**3
 _TRAINING_STATE = 16
 _MASTER = 4
-_ACTIVATIONS = 17
-_LOGITS = 3 * 4
+ACTIVATIONS = 17
+LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**25
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
 _HALVES = ("bfloat16", "float16")
@@ -218,16 +217,16 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
                  outputs: int) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
-    per_layer, inputs = _ACTIVATIONS * width * shape.hidden, 0
+    per_layer, inputs = ACTIVATIONS * width * shape.hidden, 0
     if settings.recompute and trained:
         kept, inputs = 1, kept * width * shape.hidden
     logits = tokens * -(-outputs // layout.tp)
     if settings.engine == "fsdp":
         logits = min(logits, max(LOGITS_AT_ONCE, outputs))
     plus = f" + {inputs:,} of inputs" if inputs else ""
-    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + _LOGITS * logits,
+    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + LOGITS * logits,
                   f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
-                      f"{_LOGITS} B")
+                      f"{LOGITS} B")
 
 
 def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:

@@ -132,7 +132,7 @@ class ElasticAgent:
     def announce(self, folder: Path) -> None:
         """Report why this round began, in its first rank's output and as a failure of all ranks in the run's events."""
         if self.rendezvous.why and self.rendezvous.block == self.rank == 0 and folder.is_dir():
-            print(f"the machines begin anew: {self.rendezvous.why}", flush=True)
+            print(f"the machines begin again: {self.rendezvous.why}", flush=True)
             events = Events()
             events.open(folder / "events.jsonl", 0)
             events.record("failure", unit="the machines", ranks=[0, self.rendezvous.blocks * self.local - 1], life=-1,

@@ -1,7 +1,8 @@
 """The dock between the groups of a run: the shards, the columns of their rows, and how a rank reaches them.
 
 A row is a sample, by its id in the run. The trainer enqueues a prompt by putting its rows with their ids alone, and so
-says how far ahead may be sampled. A rollout leases the rows of a prompt, and puts the columns that it has computed.
+says how far ahead may be sampled (the bound of staleness: `workers/sources.py`). A rollout leases the rows of a prompt,
+and puts the columns that it has computed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from distflow.cli.common import Verb
 from distflow.cli.launcher import torchrun
 from distflow.telemetry.run_folder import choose
+from distflow.telemetry.run_reader import RunReader
 
 _WIDTH, _SHOWN = 40, 3
 
@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _curve(folder: Path) -> Iterator[str]:
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = RunReader(folder).summary
     yield f"\nheld-out accuracy of {folder}"
     for each in summary["accuracy"]["heldout"]:
         yield f"  step {each['step']:4d}  {each['accuracy']:.3f}  {'█' * round(_WIDTH * each['accuracy'])}"
@@ -52,9 +52,8 @@ def _curve(folder: Path) -> Iterator[str]:
 
 
 def _answers(folder: Path) -> Iterator[str]:
-    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()]
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
-    for line in lines:
+    for line in RunReader(folder).rows("validation"):
         by_step.setdefault(line["step"], {})[line["row"]] = line
     before, after = by_step[min(by_step)], by_step[max(by_step)]
     yield "\nthe first held-out questions, and the model's answers before and after GRPO"

@@ -22,6 +22,7 @@ from distflow.config.yaml_source import parse_value, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
+from distflow.telemetry.run_reader import RunReader
 
 _PATIENCE = 300.0
 """Seconds for the rewards of a problem's answers, which are all earned in one step. A call has the run's timeout."""
@@ -134,7 +135,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
 
 def _figures(folder: Path) -> dict[str, Any]:
     """Return each figure with its confidence interval and the number of problems behind it."""
-    values = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    values = RunReader(folder).steps()[-1]
     found: dict[str, Any] = {}
     for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
         problems = int(values[f"{name}/problems"])

@@ -105,7 +105,7 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def log(options: argparse.Namespace) -> int:
-    from distflow.config.run import loggers_of
+    from distflow.config.run import loggers_of, require_logger
     from distflow.telemetry.loggers import LOGGERS, send
     from distflow.telemetry.run_folder import reload_run
     from distflow.telemetry.run_reader import RunReader
@@ -114,6 +114,10 @@ def log(options: argparse.Namespace) -> int:
     run = reload_run(folder).run
     if options.to not in LOGGERS:
         raise InvalidInput(f"there is no logger `{options.to}`. {did_you_mean(options.to, LOGGERS)}")
+    try:
+        require_logger(options.to)
+    except ValueError as error:
+        raise InvalidInput(f"--to {error}") from None
 
     def ended(seconds: float) -> bool:
         return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])

@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from distflow.config.extras import pip_line
 from distflow.config.yaml_source import Document
 
 Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
@@ -350,10 +351,17 @@ class Groups(Document):
         raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
 
 
-LOGGER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboard"), "wandb": ("wandb", "wandb"),
-                   "mlflow": ("mlflow", "mlflow-skinny"), "prometheus": ("prometheus_client", "prometheus-client"),
-                   "trackio": ("trackio", "trackio>=0.43")}
-"""The module and the package on PyPI that each needs."""
+_LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "loggers"), "mlflow": ("mlflow", "loggers"),
+                   "prometheus": ("prometheus_client", "loggers"), "trackio": ("trackio", "trackio")}
+"""The module that each needs, and the extra that has it."""
+
+
+def require_logger(name: str) -> None:
+    """Raise ValueError with the line that installs it if a logger's package is missing."""
+    module, extra = _LOGGER_MODULES[name]
+    if importlib.util.find_spec(module) is None:
+        line = pip_line(extra) if extra else f"pip install {module}"
+        raise ValueError(f"`{name}` needs a package that is not installed:  {line}")
 
 
 class Wandb(Document):
@@ -499,7 +507,5 @@ class Run(Document):
     @classmethod
     def _is_installed(cls, value: list[LoggerSettings]) -> list[LoggerSettings]:
         for name in loggers_of(value):
-            module, package = LOGGER_PACKAGES[name]
-            if importlib.util.find_spec(module) is None:
-                raise ValueError(f"`{name}` needs a package that is not installed:  pip install '{package}'")
+            require_logger(name)
         return value

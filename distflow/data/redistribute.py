@@ -306,7 +306,7 @@ class Redistributor:
         if route.crosses(np.array(machines), destinations):
             self._send(buffers, route, sent, destinations, machines, memory)
         self.host_group.barrier()
-        return self._read(forms, route, layout.share(self.rank), here, memory)
+        return self._read(forms, route, layout.share(self.rank), here)
 
     def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> list[Destination]:
         """Choose memory for all shares; where one lacks some, its owner adds a buffer and all ranks announce again."""
@@ -354,8 +354,7 @@ class Redistributor:
                           counts.cumsum() - counts, part.at[pairs], counts, part.width, runs)
                 position += size
 
-    def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination],
-              memory: dict[Destination, np.ndarray]) -> Batch:
+    def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
         if share is None or not len(route.ids):
             return Batch(torch.empty(0, dtype=torch.int64))
         target, pairs = next(each for each in here if each.share == share), route.pairs(share)

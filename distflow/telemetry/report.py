@@ -42,7 +42,7 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     spans = timeline.read(folder, kinds.keys(), _RANKS).spans
     return {"name": folder.name, "path": str(folder), "metrics": _columns(steps), "summary": reader.summary,
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
-            "nodes": _nodes(plan), "edges": _edges(plan, spans), "samples": _thinned(samples, characters),
+            "nodes": _nodes(plan), "edges": _edges(plan, steps), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
             "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(kinds, spans)}
 
@@ -141,16 +141,16 @@ def _nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
              "depth": depth[task["node"]]} for task in plan.get("tasks", [])]
 
 
-def _edges(plan: dict[str, Any], spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Return the edges with what the plan expects to move in a step, and what moved in the steps that are shown."""
-    moved, steps = dict[str, int](), {span.step for span in spans}
-    for span in (span for span in spans if span.track == timeline.TRANSFERS and "bytes" in span.facts):
-        moved[span.name] = moved.get(span.name, 0) + span.facts["bytes"]
-    pairs = [(task["node"], transfer, f"{transfer['producer']} → {task['node']}") for task in plan.get("tasks", [])
-             for transfer in task["transfers"] if transfer["producer"] != "source"]
-    return [{"from": transfer["producer"], "to": node, "kind": transfer["kind"], "columns": transfer["columns"],
-             "bytes": transfer["bytes_per_step"], "moved": moved[name] / len(steps) if name in moved else None}
-            for node, transfer, name in pairs]
+def _edges(plan: dict[str, Any], steps: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the edges with the bytes of rows in a step: as the plan expects them, and as they were on the mean."""
+    found = []
+    for task, transfer in ((each, transfer) for each in plan.get("tasks", []) for transfer in each["transfers"]):
+        name = f"data/bytes/{transfer['producer']}/{task['node']}"
+        moved = [values[name] for values in steps if name in values]
+        found.append({"from": transfer["producer"], "to": task["node"], "kind": transfer["kind"],
+                      "columns": transfer["columns"], "bytes": transfer["bytes_per_step"],
+                      "moved": sum(moved) / len(moved) if moved else None})
+    return [edge for edge in found if edge["from"] != "source"]
 
 
 def _failures(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -210,7 +210,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
         content = None
     if not isinstance(content, dict) or not isinstance(content.get("ranks"), int):
         raise InvalidInput(Diagnostic(f"{file} is missing or damaged, so that the run's ranks are not known", None,
-                                      f"Stop the run, if it goes on, and say them, which writes the file anew:  "
+                                      f"Stop the run, if it goes on, and say them, which writes the file again:  "
                                       f"distflow resume {folder} --ranks N"))
     return content
 

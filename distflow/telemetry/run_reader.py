@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Tail:
         if not self.file.is_file():
             return
         with self.file.open("rb") as stream:  # as bytes: text has more line ends than JSON Lines
-            stat = self.file.stat()
+            stat = os.fstat(stream.fileno())
             if stat.st_size < self.read or stat.st_ino != self.inode:
                 self.read, self.inode = 0, stat.st_ino
             stream.seek(self.read)

@@ -53,7 +53,10 @@ class RunView:
     def look(self) -> None:
         for line in self.metrics.new():
             for name, value in numbers(line).items():
-                self.curves.setdefault(name, deque(maxlen=10_000)).append((line["step"], value))
+                curve = self.curves.setdefault(name, deque(maxlen=10_000))
+                while curve and curve[-1][0] >= line["step"]:  # a resumed run does them again
+                    curve.pop()
+                curve.append((line["step"], value))
             self.step = line["step"]
         self.events.extend(event for event in self.event_lines.new() if event["event"] in _SHOWN and (
             event["event"] != "worker started" or event.get("life")))

@@ -53,7 +53,7 @@ _ADVICE = {
     "publishing": "Publishing weights takes the time: see `transport`.",
     "saving": "Snapshots take the time: `robust.snapshots: false` leaves them out.",
     "validating": "Validation and checkpoints take the time: a larger `validation.every` and `checkpoint.every`.",
-    WAITING: "Nobody computes: data moves, or ranks wait for another group. In mode async a trainer that waits for "
+    WAITING: "No rank computes: data moves, or ranks wait for another group. In mode async a trainer that waits for "
              "prompts wants more rollouts (`groups.rollout`) or more `staleness`.",
 }
 

@@ -27,7 +27,7 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
-from planners.memory import ParameterBytes, parameter_bytes
+from planners.memory import ACTIVATIONS, LOGITS, LOGITS_AT_ONCE, ParameterBytes, parameter_bytes
 
 
 class Network:
@@ -116,10 +116,6 @@ def _slower(one: NetworkLink, other: NetworkLink) -> NetworkLink:
     return NetworkLink(max(one.latency, other.latency), min(one.bandwidth, other.bandwidth))
 
 
-_ACTIVATIONS = 17
-"""Values kept for each token, layer and hidden element (Korthikanti et al. 2022, §4.1: 34 bytes of two each)."""
-_LOGITS = 12
-_LOGITS_AT_ONCE = 2**25
 _LEAST_TRAINED = 16  # bytes of a trained parameter on all devices together, whatever the engine
 Rows = Any  # a number of rows, or an array of such numbers
 
@@ -183,8 +179,8 @@ class Roofline:
         task = self.task
         tokens = strategy.micro * task.prompt if task.kind == GENERATE else \
             min(strategy.micro * task.tokens, max(task.micro_tokens, task.tokens))
-        whole = _ACTIVATIONS * task.width * task.hidden * tokens / strategy.tp
-        logits = _LOGITS * min(tokens * task.outputs / strategy.tp, max(_LOGITS_AT_ONCE, task.outputs))
+        whole = ACTIVATIONS * task.width * task.hidden * tokens / strategy.tp
+        logits = LOGITS * min(tokens * task.outputs / strategy.tp, max(LOGITS_AT_ONCE, task.outputs))
         if task.kind != TRAIN:
             return 0.0, whole + (0.0 if task.kind == GENERATE else logits)
         under_way = strategy.pp - stage

@@ -6,10 +6,9 @@
                 all device groups of a zone from the same parent (after Soper et al. 2004)
     layouts     strategies and arrangements of each task (`layouts`)
 
-Successive halving (Jamieson and Talwalkar 2016) is nested: groupings compete at a lower bound plus their slowest links,
-which costs next to nothing, then the better ones at a first look at their layouts, with more splits for half as many in
-each round; the best of a round are costed in full. Budgets are counted in layouts costed, so that the same seed gives
-the same answer on any machine.
+No grouping is dropped: all in one and all apart are costed first, then groupings take turns, the better ones more
+often, and one whose local search has ended begins elsewhere. Few devices are gone through completely. Budgets are
+counted in layouts and placements costed, so that the same seed gives the same answer on any machine.
 """
 
 from __future__ import annotations

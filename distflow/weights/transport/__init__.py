@@ -7,7 +7,7 @@ case: it proves both ends and carries requests; the transport carries the bytes.
 
 `auto` takes the first of them that both ends can use, and records which. One that is requested by name is used, or is
 an error: nothing falls back in silence. A new one: a module here with a `Transport` and its two ends, a line each in
-`made` and `usable` below, its name in `transport` of `distflow/config/run.py`.
+`made` and `usable` below, its name in `transport` of `distflow/config/run.py`, and `make docs`.
 """
 
 from __future__ import annotations
