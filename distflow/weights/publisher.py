@@ -3,8 +3,8 @@
 The way of a version from the trainer to the rollouts:
 
     Publisher    (here)      each trainer rank lays out its slices, sums their chunks (`manifest`) and serves them; the
-                             last rank to be ready makes the version the newest in the store. None waits for another here
-                             (`workers/weight_sync.py`, which publishes after a step, has all ranks meet)
+                             last rank to be ready makes the version the newest in the store. None waits for another:
+                             only `workers/weight_sync.py`, which publishes after a step, has all ranks meet
     Directory    directory   the store's view: the newest versions, and which process holds how much of which
     Puller       puller      chooses a version and its `sources`, leases one, pulls and verifies chunks, until complete
     ChunkStore   chunk_store the chunks that have come; relays serve them while the rest is on its way
