@@ -35,6 +35,7 @@ from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
+from distflow.store.interface import StoreUnavailable
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session
@@ -95,6 +96,7 @@ class Prompt:
     metrics: Metrics
     partial: PartialRollouts
     turn: int  # number under which its rows are saved if the loop ends before they are complete
+    versions: dict[str, int]  # the least of each role's weights with which it may be sampled
 
 
 class RolloutContext:
@@ -164,8 +166,12 @@ class RolloutContext:
 
     def _notice(self, job: Future[None]) -> None:
         """End the loop for an error in any thread; a dedicated loop may find the dock gone when the run is over."""
-        error = job.exception()
-        if isinstance(error, DistflowError) and self.dedicated and (self.stopped or self.channel.over):
+        error, over = job.exception(), self.stopped
+        may_pass = self.dedicated and isinstance(error, DistflowError)
+        if may_pass and not over:
+            with contextlib.suppress(StoreUnavailable):  # then it is not known to be over
+                over = self.channel.over
+        if may_pass and over:
             self.ended = True
         elif error is not None and not isinstance(error, EngineStopped):
             self.failure = self.failure or error
@@ -211,7 +217,8 @@ class RolloutContext:
         buffer = self._buffer(metrics)
         buffer.start(batch)
         rollouts = PartialRollouts(self.engines[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
-        return Prompt(lease, metrics.step, buffer, metrics, rollouts, int(turns.max()) + 1 if len(turns) else 0)
+        return Prompt(lease, metrics.step, buffer, metrics, rollouts, int(turns.max()) + 1 if len(turns) else 0,
+                      self.channel.versions_of(int(lease.versions[0])))
 
     def start(self, sample: Callable[[Prompt], None], prompt: Prompt) -> None:
         """Sample a prompt in a thread of its own."""
@@ -245,7 +252,7 @@ class RolloutContext:
         if self.dedicated:
             heartbeat.current().begin(prompt.step + 1)
         try:
-            for name, version in self.channel.versions_of(int(prompt.lease.versions[0])).items():
+            for name, version in prompt.versions.items():
                 self.awaited[number] = name, version
                 self.engines[name].wait(version)
             self.awaited.pop(number, None)

@@ -32,7 +32,6 @@ def main(options: argparse.Namespace) -> int:
     from distflow.store.tcp import TCPStoreClient, store_on
     from workers.elastic import BOARD
 
-
     if not 0 <= options.port < 1 << 16:
         raise InvalidInput(f"--port {options.port}: ports are numbered up to {(1 << 16) - 1}; 29400 is the usual one")
     try:

@@ -270,7 +270,7 @@ class StorageShardServer:
         with self.writing:  # a repeated request must not write into the first one's file
             with self.state.lock:
                 messages = self.state.capture()
-            path = Path(request.header["folder"]) / f"warehouse-{self.state.storage.number}.dock"
+            path = Path(request.header["folder"]) / f"shard-{self.state.storage.number}.dock"
             return {"bytes": write_snapshot(messages, path)}, []
 
 

@@ -7,7 +7,8 @@ the run folder before it restores a state:
     commit     look for a newer claim, then give the finished folder its name
 
 Both end with a rename of the unfinished folder, which is atomic. An older trainer that looked before the claim either
-commits before its folder is taken away, and the newer one finds a whole checkpoint; or its folder is gone.
+commits before its folder is taken away, and the newer one finds a whole checkpoint; or its folder is gone. A step that
+is saved again stands beside its name for a moment, and gets it back from whoever claims the run then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from distflow.errors import Superseded
 
-_PARTIAL, _REMOVED = ".partial", ".removed"
+_PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".old"
 _CLAIMS = "generations"
 _GENERATION = re.compile(r"(?:^|\.)(\d+)-(\d+)-(\d+)-(\w*)")
 
@@ -98,19 +99,22 @@ def commit(final: Path, mine: TrainerGeneration) -> None:
 
 def replace(written: Path, final: Path) -> None:
     """Rename `written` in place of another folder; that one stays if `written` is gone."""
-    before = final.rename(final.with_suffix(".old"))
+    before = final.rename(final.with_suffix(_REPLACED))
     try:
         written.rename(final)
     except OSError:
-        before.rename(final)
+        with contextlib.suppress(FileNotFoundError):  # a newer trainer has put it back
+            before.rename(final)
         raise
-    shutil.rmtree(before)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def clear(folder: Path, mine: TrainerGeneration) -> None:
     """Remove what this and older trainers left, renamed first: who still writes into a folder cannot commit it."""
     for left in folder.glob("step-*.*"):
-        if TrainerGeneration.of(left.name) <= mine:
+        if left.suffix == _REPLACED and not left.with_suffix("").exists():  # its writer has come no further in `replace`
+            left.rename(left.with_suffix(""))
+        elif TrainerGeneration.of(left.name) <= mine:
             if left.suffix != _REMOVED:
                 with contextlib.suppress(FileNotFoundError):  # its own writer was faster
                     left = left.rename(left.with_name(f"{left.name}.{os.getpid()}{_REMOVED}"))

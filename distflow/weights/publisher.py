@@ -61,7 +61,6 @@ Header = dict[str, Any]
 
 
 class PullerConnection:
-
     def __init__(self, connection: Connection, who: str):
         self.connection, self.who, self.heard, self.key = connection, who, time.monotonic(), ""
         self.source_end: SourceEnd | None = None

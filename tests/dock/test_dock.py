@@ -301,7 +301,7 @@ def test_a_snapshot_is_whole_or_absent(dock, token, tmp_path):
     at.snapshot(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be written"):
         at.snapshot(tmp_path / "nowhere")
-    path = tmp_path / "warehouse-0.dock"
+    path = tmp_path / "shard-0.dock"
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     whole = path.read_bytes()
     for torn in (whole[:-1], whole[: len(whole) // 2], b"", whole[:50] + bytes([whole[50] ^ 1]) + whole[51:]):

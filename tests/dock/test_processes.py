@@ -141,7 +141,7 @@ def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
         dock.commit(trained[-1])
         for child, number in ((second, 1), (first, 0)):
             child.kill()
-            children(port=child.address[1], snapshot=tmp_path / f"warehouse-{number}.dock")
+            children(port=child.address[1], snapshot=tmp_path / f"shard-{number}.dock")
             trained.append(dock.lease("update", 2, step=3 + number, wait=10))
             assert trained[-1].versions.tolist() == [3, 3]
             assert dock.commit(trained[-1])

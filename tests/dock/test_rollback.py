@@ -155,7 +155,7 @@ def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):
 
 def test_a_restored_process_knows_what_was_rolled_back(token, tmp_path):
     def start() -> tuple[StorageShardServer, DockClient]:
-        snapshot = tmp_path / "warehouse-0.dock" if made else None
+        snapshot = tmp_path / "shard-0.dock" if made else None
         service = StorageShardServer(token, journal=tmp_path / "j", snapshot=snapshot)
         at = DockClient([service.start()], token, "tester")
         at.configure(BOTH)

@@ -200,7 +200,7 @@ def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monk
     at.put(tokens(range(4), 1 << 16))
     at.snapshot(tmp_path)
     assert busy_once
-    restored = StorageShardServer(token, snapshot=tmp_path / "warehouse-0.dock")
+    restored = StorageShardServer(token, snapshot=tmp_path / "shard-0.dock")
     assert sorted(restored.state.storage.rows) == [0, 1, 2, 3]
     assert len(restored.state.indexes["update"].done) == 0
     schema, _ = restored.state.storage.read(torch.arange(4).numpy(), ["tokens"])

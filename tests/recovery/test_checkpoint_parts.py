@@ -89,7 +89,7 @@ def test_a_killed_dock_and_a_killed_trainer_train_every_row_once(tmp_path, child
     undone, = run_ranks(1, save_in_the_middle, tmp_path / "checkpoints", first.address, token)
     assert len(set(undone)) == 2 * EACH
     first.kill()
-    found = part(tmp_path / "checkpoints", "dock") / "warehouse-0.dock"
+    found = part(tmp_path / "checkpoints", "dock") / "shard-0.dock"
     second = child(token, port=first.address[1], snapshot=found, journal=tmp_path / "journal-2")
     times, = run_ranks(1, go_on, tmp_path / "checkpoints", second.address, token)
     assert Counter(times) == {1.0: ROWS}
@@ -109,7 +109,7 @@ def test_a_dock_that_is_killed_alone_forgets_no_commit(tmp_path, child):
         train(dock, trainer, 1)
         held = dock.lease("update", EACH, step=2)
         dead.kill()
-        alive = child(token, port=dead.address[1], snapshot=folder / "warehouse-0.dock", journal=journal)
+        alive = child(token, port=dead.address[1], snapshot=folder / "shard-0.dock", journal=journal)
         assert alive.address == dead.address
         with DockClient([alive.address], token, "another trainer", patience=20) as other:
             for step in range(3, ROWS // EACH):

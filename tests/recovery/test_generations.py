@@ -132,6 +132,16 @@ def test_a_late_attempt_does_not_take_the_folder_from_the_next_one(tmp_path):
         claim(tmp_path / "checkpoints", "job", 0, 1)
 
 
+def test_a_step_whose_writer_ended_between_two_names_gets_its_name_back(tmp_path):
+    for name in ("step-00000012.old", "step-00000012.1-0-0-aaaaaaaa.partial", "step-00000013", "step-00000013.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    generations.clear(tmp_path, TrainerGeneration(1, 0, 1, "aaaaaaaa"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000012", "step-00000013"]
+    assert (tmp_path / "step-00000012/file").read_text() == "step-00000012.old"
+    assert (tmp_path / "step-00000013/file").read_text() == "step-00000013"
+
+
 def test_a_step_is_replaced_or_stays(tmp_path):
     """What stood under the name goes when the new one is there; without a new one it stays."""
     written, final = tmp_path / "new", tmp_path / "step-00000001"

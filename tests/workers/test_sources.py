@@ -19,6 +19,7 @@ from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
+from distflow.store.interface import StoreUnavailable
 from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
@@ -101,6 +102,20 @@ def test_errors_count_unless_the_run_is_over(dedicated, stopped, over, fails):
     job.set_exception(RewardsFailed("all of them"))
     RolloutContext._notice(rollout, job)
     assert (rollout.failure is not None) == fails
+
+
+def test_a_store_that_does_not_answer_is_no_end_of_the_run():
+    class Channel:
+        @property
+        def over(self):
+            raise StoreUnavailable("there:1", 600.0)
+
+    job = Future()
+    rollout = SimpleNamespace(dedicated=True, stopped=False, channel=Channel(), failure=None, ended=False)
+    job.set_exception(StoreUnavailable("there:1", 600.0))
+    RolloutContext._notice(rollout, job)
+    assert isinstance(rollout.failure, StoreUnavailable)
+    assert not rollout.ended
 
 
 def test_a_dock_that_fails_ends_sampling_at_once():
