@@ -112,7 +112,7 @@ def replace(written: Path, final: Path) -> None:
 def clear(folder: Path, mine: TrainerGeneration) -> None:
     """Remove what this and older trainers left, renamed first: who still writes into a folder cannot commit it."""
     for left in folder.glob("step-*.*"):
-        if left.suffix == _REPLACED and not left.with_suffix("").exists():  # its writer has come no further in `replace`
+        if left.suffix == _REPLACED and not left.with_suffix("").exists():  # its writer came no further in `replace`
             left.rename(left.with_suffix(""))
         elif TrainerGeneration.of(left.name) <= mine:
             if left.suffix != _REMOVED:

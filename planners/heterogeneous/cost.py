@@ -235,7 +235,6 @@ class CostModel:
                           + max(cost.step(self._device_groups[group], strategy, count) for group in groups))
         return task.epochs * task.mini_batches * slowest
 
-
     def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
         """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
         for training backward (Zhao et al. 2023, §3.3). They are counted in full, though the computation hides a part.
