@@ -114,7 +114,13 @@ def _meet(store: Store, rank: int, first: int, wait_limit: float) -> TCPStore:
     if not store.wait([_MEETING], wait_limit):
         raise RankMissing(f"rank {first} has not come within {wait_limit:g} s", [first])
     host, port = json.loads(store.get(_MEETING) or "")
-    return TCPStore(host, port, is_master=False, wait_for_workers=False)
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False,
+                        timeout=datetime.timedelta(seconds=wait_limit))
+    except dist.DistNetworkError as error:
+        raise RankMissing(f"rank {first} is not reached at {host}:{port} within {wait_limit:g} s. It may have ended; "
+                          "or other machines do not reach its machine there: write on it  export "
+                          f"{HOST}=10.0.0.N", [first]) from error
 
 
 def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,

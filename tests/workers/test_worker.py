@@ -11,7 +11,7 @@ import yaml
 from harness import metrics_of
 from stores import hosted
 
-from distflow.errors import EngineError
+from distflow.errors import EngineError, RankMissing
 from workers import context
 from workers.worker import _meet
 
@@ -86,3 +86,14 @@ def test_the_first_rank_of_several_machines_is_not_at_loopback(monkeypatch):
         _meet(store, 0, 0, 60.0)
     monkeypatch.setenv("DISTFLOW_HOST", "127.0.0.2")
     assert _meet(store, 0, 0, 60.0).host == "127.0.0.2"
+
+
+def test_a_first_rank_that_has_ended_is_waited_for_as_long_as_others(monkeypatch):
+    store = hosted()
+    with pytest.raises(RankMissing, match="rank 2 has not come within 0.1 s"):
+        _meet(store, 3, 2, 0.1)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    port = _meet(store, 2, 2, 60.0).port  # it is kept by nobody
+    with pytest.raises(RankMissing, match=f"rank 2 is not reached at 127.0.0.1:{port} within 1 s") as error:
+        _meet(store, 3, 2, 1.0)
+    assert error.value.ranks == (2,)
