@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from distflow.telemetry.processes import spawn
 
 MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
+_NO_BLOCK = -1  # of a machine that waits for one
 _PATIENCE = 5.0  # seconds after which a machine that waits for others says so
 
 
@@ -236,6 +238,7 @@ class Membership:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
         silences = {block: Silence(self.silence / 2) for block in range(self.most)}
+        reported, since = set[str](), time.monotonic()
         while not self.is_superseded(round):
             for block in range(self.vital, blocks):
                 before = self._holder(round, block, members)
@@ -243,6 +246,11 @@ class Membership:
                 free = not before or silent or self.left(round, block, before)
                 if free and not self.is_superseded(round) and self._take(round, block, before):
                     return block, blocks, bool(before)
+            _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
+            if time.monotonic() - since > _PATIENCE:
+                print(f"other machines have all {blocks} blocks of ranks; this one waits until one of them is lost",
+                      flush=True)
+                since = math.inf
             time.sleep(_POLL)
         return None
 
