@@ -1,10 +1,11 @@
 """Elastic membership: which of a run's ranks each machine has, where machines come and go.
 
-Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`), in rendezvous
-rounds. A round begins when enough machines have come; each then has a block of ranks, those that train first. A machine
-that only samples may be lost, and another may take its block, while all others go on. When a machine that trains is
-lost, the others begin the next round: machines that sampled take over its block, and the run goes on from the newest
-consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the first proposal.
+Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`, or etcd), in
+rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
+first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
+that trains is lost, the others begin the next round: machines that sampled take over its block, and the run goes on
+from the newest consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the
+first proposal.
 
     in the store
     local, run             what all machines must agree on, as the first one said
@@ -102,8 +103,8 @@ class Membership:
     def agree(self, run: str) -> None:
         """Check that the store is this run's. Raises InvalidInput: it is not, or machines differ in number of ranks."""
         for what, mine, wrong in (
-            ("run", run, "the board is of another run: it has digest {}, here it is {}. The DAG, the run file or "
-             "--machines differ; or each run needs a board of its own:  distflow board --port …"),
+            ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file or "
+             f"--machines differ; or {self.store.for_another_run}"),
             ("local", str(self.local), "each machine must start as many ranks as the others: they have {}, this one "
              "{} (torchrun's --nproc-per-node)")):
             theirs = self.store.put_if(what, mine, None)

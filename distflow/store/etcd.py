@@ -44,6 +44,7 @@ class EtcdStore(Store):
             raise InvalidInput(f"--store {address}: name etcd's members and the run, as  etcd://10.0.0.1:2379/grpo-1")
         super().__init__(members, deadline)
         self.members, self.space, self.local, self.posts = members.split(","), f"distflow/{run}/", _Local(), _Posts()
+        self.for_another_run = f"each run needs a name of its own there:  --store {SCHEME}{members}/ANOTHER"
         self.get("")
 
     @property

@@ -40,6 +40,9 @@ class Store(ABC):
     `deadline`, which all views of one client share.
     """
 
+    for_another_run: str
+    """What to write where the store has another run's keys."""
+
     def __init__(self, address: str, deadline: float):
         self.address, self.prefix, self.deadline = address, "", Deadline(deadline)
 

@@ -10,9 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from stores import CountingStore, hosted
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery import membership
 from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
+from distflow.store.etcd import EtcdStore
 from distflow.telemetry.heartbeat import Silence
 
 LONG = 600.0
@@ -211,6 +212,14 @@ def test_an_end_is_everybodys(store, pool):
         machines[1].join()
     with pytest.raises(DistflowError, match="the disk of machine a is full"):
         machine(store, "late").join()
+
+
+def test_a_store_of_another_run(store, etcd):
+    for kept, remedy in ((store, "a board of its own:  distflow board --port"),
+                         (EtcdStore(etcd.address("one"), LONG), f"--store etcd://127.0.0.1:{etcd.clients[0]}/ANOTHER")):
+        machine(kept, "a").agree("one run")
+        with pytest.raises(InvalidInput, match=f"has digest one run, here it is another. .*{remedy}"):
+            machine(kept, "b").agree("another")
 
 
 def test_the_host_of_a_torchrun():
