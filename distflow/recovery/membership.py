@@ -101,7 +101,8 @@ class Membership:
     losses: int
 
     def agree(self, run: str) -> None:
-        """Check that the store is this run's. Raises InvalidInput: it is not, or machines differ in number of ranks."""
+        """Check that the store is this run's. Raises InvalidInput: it is not, or the run is done, or machines differ in
+        number of ranks."""
         for what, mine, wrong in (
             ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file or "
              f"--machines differ; or {self.store.for_another_run}"),
@@ -110,6 +111,9 @@ class Membership:
             theirs = self.store.put_if(what, mine, None)
             if theirs != mine:
                 raise InvalidInput(wrong.format(theirs, mine))
+        if self._round_record(self._newest_round()).get("end") == "":
+            raise InvalidInput(f"the run at {self.store.address} is done, and nothing is left to do here; "
+                               f"{self.store.for_another_run}")
 
     def join(self) -> Rendezvous | None:
         """Wait for a block of this or a later round; None if the run is done. Raises DistflowError: it has failed."""

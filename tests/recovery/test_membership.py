@@ -222,5 +222,13 @@ def test_a_store_of_another_run(store, etcd):
             machine(kept, "b").agree("another")
 
 
+def test_a_run_that_is_done_is_not_begun_again(store):
+    """An etcd remembers it; a job that found nothing to do must not look as if it had done it."""
+    machine(store, "a").agree("the run")
+    machine(store, "a").finish(0)
+    with pytest.raises(InvalidInput, match="is done, and nothing is left to do here; each run needs a board"):
+        machine(store, "another job").agree("the run")
+
+
 def test_the_host_of_a_torchrun():
     assert host_of("None vm-3 1234 998877") == "vm-3"
