@@ -49,10 +49,13 @@ class StoreProcess:
 class Etcd:
     """Members of one etcd, each in a process of its own."""
 
-    def __init__(self, folder: Path, members: int = 1, certificate: tuple[Path, Path] | None = None):
-        """certificate: its file and its key's, of both the members and their clients."""
+    def __init__(self, folder: Path, members: int = 1, certificate: tuple[Path, Path] | None = None,
+                 tokens: str = "simple"):
+        """certificate: its file and its key's, of both the members and their clients. tokens: of users, by
+        `--auth-token`."""
         self.tls = ["--cert-file", certificate[0], "--key-file", certificate[1], "--client-cert-auth",
                     "--trusted-ca-file", certificate[0]] if certificate else []
+        self.tokens = tokens
         ports = [_free_port() for _ in range(2 * members)]
         self.clients, self.peers, self.folder = ports[:members], ports[members:], folder
         self.processes = [self.start(number) for number in range(members)]
@@ -63,7 +66,8 @@ class Etcd:
         return subprocess.Popen(
             ["etcd", "--name", f"m{number}", "--data-dir", str(self.folder / f"m{number}"),
              "--listen-client-urls", own, "--advertise-client-urls", own, "--listen-peer-urls", peer,
-             "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster, *self.tls],
+             "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster,
+             "--auth-token", self.tokens, *self.tls],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def address(self, run: str = "run") -> str:

@@ -145,7 +145,7 @@ MISTAKES = {
     "half a rollout": (("--board", "HERE", "--machines", "4", "--set", "mode=async", "--set", "layouts.rollout.tp=2",
                         "--set", "roles.actor.rollout=vllm", "--set", "roles.actor.model.kv_heads=2"), {},
                        "ranks 2 to 3 sample with one model"),
-    "another run": (("--board", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the board is of another run"),
+    "another run": (("--board", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the store is of another run"),
     "other ranks": (("--board", "HERE", "--machines", "1"), {"LOCAL_WORLD_SIZE": "2"}, "they have 1, this one 2"),
 }
 

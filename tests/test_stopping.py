@@ -217,8 +217,9 @@ def test_one_machine_that_is_told_to_end_ends_the_run_on_all(workspace, told):
     try:
         for rank in range(2):
             line = [sys.executable, "-m", "torch.distributed.run", "--node-rank", str(rank), *several, *run]
-            torchruns.append(subprocess.Popen(line, cwd=workspace, env=environment(), text=True,
-                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            torchruns.append(subprocess.Popen(line, cwd=workspace, text=True, stdout=subprocess.PIPE,
+                                              stderr=subprocess.STDOUT,
+                                              env=environment() | {"DISTFLOW_HOST": "127.0.0.1"}))
         until_step(torchruns[0], 10)
         torchruns[told].send_signal(signal.SIGTERM)
         said = torchruns[0].stdout.read()

@@ -7,6 +7,7 @@ and puts the columns that it has computed.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import secrets
@@ -176,7 +177,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int) -> R
     that only samples may be lost. Each shard is to store `max_bytes`. Collective over all groups."""
     token = agreed_token(store)
     store.store.add(_CAME)
-    host, training = _host(int(os.environ.get("GROUP_WORLD_SIZE", 1))), plan.groups[0].ranks
+    host, training = own_host(), plan.groups[0].ranks
     has_shard = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     shard_process = start(token, host=host) if has_shard else None
     gathered = store.gather("dock", json.dumps(shard_process.address if shard_process else None), training)
@@ -208,11 +209,12 @@ def agreed_token(store: RunStore) -> bytes:
     return run_token(run)
 
 
-def _host(machines: int) -> str:
-    if machines == 1:
-        return os.environ.get(HOST, "127.0.0.1")
-    if HOST not in os.environ:
-        raise EngineError(f"this run has {machines} machines, whose groups talk to each other over the network; say on "
-                          f"each at which address the others reach it:  export {HOST}=10.0.0.N  (of a private "
-                          "network: rows and weights travel there in the clear)")
-    return os.environ[HOST]
+def own_host(found: str = "127.0.0.1") -> str:
+    """Return the address at which the run's other processes reach this machine: DISTFLOW_HOST, or where that is not
+    set the one that was `found`. Raises EngineError: that is loopback, and there are several machines."""
+    machines, host = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get(HOST)
+    if machines > 1 and not host and ipaddress.ip_address(found).is_loopback:
+        raise EngineError(f"this run has {machines} machines, which talk to each other over the network, and {found} "
+                          f"is this machine alone; say on each at which address the others reach it:  export "
+                          f"{HOST}=10.0.0.N  (of a private network: what travels there is in the clear)")
+    return host or found

@@ -42,7 +42,7 @@ from workers.engines.weight_updates import WeightUpdates
 from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
 from workers.rollout import RolloutContext
-from workers.rollout_channel import HOST, RolloutChannel
+from workers.rollout_channel import HOST, RolloutChannel, own_host
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
@@ -92,24 +92,35 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
 
 
 def _init_process_group(context: RankContext, store: Store) -> TCPStore:
-    """Have the ranks of this attempt meet at a TCPStore of its first rank's worker, whose address the run's store has.
-    Return it; it must be kept while they work. Raises RankMissing: the first rank does not come."""
+    """Have the ranks of this attempt meet. Return their TCPStore; it must be kept while they work."""
     if context.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
     ranks, wait_limit = context.restart_group.ranks, context.spec.run.wait_limit
-    if context.store.rank == ranks.start:
-        server = store_on(os.environ.get(HOST) or store.own_host)
-        store.put(_MEETING, json.dumps([server.host, server.port]))
-    elif store.wait([_MEETING], wait_limit) and (found := store.get(_MEETING)):
-        host, port = json.loads(found)
-        server = TCPStore(host, port, is_master=False, wait_for_workers=False)
-    else:
-        raise RankMissing(f"rank {ranks.start} has not come within {wait_limit:g} s", [ranks.start])
+    server = _meet(store, context.store.rank, ranks.start, wait_limit)
     dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo", world_size=len(ranks),
                             rank=context.store.rank - ranks.start, store=server,
                             timeout=datetime.timedelta(seconds=wait_limit))
     return server
+
+
+def _meet(store: Store, rank: int, first: int, wait_limit: float) -> TCPStore:
+    """Return the TCPStore of the first rank's worker, whose address the run's store has. Raises RankMissing: the first
+    rank does not come, or is not reached."""
+    if rank == first:
+        server = store_on(own_host(store.own_host))
+        store.put(_MEETING, json.dumps([server.host, server.port]))
+        return server
+    if not store.wait([_MEETING], wait_limit):
+        raise RankMissing(f"rank {first} has not come within {wait_limit:g} s", [first])
+    host, port = json.loads(store.get(_MEETING) or "")
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False,
+                        timeout=datetime.timedelta(seconds=wait_limit))
+    except dist.DistNetworkError as error:
+        raise RankMissing(f"rank {first} is not reached at {host}:{port} within {wait_limit:g} s. It may have ended; "
+                          "or other machines do not reach its machine there: write on it  export "
+                          f"{HOST}=10.0.0.N", [first]) from error
 
 
 def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,

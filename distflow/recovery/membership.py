@@ -1,10 +1,11 @@
 """Elastic membership: which of a run's ranks each machine has, where machines come and go.
 
-Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`), in rendezvous
-rounds. A round begins when enough machines have come; each then has a block of ranks, those that train first. A machine
-that only samples may be lost, and another may take its block, while all others go on. When a machine that trains is
-lost, the others begin the next round: machines that sampled take over its block, and the run goes on from the newest
-consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the first proposal.
+Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`, or etcd), in
+rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
+first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
+that trains is lost, the others begin the next round: machines that sampled take over its block, and the run goes on
+from the newest consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the
+first proposal.
 
     in the store
     local, run             what all machines must agree on, as the first one said
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,7 @@ from distflow.telemetry.processes import spawn
 
 MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
+_NO_BLOCK = -1  # of a machine that waits for one
 _PATIENCE = 5.0  # seconds after which a machine that waits for others says so
 
 
@@ -98,15 +101,19 @@ class Membership:
     losses: int
 
     def agree(self, run: str) -> None:
-        """Check that the store is this run's. Raises InvalidInput: it is not, or machines differ in number of ranks."""
+        """Check that the store is this run's. Raises InvalidInput: it is not, or the run is done, or machines differ in
+        number of ranks."""
         for what, mine, wrong in (
-            ("run", run, "the board is of another run: it has digest {}, here it is {}. The DAG, the run file or "
-             "--machines differ; or each run needs a board of its own:  distflow board --port …"),
+            ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file or "
+             f"--machines differ; or {self.store.for_another_run}"),
             ("local", str(self.local), "each machine must start as many ranks as the others: they have {}, this one "
              "{} (torchrun's --nproc-per-node)")):
             theirs = self.store.put_if(what, mine, None)
             if theirs != mine:
                 raise InvalidInput(wrong.format(theirs, mine))
+        if self._round_record(self._newest_round()).get("end") == "":
+            raise InvalidInput(f"the run at {self.store.address} is done, and nothing is left to do here; "
+                               f"{self.store.for_another_run}")
 
     def join(self) -> Rendezvous | None:
         """Wait for a block of this or a later round; None if the run is done. Raises DistflowError: it has failed."""
@@ -236,6 +243,7 @@ class Membership:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
         silences = {block: Silence(self.silence / 2) for block in range(self.most)}
+        reported, since = set[str](), time.monotonic()
         while not self.is_superseded(round):
             for block in range(self.vital, blocks):
                 before = self._holder(round, block, members)
@@ -243,6 +251,11 @@ class Membership:
                 free = not before or silent or self.left(round, block, before)
                 if free and not self.is_superseded(round) and self._take(round, block, before):
                     return block, blocks, bool(before)
+            _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
+            if time.monotonic() - since > _PATIENCE:
+                print(f"other machines have all {blocks} blocks of ranks; this one waits until one of them is lost",
+                      flush=True)
+                since = math.inf
             time.sleep(_POLL)
         return None
 

@@ -40,7 +40,7 @@ class ReplicaServer:
 
     def __init__(self, replicas: Snapshots, token: bytes, host: str, store: Store, key: str):
         self.supervisor, self.pause = os.getpid(), _PAUSE
-        self.serve = partial(_serve, replicas, token, host, store, key)
+        self.serve = partial(_serve, replicas, token, host, store, key, store.deadline.seconds)
         self.process: Child | None = spawn(self.serve)
         self.again = 0.0
 
@@ -59,12 +59,13 @@ class ReplicaServer:
             self.process.end()
 
 
-def _serve(replicas: Snapshots, token: bytes, host: str, store: Store, key: str) -> None:
+def _serve(replicas: Snapshots, token: bytes, host: str, store: Store, key: str, deadline: float) -> None:
     try:
         address = Server(token, host, 0, ReplicaReceiver(replicas).serve, _log).start()
     except RpcError as error:
         address = f"{error}. Is DISTFLOW_HOST an address of that machine?"
-    store.put(key, json.dumps(address))
+    with store.within(deadline):  # a supervisor may fork this process while it gives the store less time
+        store.put(key, json.dumps(address))
     if not isinstance(address, str):
         threading.Event().wait()
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run must agree on, at the store of torchrun or, where machines come and go, of the board."""
+"""What the ranks of a run must agree on, at torchrun's store or, where machines come and go, at the board or etcd."""
 
 from __future__ import annotations
 

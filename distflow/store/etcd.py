@@ -27,7 +27,11 @@ SCHEME = "etcd://"
 USER, _CA, _CERT, _KEY = (f"DISTFLOW_ETCD_{name}" for name in ("USER", "CA", "CERT", "KEY"))
 _PER_MEMBER, _PAUSE, _WATCH = 3.0, 0.1, 10.0  # seconds for an answer, before the next member is asked, and of a watch
 _OPERATIONS = 100  # of one transaction; etcd takes 128
-_EXPIRED, _UNABLE = 401, 500  # statuses of HTTP: the user's token has expired; the member has no leader now, or worse
+_EXPIRED, _BUSY, _UNABLE = 401, 429, 500
+"""Statuses of HTTP: the user's token has expired; the member has too much to do, or no space; it has no leader now, or
+worse."""
+_OLD = "revision of auth store is old", "user name is empty"
+"""What etcd answers, with status 400, to a token from before a change of its users."""
 
 
 class EtcdStore(Store):
@@ -40,6 +44,7 @@ class EtcdStore(Store):
             raise InvalidInput(f"--store {address}: name etcd's members and the run, as  etcd://10.0.0.1:2379/grpo-1")
         super().__init__(members, deadline)
         self.members, self.space, self.local, self.posts = members.split(","), f"distflow/{run}/", _Local(), _Posts()
+        self.for_another_run = f"each run needs a name of its own there:  --store {SCHEME}{members}/ANOTHER"
         self.get("")
 
     @property
@@ -141,9 +146,9 @@ class EtcdStore(Store):
                 answer = None
             if answer is not None and answer.is_success:
                 return answer.json()
-            if answer is not None and answer.status_code == _EXPIRED:
+            if answer is not None and _has_expired(answer):
                 self.local.http = None
-            elif answer is not None and answer.status_code < _UNABLE:
+            elif answer is not None and not _may_pass(answer):
                 raise StoreUnavailable(self.address, 0.0, f"etcd refuses: {answer.text.strip()}", gone=True)
             else:
                 self.local.member = (self.local.member + 1) % len(self.members)
@@ -159,9 +164,10 @@ class EtcdStore(Store):
                 name, _, password = user.partition(":")
                 answer = http.post(f"{self._url}/v3/auth/authenticate", json={"name": name, "password": password},
                                    timeout=min(seconds, _PER_MEMBER))
-                if answer.is_client_error:
+                if not answer.is_success and not _may_pass(answer):
                     raise InvalidInput(f"etcd at {self.address} does not know the user `{name}` with that password; "
                                        f"export {USER}=NAME:PASSWORD  as its root user has given them")
+                answer.raise_for_status()
                 http.headers["Authorization"] = answer.json().get("token", "")
             local.http = http
         return local.http
@@ -203,6 +209,14 @@ class _Posts:
             for store, key, value in values.values():
                 with contextlib.suppress(StoreUnavailable):
                     store.put(key, value)
+
+
+def _has_expired(answer: httpx.Response) -> bool:
+    return answer.status_code == _EXPIRED or USER in os.environ and any(each in answer.text for each in _OLD)
+
+
+def _may_pass(answer: httpx.Response) -> bool:
+    return answer.status_code >= _UNABLE or answer.status_code == _BUSY and "too many requests" in answer.text
 
 
 def _scheme() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,9 @@ class Store(ABC):
     `deadline`, which all views of one client share.
     """
 
+    for_another_run: str
+    """What to write where the store has another run's keys."""
+
     def __init__(self, address: str, deadline: float):
         self.address, self.prefix, self.deadline = address, "", Deadline(deadline)
 
@@ -59,16 +61,16 @@ class Store(ABC):
 
     @property
     def own_host(self) -> str:
-        """The address of this machine on its way to the store, at which the store's other clients reach it too."""
+        """The address of this machine on its way to the store, at which the store's other clients reach it too unless
+        it is loopback: the store is on this machine then."""
         return self._own_host(self.address)
 
     def _own_host(self, address: str) -> str:
-        host, port = address.rsplit(":", 1)
-        family, _, _, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        host, _, port = address.rpartition(":")
+        family, _, _, _, peer = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
             probe.connect(peer)
-            own = probe.getsockname()[0]
-        return host if ipaddress.ip_address(own).is_loopback else own
+            return probe.getsockname()[0]
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:

@@ -164,6 +164,8 @@ class _Connection:
 class TCPStoreClient(Store):
     """Client of the TCPStore at an address. Raises StoreUnavailable: it is not reached within `deadline` seconds."""
 
+    for_another_run = "each run needs a board of its own:  distflow board --port …"
+
     def __init__(self, host: str, port: int, deadline: float):
         super().__init__(f"{host}:{port}", deadline)
         self.host, self.port, self.server = host, port, None
@@ -234,7 +236,8 @@ def _text(text: str) -> bytes:
 
 def store_on(host: str, port: int = 0) -> TCPStore:
     """Host a TCPStore at one address of the machine. `port` 0: the system chooses. Raises OSError: it cannot listen."""
-    with socket.create_server((host, port)) as listening:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.create_server(address, family=family) as listening:
         port = listening.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                         master_listen_fd=listening.detach())

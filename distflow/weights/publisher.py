@@ -17,6 +17,7 @@ without a request for some seconds goes to the next puller that asks, and that o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -34,7 +35,7 @@ from distflow.rpc.connection import Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
-from distflow.store.interface import Store
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.delta import encode
@@ -122,9 +123,9 @@ class SourceServer:
         except (Refused, ConnectionEnded, OSError) as error:
             _log.debug("%s hung up: %s", client.who, error)
         finally:
-            self._end_lease(client)
             if client.source_end is not None:
                 client.source_end.close()
+            self._end_lease(client)
 
     def _answer(self, client: PullerConnection, header: Header) -> None:
         try:
@@ -159,7 +160,7 @@ class SourceServer:
                     return {"busy": other.who}, []
                 other.connection.hang_up()
             self.leaseholder, client.key = client, chunks.key
-        self.on_lease(client.who)
+        self._announce(client.who)
         return self._have(client, chunks), []
 
     def _state(self, client: PullerConnection, header: Header) -> tuple[Header, list[Any]]:
@@ -181,7 +182,11 @@ class SourceServer:
                 return
             self.leaseholder = None
             self.changed.notify_all()
-        self.on_lease("")
+        self._announce("")
+
+    def _announce(self, leaseholder: str) -> None:
+        with contextlib.suppress(StoreUnavailable):  # the next heartbeat has it
+            self.on_lease(leaseholder)
 
     def _send_chunks(self, client: PullerConnection, header: Header) -> None:
         chunks, run = self.stores.get(header["key"]), tuple(header["run"])

@@ -10,8 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from stores import CountingStore, hosted
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, InvalidInput
+from distflow.recovery import membership
 from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
+from distflow.store.etcd import EtcdStore
 from distflow.telemetry.heartbeat import Silence
 
 LONG = 600.0
@@ -113,7 +115,7 @@ def test_the_block_of_one_that_samples_is_taken_once(store, pool):
     spares = [machine(store, name, most=2, silence=2.0) for name in "cd"]
     found = [pool.submit(each.join) for each in spares]
     stop = threading.Event()
-    pool.submit(_beats, spares, stop)
+    pool.submit(_beats, spares, next(each for each in machines if each is not lost), stop)
     try:
         assert next(_until_one(found)).result() == Rendezvous(0, 1, 2, True)
         assert sum(map(waiting, found)) == 1
@@ -124,11 +126,12 @@ def test_the_block_of_one_that_samples_is_taken_once(store, pool):
                                                        None}, "the other one waits to the end"
 
 
-def _beats(machines: list[Membership], stop: threading.Event) -> None:
-    """Whoever has taken the block goes on to live in it."""
+def _beats(machines: list[Membership], trains: Membership, stop: threading.Event) -> None:
+    """Whoever has taken the block goes on to live in it, as does the machine that trains."""
     count, store = 100, machines[0].store
     while not stop.wait(0.05):
         count += 1
+        trains.send_heartbeat(0, 0, count)
         if holder := store.get("0/holder/1"):
             store.put("0/heartbeat/1", f"{holder} {count}")
 
@@ -152,6 +155,16 @@ def _when_begun(one: Membership) -> Rendezvous | None:
     while not one.is_superseded(0):
         pass
     return one.join()
+
+
+def test_all_were_lost_where_all_train(store, pool, capfd, monkeypatch):
+    """As when a cluster restarts and its etcd does not: nobody is left who would miss them."""
+    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    joined(pool, *(machine(store, f"run host-{name} 7 7", most=2, grows=True) for name in "ab"))
+    rounds = joined(pool, *(machine(store, f"run host-{name} 8 8", most=2, grows=True, silence=0.6) for name in "ab"))
+    assert sorted((round.number, round.block, round.replaces) for round in rounds) == [(1, 0, False), (1, 1, False)]
+    assert {round.why.partition(" (ranks")[0] for round in rounds} <= {"machine host-a", "machine host-b"}
+    assert "other machines have all 2 blocks of ranks; this one waits" in capfd.readouterr().out
 
 
 def test_one_that_was_replaced_is_a_spare(store, pool):
@@ -199,6 +212,22 @@ def test_an_end_is_everybodys(store, pool):
         machines[1].join()
     with pytest.raises(DistflowError, match="the disk of machine a is full"):
         machine(store, "late").join()
+
+
+def test_a_store_of_another_run(store, etcd):
+    for kept, remedy in ((store, "a board of its own:  distflow board --port"),
+                         (EtcdStore(etcd.address("one"), LONG), f"--store etcd://127.0.0.1:{etcd.clients[0]}/ANOTHER")):
+        machine(kept, "a").agree("one run")
+        with pytest.raises(InvalidInput, match=f"has digest one run, here it is another. .*{remedy}"):
+            machine(kept, "b").agree("another")
+
+
+def test_a_run_that_is_done_is_not_begun_again(store):
+    """An etcd remembers it; a job that found nothing to do must not look as if it had done it."""
+    machine(store, "a").agree("the run")
+    machine(store, "a").finish(0)
+    with pytest.raises(InvalidInput, match="is done, and nothing is left to do here; each run needs a board"):
+        machine(store, "another job").agree("the run")
 
 
 def test_the_host_of_a_torchrun():

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from stores import hosted
+from stores import StoreProcess, client, hosted
 
 from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
@@ -182,6 +182,28 @@ def test_a_server_that_has_ended_is_followed_by_another(rank, start, replicas, s
     rank.arrived()
     assert steps(replicas) == [1, 2]
     assert not happened(tmp_path)
+
+
+def test_a_server_that_is_started_in_a_hurry_has_time_to_say_where_it_is(replicas):
+    """A supervisor polls it while it gives the store half a second."""
+    kept = StoreProcess()
+    store = client(kept.port)
+    replica_server = ReplicaServer(replicas, TOKEN, "127.0.0.1", store, KEY)
+    try:
+        assert store.wait([KEY], 60.0)
+        store.delete(KEY)
+        replica_server.process.signal(signal.SIGKILL)
+        replica_server.process.wait()
+        kept.stop()
+        with store.within(0.1):
+            while replica_server.process is None or replica_server.process.status is not None:
+                replica_server.poll()
+        assert replica_server.process.poll(1.0) is None
+        kept.go_on()
+        assert store.wait([KEY], 60.0)
+    finally:
+        replica_server.end()
+        kept.end()
 
 
 def test_in_a_worker_nothing_restarts_the_server(start):

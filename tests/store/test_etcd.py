@@ -6,7 +6,10 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from distflow.errors import InvalidInput
@@ -97,14 +100,25 @@ def test_encrypted_connections_with_certificates_of_both_sides(etcd_of, tmp_path
         EtcdStore(etcd.address(), 1.0)
 
 
-def test_users_and_their_passwords(etcd, monkeypatch):
-    import httpx
+def users(etcd) -> Callable[..., None]:
+    """Have an etcd ask for passwords; return what changes its users then."""
+    call = httpx.Client(base_url=f"http://127.0.0.1:{etcd.clients[0]}/v3/auth/")
 
+    def change(path: str, **body: str) -> None:
+        call.post(path, json=body).raise_for_status()
+
+    change("user/add", name="root", password="a secret")
+    change("role/add", name="root")
+    change("user/grant", user="root", role="root")
+    change("enable")
+    root = call.post("authenticate", json={"name": "root", "password": "a secret"}).json()["token"]
+    call.headers["Authorization"] = root
+    return change
+
+
+def test_users_and_their_passwords(etcd, monkeypatch):
     root = EtcdStore(etcd.address(), 60.0)
-    call = httpx.Client(base_url=f"http://127.0.0.1:{etcd.clients[0]}/v3/auth/").post
-    for path, body in (("user/add", {"name": "root", "password": "a secret"}), ("role/add", {"name": "root"}),
-                       ("user/grant", {"user": "root", "role": "root"}), ("enable", {})):
-        assert call(path, json=body).is_success
+    users(etcd)
     with pytest.raises(StoreUnavailable, match="etcd refuses") as error:
         root.get("key")
     assert error.value.gone
@@ -116,3 +130,44 @@ def test_users_and_their_passwords(etcd, monkeypatch):
     store = EtcdStore(etcd.address(), 60.0)
     store.put("key", "1")
     assert store.get("key") == "1"
+
+
+def test_a_change_of_users_makes_tokens_old(etcd_of, tmp_path, monkeypatch):
+    """Those that etcd signs (JWT) have the revision of its users; it refuses them with another status than expired
+    ones."""
+    private, public = tmp_path / "private.pem", tmp_path / "public.pem"
+    subprocess.run(["openssl", "genrsa", "-out", private, "2048"], check=True, capture_output=True)
+    subprocess.run(["openssl", "rsa", "-in", private, "-pubout", "-out", public], check=True, capture_output=True)
+    etcd = etcd_of(1, tokens=f"jwt,pub-key={public},priv-key={private},sign-method=RS256,ttl=10m")
+    EtcdStore(etcd.address(), 60.0)
+    change = users(etcd)
+    monkeypatch.setenv(module.USER, "root:a secret")
+    store = EtcdStore(etcd.address(), 60.0)
+    store.put("key", "1")
+    change("user/add", name="another", password="a secret")
+    assert store.get("key") == "1"
+
+
+@pytest.mark.parametrize(("status", "text"), [(503, "<html>no backend</html>"),
+                                              (429, '{"error": "etcdserver: too many requests"}')])
+def test_a_member_that_cannot_check_a_user_now_is_passed_over(etcd, monkeypatch, status, text):
+    EtcdStore(etcd.address(), 60.0)
+    users(etcd)
+    monkeypatch.setenv(module.USER, "root:a secret")
+
+    class Unable(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unable) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            store = EtcdStore(f"etcd://127.0.0.1:{proxy.server_port},127.0.0.1:{etcd.clients[0]}/run", 60.0)
+            store.put("key", "1")
+            assert store.get("key") == "1"
+        finally:
+            proxy.shutdown()
+            thread.join()

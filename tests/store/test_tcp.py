@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -85,8 +86,6 @@ def test_a_store_that_has_ended_is_gone(process):
 
 
 def test_another_service_is_no_store():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as other:
         thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP"))
         thread.start()
@@ -99,3 +98,11 @@ def test_a_store_listens_at_the_address_alone():
     server = store_on("127.0.0.2")
     with pytest.raises(StoreUnavailable):
         TCPStoreClient("127.0.0.1", server.port, 5.0)
+
+
+def test_a_store_of_a_machine_with_ipv6():
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    store = TCPStoreClient.hosting(store_on("::1"), 60.0)
+    store.put("a", "1")
+    assert (store.get("a"), store.own_host) == ("1", "::1")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stores import CountingStore
+from stores import CountingStore, StoreProcess, client
 
+from distflow.rpc.connection import Connection, connect
 from distflow.weights.publisher import Publisher
 
 
@@ -47,3 +49,27 @@ def test_ranks_that_start_again_begin_another_attempt(store, token, ranks):
         first, second = ({*threads.map(start, range(ranks))} for _ in range(2))
     assert len(first) == len(second) == 1
     assert first != second
+
+
+def test_a_puller_is_served_without_the_store(token):
+    kept = StoreProcess()
+    trainer = Publisher(client(kept.port), token, rank=0, ranks=1, transport="tcp")
+    try:
+        trainer.publish(1, {"w": torch.zeros(8)})
+        kept.end()
+        key = trainer.held[0].key
+        for who in "ab":  # the lease of the first ends with its connection
+            with contextlib.closing(connect(trainer.source.address, token, 30)) as puller:
+                puller.send({"who": who})
+                puller.receive()
+                while "busy" in (reply := _asked(puller, {"op": "lease", "key": key})):
+                    assert reply == {"busy": "a"}
+                assert reply["count"] == 1
+    finally:
+        trainer.close()
+        kept.end()
+
+
+def _asked(puller: Connection, header: dict) -> dict:
+    puller.send(header)
+    return puller.receive()[0]

@@ -9,9 +9,11 @@ import pytest
 import torch
 import yaml
 from harness import metrics_of
+from stores import hosted
 
-from distflow.errors import EngineError
+from distflow.errors import EngineError, RankMissing
 from workers import context
+from workers.worker import _meet
 
 SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
 BREAKS_RANK_1 = """
@@ -73,3 +75,25 @@ def test_gpus_are_counted_in_another_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
     with pytest.raises(EngineError, match="could not be counted"):
         context._gpus()
+
+
+def test_the_first_rank_of_several_machines_is_not_at_loopback(monkeypatch):
+    """As where a machine's own name is that in /etc/hosts, and the store of torchrun is there."""
+    store = hosted()
+    monkeypatch.delenv("DISTFLOW_HOST", raising=False)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(EngineError, match=r"127.0.0.1 is this machine alone; .* export DISTFLOW_HOST="):
+        _meet(store, 0, 0, 60.0)
+    monkeypatch.setenv("DISTFLOW_HOST", "127.0.0.2")
+    assert _meet(store, 0, 0, 60.0).host == "127.0.0.2"
+
+
+def test_a_first_rank_that_has_ended_is_waited_for_as_long_as_others(monkeypatch):
+    store = hosted()
+    with pytest.raises(RankMissing, match="rank 2 has not come within 0.1 s"):
+        _meet(store, 3, 2, 0.1)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    port = _meet(store, 2, 2, 60.0).port  # it is kept by nobody
+    with pytest.raises(RankMissing, match=f"rank 2 is not reached at 127.0.0.1:{port} within 1 s") as error:
+        _meet(store, 3, 2, 1.0)
+    assert error.value.ranks == (2,)
