@@ -135,7 +135,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
 
 def _figures(folder: Path) -> dict[str, Any]:
     """Return each figure with its confidence interval and the number of problems behind it."""
-    values = RunReader(folder).steps()[-1]
+    values = RunReader(folder).rows("metrics")[-1]
     found: dict[str, Any] = {}
     for name in (name for name in values if name.startswith("evaluation/") and name.count("/") == 1):
         problems = int(values[f"{name}/problems"])
