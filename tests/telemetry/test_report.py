@@ -206,6 +206,6 @@ def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
     assert "rank 1 · trainer" in page
     assert "Tokens by their age (updates)" in page
     label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)
-    assert label == "1.2 MB"
-    assert "<td>all to all</td><td>tokens</td><td>1 MB</td><td>1.2 MB</td>" in page
+    assert label == "1.1 MB"
+    assert "<td>all to all</td><td>tokens</td><td>1 MB</td><td>1.1 MB</td>" in page
     assert "step 5: an ordinary step" in page
