@@ -157,7 +157,7 @@ def drawn(spec: Spec) -> list[dict[str, str]]:
         taken.extend({name: record[field] for name, field in fields.items()} for record in records)
         return {}
 
-    records = open_records(spec.data_path(spec.run.data.train))
+    records = open_records(spec.data_path(*spec.run.data.train))
     loader = Dataloader(records, keep, spec.run.data.batch, spec.run.seed, share=0)
     for _ in range(spec.run.steps):
         loader.next()

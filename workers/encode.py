@@ -13,8 +13,8 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import ColumnData, Ragged, encode_text
-from distflow.data.dataloader import ONE, Dataloader, WithoutEmpty
-from distflow.data.dataset import Record, fields_of, open_images, open_records
+from distflow.data.dataloader import ONE, Dataloader, Mixture, WithoutEmpty
+from distflow.data.dataset import Record, fields_of, open_images, open_training_sets
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
 from distflow.plan import Layout, Task
@@ -133,9 +133,10 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE) -> Dataloader:
-    data, path = spec.run.data, data_file(spec, spec.run.data.train)
-    records = WithoutEmpty(open_records(path), fields_of(data, data.columns))
-    encode = encoder(role.tokenizer, data, image_encoder_of(role, data, path))
+    data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
+    sets = [WithoutEmpty(records, fields) for records in open_training_sets(data, spec.data_path).values()]
+    records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns)
+    encode = encoder(role.tokenizer, data, image_encoder_of(role, data, data_file(spec, next(iter(data.train)))))
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)
 
 

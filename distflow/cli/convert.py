@@ -258,7 +258,8 @@ def _verl_data(done: Conversion) -> None:
         elif paths:
             done.put(ours, paths[0])
             if len(paths) > 1:
-                done.notes.append(f"data.train takes one file; write these into it: {', '.join(paths[1:])}")
+                done.notes.append("of data.train only the first file was taken; write all with their numbers of "
+                                  f"records as weights: {{{', '.join(f'{path}: N' for path in paths)}}}")
     if any(str(path).endswith(".parquet") for path in (done.settings.get("data.train"),)):
         done.settings.setdefault("data.question", "prompt")
         done.settings["data.answer"] = "ground_truth"

@@ -16,14 +16,14 @@ from pydantic import PydanticInvalidForJsonSchema, TypeAdapter
 
 from distflow.config.cluster import Cluster
 from distflow.config.dag import Dag
-from distflow.config.run import Generation, Lora, Model, Run
+from distflow.config.run import Data, Generation, Lora, Model, Run
 from distflow.config.yaml_source import Document
 from distflow.contracts.settings import REQUIRED, Setting
 from distflow.contracts.signature import Contract, built_in
 
 KINDS: dict[str, type[Document]] = {"dag": Dag, "run": Run, "cluster": Cluster}
-_SHORT = {Generation.__name__: "stop", Lora.__name__: "targets"}
-"""Lists for which one text may stand, by the document that has them."""
+_SHORT = {Generation.__name__: "stop", Lora.__name__: "targets", Data.__name__: "train"}
+"""Keys with several texts for which one may stand, by the document that has them."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Schema = dict[str, Any]
 
@@ -60,7 +60,8 @@ def _describe(part: Schema, model: type[Document]) -> None:
             value["description"] = " ".join(texts[name].split())
     if model.__name__ in _SHORT:
         listed = part["properties"][_SHORT[model.__name__]]
-        kinds = {key: listed.pop(key) for key in ("type", "items") if key in listed}
+        kinds = {key: listed.pop(key) for key in ("type", "items", "additionalProperties", "minProperties")
+                 if key in listed}
         listed["anyOf"] = [{"type": "string"}, kinds]
 
 

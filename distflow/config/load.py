@@ -97,7 +97,7 @@ class Spec:
     def resolved(self) -> dict[str, Any]:
         """Return every value in force, defaults included and paths absolute, for the run's folder."""
         dag, run = self.dag.model_dump(mode="json", by_alias=True), self.run.model_dump(mode="json")
-        run["data"]["train"] = self._absolute(self.run.data.train, "data")
+        run["data"]["train"] = {self._absolute(name, "data"): weight for name, weight in self.run.data.train.items()}
         for name, path in self.run.validation.data.items() if self.run.validation else ():
             run["validation"]["data"][name] = self._absolute(path, "data")
         for role in run["roles"].values():
@@ -246,7 +246,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 
 
 def _check_data(spec: Spec) -> None:
-    named = [(("data", "train"), spec.run.data.train)]
+    named = [(("data", "train"), name) for name in spec.run.data.train]
     if spec.run.validation:
         named += [(("validation", "data", key), path) for key, path in spec.run.validation.data.items()]
     for path, name in named:
@@ -254,6 +254,10 @@ def _check_data(spec: Spec) -> None:
             what = f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, or a folder that `datasets` saved."
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))
+    folders = {path.parent for name in spec.run.data.train if (path := spec.data_path(name))}
+    if spec.run.data.images and len(folders) > 1:
+        what = "`data.images` names files beside the data, and `train` has files of several folders"
+        spec.mistakes.append(Diagnostic(what, spec.run_source.location(("data", "train")), "Put them into one folder."))
     blind = next((role for role, shape in spec.shapes.items() if not shape.token_pixels), None)
     if spec.run.data.images and blind:
         what = f"`data.images` asks for images, but the model of role `{blind}` takes none"

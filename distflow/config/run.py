@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -237,11 +239,16 @@ class RoleRun(Document):
     """How the role samples."""
 
 
-class Data(Document):
-    """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved."""
+_TURNS = 100_000  # most prompts in which several training sets have their shares
 
-    train: str
-    """The file or folder."""
+
+class Data(Document):
+    """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved; or several of them."""
+
+    train: dict[str, PositiveFloat] = Field(min_length=1)
+    """The file or folder; or several, each with its weight, as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts
+    come from the first. Each is shuffled by itself and begins again when it is through. Records have the name of their
+    file as field `source`, if they have none: name it in `columns` to see it in samples."""
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
@@ -272,6 +279,25 @@ class Data(Document):
     """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it."""
     max_target_tokens: PositiveInt = 1024
     """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_set(cls, value: Any) -> Any:
+        return {value: 1.0} if isinstance(value, str) else value
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """How many prompts come from each of these in a round, in which all have their shares."""
+        weights = [Fraction(str(weight)) for weight in self.train.values()]
+        counts = [int(weight * math.lcm(*(each.denominator for each in weights))) for weight in weights]
+        return tuple(count // math.gcd(*counts) for count in counts)
+
+    @model_validator(mode="after")
+    def _has_turns(self) -> Data:
+        if sum(self.turns) > _TURNS:
+            raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
+                             "most. Write them with fewer digits, as 0.7 and 0.3")
+        return self
 
 
 class Validation(Document):

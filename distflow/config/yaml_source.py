@@ -244,8 +244,16 @@ def _fill(kind: type[Document], parent: Any, path: tuple) -> None:
         parent.setdefault(path[-1], {})
     elif typing.get_origin(expected) is typing.Literal:
         parent.setdefault(path[-1], typing.get_args(expected)[0])
-    elif expected in _PLACEHOLDERS:
-        parent.setdefault(path[-1], _PLACEHOLDERS[expected])
+    elif (value := _placeholder(expected)) is not None:
+        parent.setdefault(path[-1], value)
+
+
+def _placeholder(expected: Any) -> Any:
+    """Return a value of a plain type, or a mapping with one; None for other types."""
+    arguments = typing.get_args(expected)
+    if typing.get_origin(expected) is dict:
+        return {"": _placeholder(arguments[1])}
+    return _PLACEHOLDERS.get(arguments[0] if typing.get_origin(expected) is typing.Annotated else expected)
 
 
 def _at(data: Any, path: tuple) -> Any:

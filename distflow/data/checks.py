@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.config.load import Spec
 from distflow.contracts.rewards import branches, validation_fields
-from distflow.data.dataset import check_images, check_records, fields_of, open_records
+from distflow.data.dataset import Records, check_images, check_records, fields_of, open_records, open_training_sets
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
@@ -19,26 +19,34 @@ _ROWS = 1_000_000
 
 def check_data(spec: Spec) -> list[str]:
     """Read the data of a run, and return notes on what is no mistake but probably not meant. Raises `InvalidInput`."""
-    notes, held_out = [], spec.run.validation
-    sets = [(spec.run.data.train, spec.run.data.columns, branches(spec, validation=False)),
-            *((data, validation_fields(spec), branches(spec, validation=True))
-              for data in (held_out.data.values() if held_out else ()))]
-    for number, (data, own, rewarded) in enumerate(sets):
-        path = spec.data_path(data) or Path(data)
-        records = open_records(path)
-        if number == 0:
-            notes += _check_batch(spec, len(records))
-        nth = -(-len(records) // _CHECKED)
-        empty = check_records(records, fields_of(spec.run.data, own), nth, rewarded)
-        if empty:
-            instead = "others take their place" if number == 0 else "they are left out"
-            read = len(range(0, len(records), nth))
-            notes.append(f"{len(empty)} of the {read} records of {data} that were read have an empty field, as "
-                         f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them")
-        if spec.run.data.images:
-            some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
-            check_images(records, spec.run.data.images, path.parent, some)
+    training, held_out = open_training_sets(spec.run.data, spec.data_path), spec.run.validation
+    notes = _check_batch(spec, sum(map(len, training.values())))
+    for name, records in training.items():
+        empty = check_records(records, fields_of(spec.run.data, spec.run.data.columns), _nth(records),
+                              branches(spec, validation=False))
+        notes += _check_rest(spec, name, records, empty, "others take their place")
+    for name in held_out.data.values() if held_out else ():
+        records = open_records(spec.data_path(name) or Path(name))
+        empty = check_records(records, fields_of(spec.run.data, validation_fields(spec)), _nth(records),
+                              branches(spec, validation=True))
+        notes += _check_rest(spec, name, records, empty, "they are left out")
     return notes
+
+
+def _nth(records: Records) -> int:
+    return -(-len(records) // _CHECKED)
+
+
+def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], instead: str) -> list[str]:
+    """Check images, and return a note on records with an empty field."""
+    if spec.run.data.images:
+        some = range(0, len(records), -(-len(records) // _CHECKED_IMAGES))
+        check_images(records, spec.run.data.images, (spec.data_path(name) or Path(name)).parent, some)
+    if not empty:
+        return []
+    read = len(range(0, len(records), _nth(records)))
+    return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
+            f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them"]
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:

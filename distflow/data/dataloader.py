@@ -1,13 +1,16 @@
 """Dataloader: each rank loads its own share of every batch (DistFlow §6.1).
 
-The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone. Step `s` takes the next
-`batch` positions of it, over the end of an epoch too, and each share a contiguous part of those, as its layout
-says. So the samples of a step do not depend on the number of ranks, and the only state is the position.
+The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone; several datasets take turns in
+it. Step `s` takes the next `batch` positions of it, over the end of an epoch too, and each share a contiguous part of
+those, as its layout says. So the samples of a step do not depend on the number of ranks, and the only state is the
+position.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy
@@ -55,6 +58,35 @@ class WithoutEmpty:
         if index not in self.known:
             self.known.add(index)
             events.record("record skipped", field=self.fields.empty(record), where=str(self.records.where(index)))
+
+
+class Mixture:
+    """Several datasets as one, from which a stream takes in proportion to their turns. Each round has its
+    own order, by (seed, round) alone; each dataset is shuffled again when it is through."""
+
+    def __init__(self, sets: Sequence[Records], turns: Sequence[int]):
+        """`turns`: of each dataset in a round."""
+        self.sets, self.turns = sets, tuple(turns)
+        self.starts = [0, *itertools.accumulate(map(len, sets))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def where(self, index: int) -> Location:
+        number = bisect.bisect_right(self.starts, index) - 1
+        return self.sets[number].where(index - self.starts[number])
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        numbers = [bisect.bisect_right(self.starts, index) - 1 for index in indices]
+        return [self.sets[number].get([index - self.starts[number]])[0] for number, index in zip(numbers, indices)]
+
+    def index(self, position: int, seed: int) -> int:
+        """Return which record the stream has at a position."""
+        round_, turn = divmod(position, sum(self.turns))
+        order = _order_of_turns(self.turns, seed, round_)
+        number = int(order[turn])
+        taken = round_ * self.turns[number] + int((order[:turn] == number).sum())
+        return self.starts[number] + _shuffled_index(len(self.sets[number]), seed, taken, number)
 
 
 class Dataloader:
@@ -109,8 +141,9 @@ class Dataloader:
         return self.position / len(self.records)
 
     def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self.records))
-        return int(_shuffled(len(self.records), self.seed, epoch)[offset])
+        if isinstance(self.records, Mixture):
+            return self.records.index(position, self.seed)
+        return _shuffled_index(len(self.records), self.seed, position)
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -119,6 +152,19 @@ class Dataloader:
         self.position = int(state["position"])
 
 
+def _shuffled_index(size: int, seed: int, taken: int, number: int = 0) -> int:
+    """Return the next record of a dataset after so many that were taken of it."""
+    epoch, offset = divmod(taken, size)
+    return int(_shuffles(number)(size, (seed, epoch, number) if number else (seed, epoch))[offset])
+
+
+@functools.cache
+def _shuffles(number: int) -> Callable[[int, Sequence[int]], numpy.ndarray]:
+    """Return what shuffles a dataset, and keeps its last two orders."""
+    return functools.lru_cache(maxsize=2)(lambda size, seed: numpy.random.default_rng(seed).permutation(size))
+
+
 @functools.lru_cache(maxsize=2)
-def _shuffled(size: int, seed: int, epoch: int) -> numpy.ndarray:
-    return numpy.random.default_rng([seed, epoch]).permutation(size)
+def _order_of_turns(turns: tuple[int, ...], seed: int, round_: int) -> numpy.ndarray:
+    order = numpy.repeat(numpy.arange(len(turns)), turns)
+    return numpy.random.default_rng([seed, round_, len(turns)]).permutation(order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,6 +98,26 @@ def open_records(path: Path) -> Records:
     if not len(records):
         raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
     return records
+
+
+def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dict[str, Records]:
+    """Open what a run trains on; `path_of` finds a set by its name in the run file. Raises `InvalidInput`."""
+    found = {name: open_records(path_of(name) or Path(name)) for name in data.train}
+    return found if len(found) == 1 else {name: LabelledRecords(records, Path(name).stem)
+                                          for name, records in found.items()}
+
+
+class LabelledRecords:
+    """Records of one of several data sets: each has the set's name as `source`, unless it has such a field itself."""
+
+    def __init__(self, records: Records, name: str):
+        self.records, self.where, self.name = records, records.where, name
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return [{"source": self.name, **record} for record in self.records.get(indices)]
 
 
 @dataclass(frozen=True)

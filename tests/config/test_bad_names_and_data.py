@@ -101,6 +101,25 @@ def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: py
     assert "must be text that is not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("sets", "said"), [
+    ("{}", "`data.train` must have at least 1 item"),
+    ("{same.jsonl: 0.123456789}", ""),
+    ("{same.jsonl: 0.123456789, other.jsonl: 1}", "meet only every 1,123,456,789 prompts; 100,000 is the most"),
+    ("{same.jsonl: -1, other.jsonl: 1}", "`data.train.same.jsonl` must be greater than 0, not -1"),
+    ("{same.jsonl: 1, less.jsonl: 1}", "there is no data `less.jsonl`"),
+    ("{same.jsonl: 1, wrong.jsonl: 1}", "wrong.jsonl:1: the record has no field `answer`"),
+])
+def test_several_training_sets(tmp_path: Path, monkeypatch, capsys, sets: str, said: str) -> None:
+    for name in ("same", "other"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}')
+    (tmp_path / "wrong.jsonl").write_text('{"question": "1 + 1?"}')
+    monkeypatch.chdir(tmp_path)
+    given = ["--set", f"data.train={sets}", "--set", "data.batch=1"]
+    ended = cli.main(["validate", str(BAD / "dags/good.yaml"), "--run-file", str(BAD / "run_files/good.yaml"), *given])
+    assert ended == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("record", "said"), [
     ({"question": [{"role": "user", "content": ["hello"]}], "answer": "2"}, "field `question` must be text, or a list"),
     ({"question": "1 + 1?", "answer": [{"value": 2}]}, "field `answer` must be text or a number, not [{'value': 2}]"),

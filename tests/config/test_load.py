@@ -51,7 +51,7 @@ def test_every_value_in_force_is_resolved() -> None:
     resolved = load("grpo").resolved()
     assert resolved["run"]["roles"]["actor"]["micro_batch_tokens"] > 0
     assert resolved["dag"]["nodes"]["rollout"]["with"] == {"group_size": 8}
-    assert Path(resolved["run"]["data"]["train"]).is_absolute()
+    assert [Path(path).is_absolute() for path in resolved["run"]["data"]["train"]] == [True]
 
 
 def test_copies_of_copies_share_model_settings_and_shape(tmp_path: Path) -> None:

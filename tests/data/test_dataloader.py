@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.dataloader import Dataloader
+from distflow.data.dataloader import Dataloader, Mixture
 from distflow.plan import Layout
 
 QUIET = settings(max_examples=60)
@@ -34,6 +34,39 @@ def encode(records):
 
 def loader(size: int, batch: int, share: int | None = 0, shares: int = 1, seed: int = 0) -> Dataloader:
     return Dataloader(Numbers(size), encode, batch, seed, share, Layout(shares))
+
+
+def mixed(sizes: list[int], turns: list[int], batch: int = 1, seed: int = 0, **share: object) -> Dataloader:
+    return Dataloader(Mixture([Numbers(size) for size in sizes], turns), encode, batch, seed, **{"share": 0, **share})
+
+
+@QUIET
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=2, max_size=4), st.integers(0, 3))
+def test_each_of_several_sets_comes_by_its_weight_and_whole_in_each_pass(sets, seed):
+    sizes, turns = zip(*sets)
+    one = mixed(sizes, turns, seed=seed)
+    rounds = [[one._index(position) for position in range(start, start + sum(turns))]
+              for start in range(0, 20 * sum(turns), sum(turns))]
+    found = [[] for _ in sizes]
+    for indices in rounds:
+        for index in indices:
+            number = next(number for number, end in enumerate(one.records.starts[1:]) if index < end)
+            found[number].append(index - one.records.starts[number])
+    for size, count, indices in zip(sizes, turns, found):
+        assert len(indices) == 20 * count
+        for start in range(0, len(indices) - size + 1, size):
+            assert sorted(indices[start : start + size]) == list(range(size)), "a pass has each record once"
+    assert len({tuple(indices) for indices in rounds}) > 1 or max(sizes) == 1
+
+
+def test_a_mixture_goes_on_where_it_stood_and_does_not_depend_on_ranks():
+    whole, later = mixed([5, 7], [2, 1], batch=6), mixed([5, 7], [2, 1], batch=6)
+    steps = [step_of([whole]) for _ in range(6)]
+    later.load_state_dict({"position": 18})
+    assert [step_of([later]) for _ in range(3)] == steps[3:]
+    shares = [mixed([5, 7], [2, 1], 6, share=share, layout=Layout(4)) for share in range(4)]
+    assert [step_of(shares) for _ in range(6)] == steps
+    assert step_of([mixed([5, 7], [2, 1], 6, seed=1)]) != steps[0]
 
 
 def step_of(loaders: list[Dataloader]) -> tuple[list[int], list[int]]:
