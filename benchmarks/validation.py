@@ -37,7 +37,8 @@ SIDES = {"rollout": ("validation.group=rollout",), "trainer": ("validation.group
 def seconds_of_steps(scratch: Path, steps: int, side: str, repeat: int) -> float:
     """Return the mean seconds from one step to the next, of all that are validated or follow these."""
     settings = SIDES[side] if side == "none" else (
-        f"validation.every={EVERY}", "validation.reward=judged", "validation.data.heldout=heldout.jsonl", *SIDES[side])
+        f"validation.every={EVERY}", "validation.reward=judged", f"validation.data.heldout={scratch}/heldout.jsonl",
+        *SIDES[side])
     began = time.perf_counter()
     folder = run_once(scratch, f"{side}-{repeat}", scratch / "grpo.yaml", "embedded.yaml", RANKS, (
         f"steps={steps}", "mode=async", "groups.rollout=2", "staleness=2", "checkpoint.every=0", f"seed={repeat}",

@@ -91,6 +91,7 @@ class ValidationRequests(Validations):
         plain = json.dumps([[asdict(each) for each in found], left > 0]).encode()
         outcomes, self.open = json.loads(gather(plain)[0])
         for each in outcomes:
+            self.known.add(each["step"])
             yield ValidationResult(**each)
             self._settle(each["asked"])
 
@@ -135,10 +136,12 @@ class ValidationRequests(Validations):
         answer = self.answers[number][1]
         of_step = step if answer["version"] == version else self.steps.get(answer["version"])
         events.record("validated", of_step=of_step, asked_after=step, version=answer["version"], who=answer["who"])
-        if of_step is None:
-            why = (f"{answer['who']} has answered it with version {answer['version']} of the weights, and since the "
-                   "trainer has restarted it is not known of which step they are")
+        if of_step is None or (of_step != step and of_step in self.known):
+            what = "of which step is not known since the trainer has restarted" if of_step is None else \
+                f"those of step {of_step}, which has a validation of its own"
+            why = f"{answer['who']} has answered it with version {answer['version']} of the weights, {what}"
             return ValidationResult(step, step, missing=why)
+        self.known.add(of_step)
         return ValidationResult(of_step, step, answer["values"], answer["answers"], answer["seconds"])
 
     def _whereabouts(self) -> str:

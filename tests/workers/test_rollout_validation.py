@@ -72,8 +72,13 @@ def test_results_are_noted_in_order_under_the_step_of_the_weights_that_answered(
     assert answer(channel, 10, 0.25, "rollout 2") == 0, "whose holder ended without an answer"
     assert after(mine, 4) == [(1, 0, {"validation/held": 0.25}), (2, 2, {"validation/held": 0.5})]
     assert mine.open
-    assert answer(channel, 40, 1.0) == 40
-    assert after(mine, 5) == [(4, 4, {"validation/held": 1.0})]
+    after(mine, 5), after(mine, 6)
+    assert answer(channel, 60, 1.0) == 40, "by weights that are to be validated themselves"
+    assert answer(channel, 60, 1.0) == 60
+    first, second = mine.results(7)
+    assert "those of step 6, which has a validation of its own" in first.missing
+    assert (first.asked, second.asked, second.step) == (4, 6, 6)
+    assert not list(mine.results(8))
     assert not mine.open
     assert channel.validations() == {}
 
