@@ -214,8 +214,8 @@ class RolloutContext:
         return None
 
     def _validate(self, dock: DockClient) -> float | None:
-        """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while a
-        validation is under way, since prompts that come later may be owed newer weights; None: they are by now."""
+        """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
+        weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
         if self.validation is None:
             return _MOMENT
         if request := self.validation.lease(dock):
@@ -223,9 +223,9 @@ class RolloutContext:
             answered = self.pool.submit(self.validation.answer, request)
             answered.add_done_callback(lambda job: self.leases.pop(request.number, None))
             answered.add_done_callback(self._notice)
-        if not self.validation.under_way:
+        if not self.validation.holds_weights:
             return _MOMENT
-        return None if self.validation.holds_back() else 0.0
+        return None if self.validation.is_passed_by() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[lease.number] = (lease, time.monotonic())

@@ -188,10 +188,13 @@ class RolloutValidation:
         self.engine.hold(int(lease.versions[0]))
         return lease
 
-    def holds_back(self) -> bool:
-        """Return whether prompts may want newer weights than those that stay until a validation is answered."""
-        return self.engine.held_from is not None and \
-            self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
+    @property
+    def holds_weights(self) -> bool:
+        return self.engine.held_from is not None
+
+    def is_passed_by(self) -> bool:
+        """Return whether prompts may be owed newer weights than those that the engine has."""
+        return self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
 
     def answer(self, lease: Lease) -> None:
         """Answer a request, and put the result into the dock."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Validations(ABC):
     later; `open`: some are still to come; `known`: steps that need not be asked for any more."""
 
     late = open = False
-    known: Set[int] = frozenset()
+    known: set[int]
 
     @abstractmethod
     def ask(self, step: int) -> None:
@@ -88,6 +88,7 @@ class Validator(Validations):
         self.leads = layout.leads(dist.get_rank())
         self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
         self.done: list[ValidationResult] = []
+        self.known = set()  # a step that is asked for again is validated again
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)
