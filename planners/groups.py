@@ -47,7 +47,7 @@ class GroupCut:
         return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
     def notes(self, spec: Spec) -> tuple[str, ...]:
-        if self.samplers or spec.run.validation is None:
+        if self.samplers or not spec.run.trainer_validates:
             return ()
         return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
                 "ranks over which that of a rollout is split do not divide them",)

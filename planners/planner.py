@@ -113,7 +113,7 @@ def _rows_of_steps(spec: Spec, draft: _Draft) -> dict[str, int]:
 
 def _samples_too(spec: Spec, halves: GroupCut | None, training: bool) -> bool:
     """Return whether these ranks have a rollout engine: the trainer of mode async has one only to validate."""
-    return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.validation is not None
+    return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.trainer_validates
 
 
 def _position(mistake: Diagnostic) -> tuple[str, int]:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from harness import REWARD, ROOT, environment, metrics_of
+from safetensors.torch import load_file
+
+from distflow.telemetry.run_reader import RunReader
 
 ASYNC = ("--run-file", "tiny.yaml", "--set", "mode=async")
 GRPO = ("--dag", "grpo.yaml", *ASYNC)
@@ -88,6 +92,30 @@ def test_draws_of_a_filter_and_samples_of_two_kinds_cross_too(launch, workspace)
         sync, apart = (metrics_of(workspace / f"runs/{name}_{mode}") for mode in ("sync", "apart"))
         require_equal(apart, sync, steps=(1, 2, 3))
     assert max(step["filter/filter/draws"] for step in metrics_of(workspace / "runs/dapo_apart").values()) > 1
+
+
+VALIDATED = ("--set", "validation={data: {held: train.jsonl}, every: 2, reward: brevity, samples: 2, temperature: 1.0, "
+             "best: true}")
+
+
+def test_rollouts_validate_the_weights_that_the_trainer_would_have(launch, workspace):
+    """And the trainer has no engine that samples. Of each step it is the same to the last answer; one is of the last
+    step, for which the run waits; the models of the best one are kept."""
+    launch(1, *GRPO, *VALIDATED, "--name", "sync", "--set", "mode=sync")
+    launch(2, *GRPO, *VALIDATED, *STRICT, "--name", "apart")
+    sync, apart = ({values["step"]: values for values in RunReader(workspace / f"runs/{name}").steps()}
+                   for name in ("sync", "apart"))
+    for step in (0, 2, 4):
+        for name in ("validation/held", "validation_low/held"):
+            assert apart[step][name] == pytest.approx(sync[step][name], abs=1e-9), (step, name)
+    answers = [(workspace / f"runs/{name}/validation.jsonl").read_text() for name in ("sync", "apart")]
+    assert answers[0] == answers[1]
+    events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
+    assert [(each["asked_after"], each["of_step"]) for each in events if each["event"] == "validated"] == [
+        (step, step) for step in (0, 2, 4)]
+    weights = [load_file(workspace / f"runs/{name}/best/model/model.safetensors") for name in ("sync", "apart")]
+    assert all(torch.allclose(weights[0][name], weights[1][name], atol=1e-5) for name in weights[0])
+    assert not list((workspace / "runs/apart").glob("candidates/*"))
 
 
 def test_a_run_may_end_while_rows_are_under_way(launch, workspace):

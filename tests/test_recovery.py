@@ -191,7 +191,7 @@ def test_torchrun_starts_everything_again(workspace, write, left):
 def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, write, left, calm, mode):
     more = (f"steps={STEPS}", "staleness=0")
     faults = TRAINER + ROLLOUT
-    done = launch(3, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1"))
+    done = launch(3, *GRPO, *write("stormy", faults, *more, f"mode={mode}", "groups.rollout=1", text=VALIDATION))
     assert left() == []
     stormy = workspace / "runs/stormy"
     # Where those that train sample too, there may be nothing left to sample for the others; and weights may come when
@@ -200,6 +200,10 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
         mode == "async" and fault["phase"] != "pulling"))
     require_same_samples(require_each_step_once(stormy), calm)
     assert sum("starts again: rank" in line for line in done.stderr.splitlines()) == deadly
+    events = lines_of(stormy, "events")
+    validated = {event["asked_after"] for event in events if event["event"] == "validated"}
+    assert validated | {event["of_step"] for event in events if event["event"] == "validation missing"} == {0, 4, 8, 12}
+    assert "validation/held" in lines_of(stormy, "metrics")[-1], "of the last step, for which the run waits"
     # Of a rank's first worker it depends on timing whether there is a folder yet to record that it started.
     workers = Counter(event["rank"] for event in lines_of(stormy, "events")
                       if event["event"] == "worker started" and event["life"])

@@ -44,6 +44,7 @@ from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
 from workers.roles import RoleEngines
 from workers.rollout_channel import REPORT, RolloutChannel, report_column, rows_for_trainer
+from workers.rollout_validation import RolloutValidation
 
 TOKENS, LOGPROBS, VERSIONS, FINISHED = (f"partial/{name}" for name in ("tokens", "logprobs", "versions", "finished"))
 
@@ -102,13 +103,15 @@ class Prompt:
 class RolloutContext:
     """Everything that `rollout` needs: it runs the rollout group's chain on the prompts that the trainer has enqueued.
     The run has `n_loops` such loops, `n_dedicated` of them on ranks that only sample (0 if this one does not). A
-    dedicated loop shows its progress as its rank's steps, and takes over the prompts that other loops leave."""
+    dedicated loop shows its progress as its rank's steps, and takes over the prompts that other loops leave; with a
+    `validation` it answers requests to validate too."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]],
                  roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel, who: str, n_loops: int,
-                 n_dedicated: int = 0):
+                 n_dedicated: int = 0, validation: RolloutValidation | None = None):
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
         self.functions, self.who, self.dedicated = functions, who, n_dedicated > 0
+        self.validation = validation
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]
@@ -181,7 +184,7 @@ class RolloutContext:
         """Connect to the dock to lease prompts; at the end wait until those that were sampled are in the dock."""
         try:
             with self.channel.dock(self.who) as dock:
-                with ThreadPoolExecutor(self.max_prompts, "prompt") as self.pool:
+                with ThreadPoolExecutor(self.max_prompts + 1, "prompt") as self.pool:  # one may validate
                     try:
                         yield dock
                     finally:
@@ -201,11 +204,28 @@ class RolloutContext:
             if self.stopped:
                 break
             self._renew_leases(dock)
-            if self.room.acquire(timeout=_MOMENT):
-                if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=_MOMENT):
+            wait = self._validate(dock)
+            if wait is not None and self.room.acquire(timeout=_MOMENT):
+                if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=wait):
                     return self._prompt(dock, lease)
                 self.room.release()
+            if not wait:
+                time.sleep(_MOMENT)
         return None
+
+    def _validate(self, dock: DockClient) -> float | None:
+        """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
+        weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
+        if self.validation is None:
+            return _MOMENT
+        if request := self.validation.lease(dock):
+            self.leases[request.number] = request, time.monotonic()
+            answered = self.pool.submit(self.validation.answer, request)
+            answered.add_done_callback(lambda job: self.leases.pop(request.number, None))
+            answered.add_done_callback(self._notice)
+        if not self.validation.holds_weights:
+            return _MOMENT
+        return None if self.validation.is_passed_by() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[lease.number] = (lease, time.monotonic())

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.dock import Consumer, DockClient
+from distflow.dock.index import Lease
 from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
@@ -32,8 +33,12 @@ from distflow.store.interface import Store
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
+VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
+RESULT = "result"  # column of an answered request to validate
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
+_SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
+"""Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
 
@@ -86,6 +91,28 @@ class RolloutChannel:
 
     def versions_of(self, version_set: int) -> dict[str, int]:
         return json.loads(self.store.get(f"versions/{version_set}") or "{}")
+
+    def newest_versions(self) -> dict[str, int]:
+        return self.versions_of(self.store.add("version sets", 0))
+
+    def enqueue_validation(self, dock: DockClient, step: int, version: int) -> int:
+        """Let a rollout validate weights at least as new as `version`, those of `step`; return the request's number."""
+        number = self.store.add("validation requests")
+        self.store.put(f"validations/{number}", json.dumps([step, version]))
+        ids = self.rows_of(torch.tensor([_REQUESTS[0] + number]))
+        dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=version)
+        return number
+
+    def validations(self) -> dict[int, tuple[int, int]]:
+        """Return the step and the version of each request that the trainer waits for, by its number."""
+        found = self.store.below("validations").list("")
+        return {int(number): tuple(json.loads(text)) for number, text in found.items()}
+
+    def forget_validation(self, number: int) -> None:
+        self.store.delete(f"validations/{number}")
+
+    def validation_of(self, lease: Lease) -> int:
+        return int(lease.ids[0]) // self.rows - _REQUESTS[0]
 
     def begin(self, step: int) -> None:
         """Announce the step at which the trainer begins."""
@@ -165,9 +192,9 @@ def report_column(reports: list[bytes], rows: int) -> Ragged:
     return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)
 
 
-def reports_of(rows: Batch) -> list[bytes]:
-    """Return the metrics of the prompts in a batch, as `report_column` has made a column of them."""
-    reports = rows[REPORT]
+def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
+    """Return what `report_column` has made a column of, of each prompt in a batch."""
+    reports = rows[column]
     assert isinstance(reports, Ragged)
     return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
@@ -196,10 +223,19 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int) -> R
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
     moves, step_rows = plan.groups[0].plan.dock, rows * prompts
-    written = (*(f"{move.producer}/{name}" for move in moves for name in move.columns), REPORT)
+    written = [f"{move.producer}/{name}" for move in moves for name in move.columns]
     longest = -(-sum(move.bytes_per_step for move in moves) // step_rows)
-    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest),
-            Consumer(TRAINER, written, (), rows, step_rows, seconds=3600.0, can_roll_back=True)]
+    return consumers_of(written, rows, step_rows, longest)
+
+
+def consumers_of(written: Sequence[str], rows: int, step_rows: int, longest: int) -> list[Consumer]:
+    """Return the stages of the run: samples have columns `written`, of at most `longest` bytes a row."""
+    written = (*written, REPORT)
+    samples, requests = ((first * rows, end * rows) for first, end in (_SAMPLES, _REQUESTS))
+    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples),
+            Consumer(TRAINER, written, (), rows, step_rows, seconds=3600.0, can_roll_back=True, ids=samples),
+            Consumer(VALIDATION, (ORDER,), (RESULT,), rows, ids=requests),
+            Consumer(ANSWERED, (RESULT,), (), rows, ids=requests)]
 
 
 def agreed_token(store: RunStore) -> bytes:

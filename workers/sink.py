@@ -32,8 +32,9 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.roles import RoleEngines
-from workers.validation import Validator
+from workers.validation import ValidationResult, Validations
 
+_MOMENT = 0.2  # seconds between two looks at validations that are awaited
 _ROOT = Path(__file__).resolve().parents[1]
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
@@ -48,19 +49,25 @@ class Sink:
     """Writer of the run folder. Collective; rank 0 writes."""
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
-                 validator: Validator | None, save: Callable[[int], None], trained: Mapping[str, RoleEngines],
-                 devices: int):
+                 validator: Validations | None, save: Callable[[int], None],
+                 trained: Mapping[str, RoleEngines], devices: int):
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
         loggers = loggers_of(spec.run.log)
-        self.folder = RunFolder(path, resumed_at, unconcluded, loggers) if dist.get_rank() == 0 else None
+        again = unconcluded and not self.late
+        self.folder = RunFolder(path, resumed_at, again, loggers) if dist.get_rank() == 0 else None
         self.loggers = LogProcesses(path, loggers.keys() - {"tensorboard"} if self.folder else ())
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
-        self.resumed, self.began = resumed_at is not None, 0.0
+        self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
         self.best, self.worse = self._best_so_far()
         if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
+
+    @property
+    def late(self) -> bool:
+        """Whether rollouts validate, so that results come some steps later."""
+        return self.validator is not None and self.validator.late
 
     def _best_so_far(self) -> tuple[float, int]:
         """Return the best mean of the first validation set before this worker, and how many validations came since."""
@@ -81,9 +88,12 @@ class Sink:
                 self._say(line)
         if not self.resumed:
             self._validate(step)
+            self._note_validations(step)
         elif self.unconcluded:
             over = self.conclude(step)
-        self.began = time.perf_counter()
+        elif self.late and self._is_due(step):
+            self._validate(step)  # it may have ended before it was answered
+        self.done, self.began = step, time.perf_counter()
         return over
 
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
@@ -113,15 +123,23 @@ class Sink:
 
     def conclude(self, done: int) -> bool:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
-        last, validation = done == self.run.steps, self.run.validation
-        if validation and (last or done % validation.every == 0):
-            last |= self._validate(done)  # before the save, after which a resume would not do it again
-        every = self.run.checkpoint.every
+        if self._is_due(done):
+            self._validate(done)  # before the save, after which a resume would not do it again
+        last, every = self._note_validations(done) or done == self.run.steps, self.run.checkpoint.every
         if every and (last or done % every == 0):
             self.save(done)
-        self.began = time.perf_counter()
+        self.done, self.began = done, time.perf_counter()
         events.current().step = done + 1
         return last
+
+    def settle(self) -> None:
+        """Wait for the validations that rollouts have been asked for. There is one of the last step's weights in any
+        case, also where the result of an earlier one has ended the run."""
+        if self.validator and self.late:
+            self._validate(self.done)
+            while self.validator.open:
+                self._note_validations(self.done, wait=_MOMENT)
+            self.validator.close()
 
     def flush(self) -> None:
         if self.folder and self.progress:
@@ -160,42 +178,81 @@ class Sink:
                 self._say(f"{self.plan.name}  step {step}: node `{task.node}` left {batch - short:.0f} of "
                                   f"{batch} prompts in {task.draws} draws; the step went on with them")
 
-    def _write_best(self) -> None:
-        """Write the models to `best/`, in place of those that were the best so far."""
-        partial = self.path / "best.partial"
-        write_models(self.trained, partial)
-        if self.folder:
-            shutil.rmtree(self.path / "best", ignore_errors=True)
-            partial.rename(self.path / "best")
-
-    def _validate(self, step: int) -> bool:
-        """Validate. Return whether all ranks end the run: at `stop_at`, or no better for `patience` times."""
+    def _is_due(self, done: int) -> bool:
         settings = self.run.validation
-        if self.validator is None or settings is None:
+        return settings is not None and (done == self.run.steps or done % settings.every == 0)
+
+    def _candidate(self, step: int) -> Path:
+        """Return where the models of a step are until it is known whether they are the best so far."""
+        return self.path / (f"candidates/step-{step}" if self.late else "best.partial")
+
+    def _validate(self, step: int) -> None:
+        """Validate the weights after a step; rollouts only begin with it. Collective."""
+        if self.validator is None or step in self.validator.known:
+            return
+        if self.late and self.run.validation and self.run.validation.best:
+            write_models(self.trained, self._candidate(step))
+        self.validator.ask(step)
+
+    def _note_validations(self, step: int, wait: float = 0.0) -> bool:
+        """Note the validations that have come; return whether all ranks end the run for it. Collective."""
+        over = False
+        for outcome in self.validator.results(step, wait) if self.validator else ():
+            over |= self._note(outcome)
+        return over
+
+    def _note(self, outcome: ValidationResult) -> bool:
+        """Note a validation. Return whether all ranks end the run: at `stop_at`, or no better for `patience` times."""
+        settings, step = self.run.validation, outcome.step
+        assert settings is not None
+        if outcome.missing:
+            self._report_missing(outcome)
             return False
-        start = time.perf_counter()
-        values = self.validator.run()
-        if self.folder:
-            self.folder.write_answers(step, self.validator.answers)
-            self.folder.write_metrics(step, values)
-            for name, value in values.items():
-                kind, _, which = name.partition("/")
-                if kind not in ("validation_low", "validation_high"):
-                    low, high = (values.get(f"{kind}_{end}/{which}", math.nan) for end in ("low", "high"))
-                    within = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}, "
-                    self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
-                              f"({within}{time.perf_counter() - start:.1f} s)")
-        reached = values.get(f"validation/{next(iter(settings.data))}", -math.inf)
-        if reached > self.best:
-            self.best, self.worse = reached, 0
-            if settings.best:
-                self._write_best()
-        else:
-            self.worse += 1
+        self._write_validation(outcome)
+        reached = outcome.values.get(f"validation/{next(iter(settings.data))}", -math.inf)
+        better = reached > self.best
+        self.best, self.worse = (reached, 0) if better else (self.best, self.worse + 1)
+        if settings.best:
+            self._keep_best(outcome, better)
         if settings.patience and self.worse >= settings.patience:
             self._say(f"{self.plan.name}  step {step}: no better mean than {self.best:.3f} in {self.worse} validations")
             return True
-        return settings.stop_at is not None and reached >= settings.stop_at
+        return step > 0 and settings.stop_at is not None and reached >= settings.stop_at
+
+    def _write_validation(self, outcome: ValidationResult) -> None:
+        step, values = outcome.step, outcome.values
+        if not self.folder:
+            return
+        self.folder.write_answers(step, outcome.answers)
+        self.folder.write_metrics(step, values)
+        for name, value in values.items():
+            kind, _, which = name.partition("/")
+            if kind not in ("validation_low", "validation_high"):
+                low, high = (values.get(f"{kind}_{end}/{which}", math.nan) for end in ("low", "high"))
+                within = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}, "
+                self._say(f"{self.plan.name}  step {step}/{self.run.steps}  {name} {value:.3f}  "
+                          f"({within}{outcome.seconds:.1f} s)")
+
+    def _report_missing(self, outcome: ValidationResult) -> None:
+        if self.folder:
+            events.record("validation missing", of_step=outcome.step, why=outcome.missing)
+            self._say(f"{self.plan.name}  step {outcome.step}: no result of its validation: {outcome.missing}")
+            shutil.rmtree(self._candidate(outcome.asked), ignore_errors=True)
+
+    def _keep_best(self, outcome: ValidationResult, better: bool) -> None:
+        """Put the models that were validated in place of those that were the best so far, if they are better."""
+        candidate = self._candidate(outcome.asked)
+        if better and not self.late:
+            write_models(self.trained, candidate)
+        if not self.folder:
+            return
+        if better and outcome.step == outcome.asked:
+            shutil.rmtree(self.path / "best", ignore_errors=True)
+            candidate.rename(self.path / "best")
+        elif better:
+            self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: these "
+                      f"weights answered in place of those of step {outcome.asked}, and were not kept")
+        shutil.rmtree(candidate, ignore_errors=True)
 
 
 def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:

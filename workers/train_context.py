@@ -22,6 +22,7 @@ from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.worker_process import WorkerContext
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.trajectories import trajectories
 from workers.context import RankContext
 from workers.encode import prompted_role
@@ -30,9 +31,10 @@ from workers.execution import SampledRows, TrainExecutor, Watch
 from workers.profiler import StepProfiler
 from workers.roles import build_roles
 from workers.rollout_channel import RolloutChannel
+from workers.rollout_validation import ValidationRequests, validated_elsewhere
 from workers.sink import Sink
 from workers.train_state import TrainState
-from workers.validation import Validator
+from workers.validation import Validations, Validator
 from workers.weight_sync import WeightPublication
 
 
@@ -82,14 +84,22 @@ class TrainContext:
         written = resumed_at if resumed_at is None or not self.executor.sampled.found else resumed_at + 1
         path, run = self.context.path, self.spec.run
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
-        validator = Validator.of(self.spec, self.plan, self.prompted, self.roles) if run.validation else None
+        validator = self._validator(resumed_at) if run.validation else None
         return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
                     self.trained, self.context.plan.ranks)
+
+    def _validator(self, resumed_at: int | None) -> Validations:
+        run = self.spec.run
+        if not (self.channel and run.validation and validated_elsewhere(self.spec, self.context.plan)):
+            return Validator.of(self.spec, self.plan, self.prompted, self.roles)
+        return ValidationRequests(self.channel, self.roles[self.prompted], RunReader(self.context.path),
+                                  run.validation.every, run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
         tasks = self.plan.tasks if colocated else self.plan.chain(self.rank)  # the others only receive samples
-        return {task.role for task in tasks if task.samples} | ({self.prompted} if self.spec.run.validation else set())
+        elsewhere = not self.spec.run.validation or (self.channel and validated_elsewhere(self.spec, self.context.plan))
+        return {task.role for task in tasks if task.samples} | (set() if elsewhere else {self.prompted})
 
     def steps(self) -> Iterator[int]:
         """Yield the steps left. Global randomness depends on (seed, step) alone: no generator's state is saved."""
@@ -163,10 +173,10 @@ class TrainContext:
         self.executor.sampled.clear()
 
     def publish(self, step: int) -> None:
-        """Release the step's rows and publish its weights, unless no more prompts are sampled."""
+        """Release the step's rows and publish its weights, unless nothing more is sampled."""
         self.status.set("publishing the weights", "publishing")
         self.source.finish()
-        if self.weights is not None and step + 1 < self.spec.run.steps:
+        if self.weights is not None and (step + 1 < self.spec.run.steps or self.sink.late):
             self.weights.publish()
 
     def conclude(self, step: int) -> bool:
@@ -199,7 +209,12 @@ class TrainContext:
         return self.stopping
 
     def finish(self) -> bool:
-        """End the run after its last step, and write the models. Return True."""
+        """End the run after its last step and the validations that are under way, and write the models. Return
+        True."""
+        with Watch(self.status, "waiting for the last validation", "at the end of the run"), peer_errors():
+            if self.weights is not None and not self.weights.published and self.sink.late:
+                self.weights.publish()  # it was done before this worker
+            self.sink.settle()
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
             self.sink.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +42,53 @@ class _Share:
     cut: int  # prompts that lost their beginning
 
 
-class Validator:
-    """Validation sets of a run. Each data-parallel shard answers its part of them; questions are encoded once."""
+@dataclass(frozen=True)
+class ValidationResult:
+    """Result of a validation: metrics, and some of the answers of each set, or why it is `missing`. `step`: whose
+    weights have answered, where these are newer than those of the step that has `asked`."""
 
-    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout):
-        """`layout`: of the engine that samples; ranks that split a model answer the same questions."""
+    step: int
+    asked: int
+    values: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    seconds: float = 0.0
+    missing: str = ""
+
+
+class Validations(ABC):
+    """Validations of a run's weights, after some of its steps; collective. `late`: others answer, so that results come
+    later; `open`: some are still to come; `known`: steps that need not be asked for any more."""
+
+    late = open = False
+    known: set[int]
+
+    @abstractmethod
+    def ask(self, step: int) -> None:
+        """Validate the weights as they are after `step` steps, or have it begun."""
+
+    @abstractmethod
+    def results(self, step: int, wait: float = 0.0) -> Iterable[ValidationResult]:
+        """Return the results that have come since the last call; wait so long for one. Each is settled once the next is
+        wanted."""
+
+    def close(self) -> None:  # noqa: B027 - most keep nothing open
+        """Close connections."""
+
+
+class Validator(Validations):
+    """Validation sets of a run. Each data-parallel shard answers its part of them; questions are encoded once. The
+    randomness of an answer depends on the seed and on its row alone."""
+
+    def __init__(self, spec: Spec, role: RoleEngines, layout: Layout, alone: bool = False):
+        """`layout`: of the engine that samples; ranks that split a model answer the same questions. `alone`: this rank
+        answers all of them, beside other threads."""
         settings = spec.run.validation
         assert settings is not None, "a run without validation has no validator"
-        self.role, self.scorer, self.settings = role, Scorer(settings.reward), settings
+        self.role, self.scorer, self.settings = role, Scorer(settings.reward, own_pool=alone), settings
         self.leads = layout.leads(dist.get_rank())
+        self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
+        self.done: list[ValidationResult] = []
+        self.known = set()  # a step that is asked for again is validated again
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)
@@ -62,20 +102,38 @@ class Validator:
         rows = next((each.rows for each in [*ours, plan.source] if each.dp == layout.dp), ())
         return cls(spec, roles[name], replace(layout, rows=rows))
 
+    def ask(self, step: int) -> None:
+        start = time.perf_counter()
+        values = self.run()
+        self.done.append(ValidationResult(step, step, values, self.answers, time.perf_counter() - start))
+
+    def results(self, step: int, wait: float = 0.0) -> list[ValidationResult]:
+        done, self.done = self.done, []
+        return done
+
     def run(self) -> dict[str, float]:
-        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `validation_pass/NAME`
-        where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut, and `reward/failed/NAME`
-        where rewards have failed, which count in no mean. Collective."""
-        metrics, moments, settings = Metrics(), Metrics(), self.settings
+        return self.score(self.sample())
+
+    def sample(self) -> dict[str, Samples]:
+        """Return the answers to each set. Collective."""
+        role, settings = self.role.of_draw(0), self.settings
+        found = {}
         for name, share in self.shares.items():
             ids = torch.tensor(share.rows, dtype=torch.int64).repeat_interleave(settings.samples) * settings.samples
             ids += torch.arange(settings.samples).repeat(len(share.rows))
-            samples = self.role.generate(share.prompts, ids, settings.samples, settings.max_new_tokens,
-                                         settings.temperature, share.images)
-            if self.leads:
-                self._score(name, share, samples, metrics, moments)
-                metrics.add(f"data/prompts_cut/{name}", share.cut)
-        values, sums = metrics.collect(gather), moments.collect(gather)
+            found[name] = role.generate(share.prompts, ids, settings.samples, settings.max_new_tokens,
+                                        settings.temperature, share.images)
+        return found
+
+    def score(self, samples: Mapping[str, Samples]) -> dict[str, float]:
+        """Return the mean reward of each set as `validation/NAME`, and its confidence interval; `validation_pass/NAME`
+        where each problem has several answers; `data/prompts_cut/NAME` where prompts were cut, and `reward/failed/NAME`
+        where rewards have failed, which count in no mean. Collective."""
+        metrics, moments = Metrics(), Metrics()
+        for name, share in self.shares.items() if self.leads else ():
+            self._score(name, share, samples[name], metrics, moments)
+            metrics.add(f"data/prompts_cut/{name}", share.cut)
+        values, sums = metrics.collect(self.gather), moments.collect(self.gather)
         found: dict[str, float] = {}
         for name in self.shares:
             if (mean := values.pop(f"validation/{name}", None)) is not None:

@@ -43,6 +43,7 @@ from workers.loop import rollout, train
 from workers.roles import RoleEngines, build_roles
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
+from workers.rollout_validation import RolloutValidation, validated_elsewhere
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
@@ -208,8 +209,10 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
     replicas = context.plan.groups[1].replicas
     n_loops = channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else replicas
-    return RolloutContext(spec, plan, _load_functions(spec, plan), roles,
-                          dataloader(spec, roles[prompted_role(spec, plan.tasks)]), channel, who, n_loops, replicas)
+    functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
+    validation = RolloutValidation(spec, roles[name], channel, who) if name else None
+    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted_role(spec, plan.tasks)]),
+                          channel, who, n_loops, replicas, validation)
 
 
 @contextlib.contextmanager

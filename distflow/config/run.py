@@ -321,6 +321,9 @@ class Validation(Document):
     """End the run after so many validations in a row without a new best mean of the first set."""
     best: bool = False
     """Whether the models of the best mean of the first set so far are kept as Hugging Face folders in RUN/best/."""
+    group: Literal["rollout", "trainer"] = "rollout"
+    """Ranks that answer (modes async and semi_sync). rollout: one of those that sample, while the others go on; the
+    result comes some steps later. trainer: those that train, which stand still meanwhile."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Validation:
@@ -528,6 +531,11 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing."""
+
+    @property
+    def trainer_validates(self) -> bool:
+        """Whether ranks that train answer the validation, and need an engine that samples for it."""
+        return self.validation is not None and (self.mode == "sync" or self.validation.group == "trainer")
 
     @field_validator("log")
     @classmethod

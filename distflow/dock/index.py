@@ -156,8 +156,10 @@ class ConsumerIndex:
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
-        names, committed = set(columns), []
+        names, committed, (first, end) = set(columns), [], self.consumer.ids
         for number, tokens, version, turn in table.T.tolist():
+            if not first <= number < end:
+                continue
             if number in self.done:
                 committed.append(number)
                 continue

@@ -34,7 +34,9 @@ class Consumer:
         seconds: how long a lease lasts without being renewed.
         can_roll_back: commits of steps can be rolled back until they are released; their rows stay as long.
         row_bytes: bytes that it writes of a row at its longest. Where the dock has no room (`DockLayout.max_bytes`), a
-            consumer that writes leases only rows of steps that others wait for (`DockClient.require`).
+            consumer that writes leases only rows of steps that others wait for (`DockClient.require`). 0: no account is
+            kept of what it writes.
+        ids: first id, and end, of the rows that it takes. A row leaves when all consumers of its range have committed.
     """
 
     name: str
@@ -46,10 +48,11 @@ class Consumer:
     seconds: float = 60.0
     can_roll_back: bool = False
     row_bytes: int = 0
+    ids: tuple[int, int] = (0, 1 << 62)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", tuple(self.reads))
-        object.__setattr__(self, "writes", tuple(self.writes))
+        for name in ("reads", "writes", "ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.seconds <= 0:
             raise DockError(f"a lease of consumer `{self.name}` must last longer than {self.seconds} s")
 

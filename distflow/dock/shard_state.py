@@ -284,7 +284,7 @@ class ShardState:
                 if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
+            self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._beside(update["consumer"]))
             self._post_stored()
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
@@ -292,7 +292,8 @@ class ShardState:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             done = Intervals(update["ranges"])
-            self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done], self._all())
+            self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done],
+                                self._beside(update["consumer"]))
             self._post_stored()
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
@@ -343,12 +344,15 @@ class ShardState:
                 self._post(home, self._stored())
 
     def _stored(self) -> Update:
-        columns = [column for consumer in self.configured().consumers for column in consumer.writes]
+        columns = [column for consumer in self.configured().consumers if consumer.row_bytes
+                   for column in consumer.writes]
         written = min((len(self.storage.positions.get(column, ())) for column in columns), default=0)
         return {"kind": "stored", "shard": self.storage.number, "bytes": self.storage.nbytes, "rows": written}
 
-    def _all(self) -> frozenset[str]:
-        return frozenset(consumer.name for consumer in self.configured().consumers)
+    def _beside(self, consumer: str) -> frozenset[str]:
+        """Return the consumers that take the same rows."""
+        layout = self.configured()
+        return frozenset(each.name for each in layout.consumers if each.ids == layout.consumer(consumer).ids)
 
     def _post(self, home: int, update: Update) -> None:
         if home == self.storage.number:

@@ -27,7 +27,7 @@ from typing import Any
 
 from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
-from distflow.telemetry.run_reader import Row, RunReader, numbers
+from distflow.telemetry.run_reader import Row, RunReader, is_validation, numbers
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EVERY = 1.0  # seconds between two looks at the files
@@ -59,13 +59,19 @@ class WandbLogger(Logger):
                               resume="allow", dir=str(folder.absolute()), config=dict(config), mode=mode,  # pyright: ignore[reportArgumentType]
                               settings=wandb.Settings(console="off", silent=True))
         _keep(folder, "wandb", self.run.id)
+        self.run.define_metric("validation*", step_metric="validated_step")
+        self.validated = -1
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
+        row = max(step, self.run.step)  # it drops what comes for an earlier one
+        if is_validation(values):
+            row = self.validated = max(row, self.validated + 1)
+            values = {**values, "validated_step": step}
+        self.run.log(dict(values), step=row)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         columns, cells = _table(rows)
-        self.run.log({"samples": self.wandb.Table(columns=columns, data=cells)}, step=step)
+        self.run.log({"samples": self.wandb.Table(columns=columns, data=cells)}, step=max(step, self.run.step))
 
     def close(self) -> None:
         self.run.finish()
@@ -127,7 +133,7 @@ class PrometheusLogger(Logger):
     def __init__(self, folder: Path, config: Mapping[str, Any], port: int = 0, host: str = "127.0.0.1"):
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        self.registry, self.gauge, self.name = CollectorRegistry(), Gauge, folder.name
+        self.registry, self.gauge, self.name, self.newest = CollectorRegistry(), Gauge, folder.name, 0
         self.gauges: dict[str, Gauge] = {}
         self.server, self.thread = start_http_server(port, host, self.registry)
         address = f"http://{host}:{self.server.server_port}/metrics"
@@ -135,7 +141,8 @@ class PrometheusLogger(Logger):
         events.show(f"{folder.name}: metrics for Prometheus at {address}")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in {**values, "step": step}.items():
+        self.newest = max(step, self.newest)
+        for name, value in {**values, "step": self.newest}.items():
             if name not in self.gauges:
                 metric = "distflow_" + re.sub(r"\W", "_", name)
                 self.gauges[name] = self.gauge(metric, name, ["run"], registry=self.registry)
@@ -158,21 +165,21 @@ def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable
     with _only_one(folder, name):
         logger = LOGGERS[name](folder, run.settings(), **settings)
         metrics, samples, rows = run.tail("metrics"), run.tail("samples"), dict[int, list[Row]]()
-        here = (-1, 0)  # a step, and how many lines of it came before: its validation has a line of its own
-        last, over = tuple(_known(folder).get(f"{name} sent", here)), False
+        last: dict[str, int] = {"steps": -1, "validation": -1, **_known(folder).get(f"{name} sent", {})}
+        over = False
         while not over:
             over = ended(_EVERY)
             lines = list(metrics.new())
             for row in samples.new():  # the samples of a step are written before its metrics
                 rows.setdefault(row["step"], []).append({name: row[name] for name in row if name != "tokens"})
             for line in lines:
-                step = line.pop("step")
-                here, shown = (step, here[1] + 1 if step == here[0] else 0), rows.pop(step, None)
-                if here > last:
+                step, kind = line.pop("step"), "validation" if is_validation(line) else "steps"
+                shown = rows.pop(step, None)
+                if step > last[kind]:
                     logger.metrics(step, numbers(line))
                     if shown:
                         logger.samples(step, shown)
-                    last = here
+                    last[kind] = step
                     sent_steps.add(step)
             _keep(folder, f"{name} sent", last)
         logger.close()

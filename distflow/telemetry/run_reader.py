@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,11 @@ class RunReader:
 def numbers(line: Row) -> dict[str, float]:
     """Return the values of a line of metrics.jsonl that are finite numbers."""
     return {name: value for name, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def is_validation(line: Mapping[str, Any]) -> bool:
+    """Return whether a line of metrics.jsonl is of a validation, which may come after those of newer steps."""
+    return any(name.startswith("validation/") for name in line)
 
 
 def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:

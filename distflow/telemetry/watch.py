@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.telemetry import timeline
-from distflow.telemetry.run_reader import RunReader, numbers
+from distflow.telemetry.run_reader import RunReader, is_validation, numbers
 from distflow.telemetry.timeline import RankTimeline
 
 _EVERY = 1.0  # seconds between two looks
@@ -57,7 +57,7 @@ class RunView:
                 while curve and curve[-1][0] >= line["step"]:  # a resumed run does them again
                     curve.pop()
                 curve.append((line["step"], value))
-            self.step = line["step"]
+            self.step = max(self.step, line["step"]) if is_validation(line) else line["step"]
         self.events.extend(event for event in self.event_lines.new() if event["event"] in _SHOWN and (
             event["event"] != "worker started" or event.get("life")))
         self.ranks = timeline.newest(self.folder, _RANKS)

@@ -174,7 +174,7 @@ def test_those_that_train_hold_a_split_model_as_rollouts_do(vllm):
     trainer = made.groups[0].plan
     assert trainer.layout_of("actor", samples=True) == Layout(2, tp=2)
     assert {(task.layout.dp, task.layout.width) for task in trainer.tasks} == {(4, 1)}, "of rows"
-    odd = planned("grpo.yaml", 5, "groups.rollout=2", *split)[1].groups[0].plan
+    odd = planned("grpo.yaml", 5, "groups.rollout=2", "validation.group=trainer", *split)[1].groups[0].plan
     assert ["validates with a whole model" in str(each.notes) for each in (trainer, odd)] == [False, True]
     assert odd.layout_of("actor", samples=True) == Layout(3)
     weights = [next(each.bytes for each in each_plan.memory if each.name == "actor: rollout weights")

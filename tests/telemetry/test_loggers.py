@@ -78,8 +78,15 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     assert send(RunReader(folder), "wandb", settings, at_once) == 3
     write(folder, range(4, 6))
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        for line in ({"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.1}, {"step": 6, "validation/held": 0.6},
+                     {"step": 7, "validation/held": 0.7}):
+            metrics.write(json.dumps(line) + "\n")
+    assert send(RunReader(folder), "wandb", settings, at_once) == 2
     steps = history(folder)
-    assert sorted(steps) == [1, 2, 3, 4, 5]
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7, 8]
+    late = [(steps[row]["validated_step"], steps[row]["validation/held"]) for row in (7, 8)]
+    assert late == [(6, 0.6), (7, 0.7)], "which came after the metrics of step 7"
     assert steps[4]["reward/mean"] == 0.4
     assert steps[4]["validation/held"] == 0.2
     assert "loss" not in steps[4], "null is no number"
@@ -165,10 +172,12 @@ class Noted(Logger):
 
 
 def test_what_comes_after_a_look_is_sent_with_the_next_one(tmp_path, monkeypatch) -> None:
-    """A step is validated long after its metrics were written, and its samples come just before these."""
+    """A step is validated long after its metrics were written, perhaps after those of newer steps, and its samples come
+    just before these."""
     monkeypatch.setitem(LOGGERS, "noted", Noted)
     parts = iter([("samples", {"step": 1, "rewards": 1.0}), ("metrics", {"step": 1, "loss": 0.1}),
-                  ("metrics", {"step": 1, "validation/held": 0.5}), ("metrics", {"step": 2, "loss": 0.2})])
+                  ("metrics", {"step": 1, "validation/held": 0.5}), ("metrics", {"step": 2, "loss": 0.2}),
+                  ("metrics", {"step": 3, "loss": 0.3}), ("metrics", {"step": 2, "validation/held": 0.6})])
 
     def ended(_: float) -> bool:
         """Write one more line before each look."""
@@ -177,8 +186,9 @@ def test_what_comes_after_a_look_is_sent_with_the_next_one(tmp_path, monkeypatch
                 file.write(json.dumps(part[1]) + "\n")
         return part is None
 
-    assert send(RunReader(tmp_path), "noted", {}, ended) == 2
-    assert Noted.sent == [(1, {"loss": 0.1}), (1, 1), (1, {"validation/held": 0.5}), (2, {"loss": 0.2})]
+    assert send(RunReader(tmp_path), "noted", {}, ended) == 3
+    assert Noted.sent == [(1, {"loss": 0.1}), (1, 1), (1, {"validation/held": 0.5}), (2, {"loss": 0.2}),
+                          (3, {"loss": 0.3}), (2, {"validation/held": 0.6})]
     assert send(RunReader(tmp_path), "noted", {}, at_once) == 0
     assert Noted.sent == []
 

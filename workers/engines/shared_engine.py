@@ -41,6 +41,7 @@ class SharedEngine(Sampler):
         self.changed = threading.Condition()
         self.callers: weakref.WeakSet[EngineCaller] = weakref.WeakSet()
         self.version = rollout.version
+        self.held_from: int | None = None
         self.was_busy = False
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> EngineCaller:
@@ -54,7 +55,8 @@ class SharedEngine(Sampler):
         try:
             while not stopped():
                 self._run_actions()
-                self.renew(self)
+                if self.held_from is None or self.version < self.held_from:
+                    self.renew(self)
                 self._announce_version()
                 self._show()
                 for session in self.sessions.values():
@@ -76,6 +78,10 @@ class SharedEngine(Sampler):
             heart, phase = heartbeat.current(), "generating" if busy else "waiting"
             heart.enter(phase)
             timeline.current().enter("sampling" if busy else "waiting for prompts", phase, heart.page.step)
+
+    def hold(self, version: int | None) -> None:
+        """Keep the weights as they are once they are at least of this version; None: let newer ones come again."""
+        self.held_from = version
 
     def wait(self, version: int) -> None:
         """Block until the engine has at least this version of the weights."""

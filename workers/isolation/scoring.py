@@ -40,17 +40,19 @@ class Scores:
 
 
 class Scorer:
-    """Scores batches by one recipe, and counts how many samples in a row have failed."""
+    """Scores batches by one recipe, and counts how many samples in a row have failed. `own_pool`: other threads score
+    at the same time, and pools are not thread-safe."""
 
     def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
-                 patience: int = 3):
+                 patience: int = 3, own_pool: bool = False):
         self.recipe, problems = read_recipe(recipe)
         for problem in problems:
             raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
         self.functions = {term.name: find_reward(term.name) for term in self.recipe.terms}
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct(self.recipe.terms)
-        self.pool = _pool(workers or _default_workers(), memory_gib)
+        size = workers or _default_workers()
+        self.pool = RewardPool(size, memory_gib) if own_pool else _pool(size, memory_gib)
         self.limit, self.patience, self.failures = limit, patience, FailureStreak()
 
     def score(self, columns: Columns, names: Sequence[int]) -> Scores:

@@ -1,0 +1,144 @@
+"""Requests to validate, through a real dock and a real store: who answers, what is noted, what is missing."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stores import hosted
+
+from distflow.data.batch import Batch
+from distflow.dock import StorageShardServer
+from distflow.telemetry.run_reader import RunReader
+from workers.rollout_channel import ORDER, RESULT, VALIDATION, RolloutChannel, consumers_of, report_column
+from workers.rollout_validation import RolloutValidation, ValidationRequests
+
+ROWS, PROMPTS, TOKEN, EVERY = 2, 2, bytes(32), 2
+
+
+@pytest.fixture
+def channel():
+    with closing(StorageShardServer(TOKEN)) as service:
+        channel = RolloutChannel(hosted(), TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 2)
+        with channel.dock("trainer 0") as dock:
+            dock.configure(consumers_of(("generate/responses",), ROWS, ROWS * PROMPTS, 100))
+        yield channel
+
+
+@pytest.fixture
+def requests(channel, alone, tmp_path):
+    """`requests(resumed_at, limit)`: those of a trainer whose weights are of version 10 times its steps."""
+    opened = []
+
+    def make(resumed_at: int | None = None, limit: float = 600.0) -> ValidationRequests:
+        role = SimpleNamespace(version=10 * (resumed_at or 0))
+        opened.append(ValidationRequests(channel, role, RunReader(tmp_path), EVERY, limit, resumed_at))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def after(requests: ValidationRequests, step: int):
+    """What is noted after a step; validation is due after each second one."""
+    requests.role.version = 10 * step
+    if step % EVERY == 0 and step not in requests.known:
+        requests.ask(step)
+    return [(each.step, each.asked, each.values) for each in requests.results(step)]
+
+
+def answer(channel: RolloutChannel, version: int, value: float, who: str = "rollout 1"):
+    """Lease the oldest request as a rollout does, and answer it with these weights."""
+    with channel.dock(who) as dock:
+        lease = dock.lease(VALIDATION, ROWS)
+        content = {"version": version, "values": {"validation/held": value}, "who": who, "answers": {}, "seconds": 1.0}
+        dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(content).encode()], ROWS)}))
+        dock.commit(lease)
+        return int(lease.versions[0])
+
+
+def test_results_are_noted_in_order_under_the_step_of_the_weights_that_answered(channel, requests):
+    mine = requests()
+    assert after(mine, 0) == after(mine, 1) == after(mine, 2) == []
+    with channel.dock("rollout 1") as slow:
+        first = slow.lease(VALIDATION, ROWS)
+        assert answer(channel, 20, 0.5) == 20
+        assert after(mine, 3) == [], "an earlier one has not been answered"
+        assert len(first) == ROWS
+    assert answer(channel, 10, 0.25, "rollout 2") == 0, "whose holder ended without an answer"
+    assert after(mine, 4) == [(1, 0, {"validation/held": 0.25}), (2, 2, {"validation/held": 0.5})]
+    assert mine.open
+    after(mine, 5), after(mine, 6)
+    assert answer(channel, 60, 1.0) == 40, "by weights that are to be validated themselves"
+    assert answer(channel, 60, 1.0) == 60
+    first, second = mine.results(7)
+    assert "those of step 6, which has a validation of its own" in first.missing
+    assert (first.asked, second.asked, second.step) == (4, 6, 6)
+    assert not list(mine.results(8))
+    assert not mine.open
+    assert channel.validations() == {}
+
+
+def test_training_rows_leave_the_dock_though_nobody_validates_them(channel):
+    with channel.dock("all") as dock:
+        channel.enqueue_validation(dock, 0, 0)
+        channel.enqueue_prompts(dock, 0, PROMPTS - 1)
+        for _ in range(PROMPTS):
+            lease = dock.lease("rollout", ROWS)
+            columns = {"generate/responses": torch.zeros(ROWS), "report": torch.zeros(ROWS)}
+            dock.put(Batch(lease.ids, columns))
+            dock.commit(lease)
+        dock.commit(dock.lease("trainer", ROWS * PROMPTS, step=0))
+        assert dock.status()[0]["rows"] == 2 * ROWS * PROMPTS // 2 + ROWS, "a trainer may roll back"
+        dock.release_before("trainer", 1)
+        status, = dock.status()
+        assert status["rows"] == ROWS, "only the request is left"
+        assert status["indexes"][VALIDATION]["ready"] == ROWS
+
+
+def test_what_does_not_come_is_missing_and_it_is_said_who_has_it(channel, requests):
+    mine = requests(limit=0.0)
+    mine.ask(0)
+    with channel.dock("rollout 7") as holder:
+        holder.report_activity("sampling")
+        holder.lease(VALIDATION, ROWS)
+        outcome, = mine.results(0)
+        assert outcome.missing.startswith("no rollout has answered within 0 s (`wait_limit` of the run file)")
+        assert "are leased by rollout 7 (" in outcome.missing
+    assert not mine.open
+
+
+def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, tmp_path):
+    before = requests()
+    for step in (0, 2, 4):
+        after(before, step)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation/held": 0.1}\n{"step": 2, "loss": 1.0}\n')
+    again = requests(resumed_at=3)
+    assert sorted(again.known) == [0, 2]
+    assert [answer(channel, version, 0.5) for version in (0, 20)] == [0, 20]
+    assert after(again, 3) == [(2, 2, {"validation/held": 0.5})], "that of step 0 is recorded"
+    assert not again.open, "step 4 is done again, and asked for then"
+    with channel.dock("rollout 1") as dock:
+        validation = RolloutValidation(None, None, channel, "rollout 1")
+        assert validation.lease(dock) is None, "and nobody answers the request that was made for it before"
+
+
+def test_what_an_interrupted_run_has_not_answered_is_lost_but_for_its_last_step(requests, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "validation/held": 0.1}\n')
+    mine = requests(resumed_at=8)
+    assert 8 not in mine.known
+    outcomes = list(mine.results(8))
+    assert [outcome.step for outcome in outcomes] == [4, 6]
+    assert all("its weights are no longer there" in outcome.missing for outcome in outcomes)
+
+
+def test_a_row_that_nobody_reads_is_no_prompt(channel):
+    with channel.dock("all") as dock:
+        channel.enqueue_validation(dock, 0, 0)
+        assert dock.try_lease("rollout", ROWS) is None
+        request = dock.lease(VALIDATION, ROWS)
+        assert dock.fetch(request)[ORDER].tolist() == [0] * ROWS
