@@ -83,7 +83,7 @@ def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
     known = {name: given[name] for name in ("question", "answer", "tools", "strict", "columns", "images")
              if name in given}
     try:
-        return Data(train="", **known)
+        return Data(train={"": 1.0}, **known)
     except ValidationError as error:
         wrong = error.errors()[0]
         name = ".".join(map(str, wrong["loc"]))
