@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
-from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -24,9 +21,6 @@ from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
 from distflow.rpc.pool import ConnectionPool
-
-_COMMITS_KEPT = 256  # last commits, to repeat them to an index that was restored from an older snapshot
-_log = logging.getLogger("distflow.dock")
 
 
 class DockClient:
@@ -46,9 +40,8 @@ class DockClient:
 
     def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.pool = ConnectionPool(token, self.who, patience, self._repeat_commits, error_from)
+        self.pool = ConnectionPool(token, self.who, patience, error_from)
         self.attempt = attempt
-        self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
@@ -157,30 +150,18 @@ class DockClient:
         Raises `LeaseLost` if others were, or may have been, given the rows and train on them, and `DockError` if these
         are not the lease's rows; nothing was committed.
         """
-        request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
-                   "ids": lease.all_ids.numpy().tobytes()}
-        reply = self._ask_index(request)
-        self.commits.append(request | {"answered": True})
-        return reply["new"]
+        return self._ask_index({"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
+                                "ids": lease.all_ids.numpy().tobytes()})["new"]
 
     def rollback(self, consumer: str, step: int) -> int:
         """Undo the commits from this step on; return how many rows are ready again. Each attempt of a group begins with
         it: the leases of the attempt before end, and what its processes still ask for is refused. Raises `DockError` if
         rows of such a step have left, or the consumer is not `can_roll_back`; nothing was rolled back."""
-        reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
-        for each in list(self.commits):
-            if each["consumer"] == consumer and each["step"] is not None and each["step"] >= step:
-                self.commits.remove(each)
-        return reply["rows"]
+        return self._ask_index({"op": "rollback", "consumer": consumer, "step": step})["rows"]
 
     def release_before(self, consumer: str, step: int) -> None:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
-
-    def snapshot(self, folder: Path) -> int:
-        """Have every process write its shard into a folder that all of them see; return the bytes."""
-        requests = [(address, {"op": "snapshot", "folder": str(folder)}, ()) for address in self.layout.addresses]
-        return sum(reply["bytes"] for reply, _ in self.pool.ask_all(requests, wait=600.0))
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
@@ -246,15 +227,6 @@ class DockClient:
             except Unreachable as error:
                 found[str(address)] = str(error)
         return list(found.values())
-
-    def _repeat_commits(self, address: Address) -> None:
-        """Repeat the last commits to a process that was restored: its snapshot may be older than they are."""
-        for request in list(self.commits):
-            if self._home(request["consumer"]) == address:
-                try:
-                    self.pool.ask(address, request | {"attempt": self.attempt})
-                except (DockError, RpcError) as error:
-                    _log.warning("%s: a commit made before the dock was restored no longer stands: %s", self.who, error)
 
 
 def _column(value: Tensor | int, rows: int) -> Ids:

@@ -42,13 +42,13 @@ class DockProcess(NamedTuple):
         self.stop()
 
 
-def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, snapshot: Path | None = None,
-          journal: Path | None = None, layout: DockLayout | None = None, number: int = 0) -> DockProcess:
+def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0,
+          layout: DockLayout | None = None, number: int = 0) -> DockProcess:
     """Start a shard server; the arguments are those of `StorageShardServer`. `layout` and `number` are of a dock in
     which it replaces a process that has ended, with no rows. Raises `DockError` if it does not come up; its own
     message stands on standard error."""
-    settings = {"token": token.hex(), "host": host, "port": port, "snapshot": snapshot and str(snapshot),
-                "journal": journal and str(journal), "layout": layout and layout.to_plain(), "number": number}
+    settings = {"token": token.hex(), "host": host, "port": port, "layout": layout and layout.to_plain(),
+                "number": number}
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -65,11 +65,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     given = json.loads(sys.stdin.readline())
-    snapshot, journal = (Path(given[name]) if given[name] else None for name in ("snapshot", "journal"))
-    server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"], snapshot=snapshot,
-                                journal=journal)
+    server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"])
     if given["layout"]:
-        server.replace(DockLayout.from_plain(given["layout"]), given["number"])
+        with server.state.lock:
+            server.state.configure(DockLayout.from_plain(given["layout"]), given["number"])
     print(json.dumps(server.start()), flush=True)
     sys.stdin.read()
     server.close()

@@ -15,24 +15,21 @@ of others: a step's rows come in thousands of puts, and hundreds of ranks wait f
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
-from torch import Tensor
 
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
-from distflow.dock.persistence import Journal
-from distflow.dock.selection import Consumer, DockLayout, Ids, Room
-from distflow.dock.storage import Message, StorageShard, StoredRow, pack_live, read_ids, read_table, unpack
+from distflow.dock.selection import DockLayout, Ids, Room
+from distflow.dock.storage import StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 
@@ -133,8 +130,8 @@ class RowRequest(NamedTuple):
 class ShardState:
     """Shard, indexes and clients of one process. It can hold rows as soon as `configure` has given it the layout."""
 
-    def __init__(self, token: bytes, epoch: int, journal: Journal | None = None):
-        self.token, self.epoch, self.journal = token, epoch, journal
+    def __init__(self, token: bytes, epoch: int):
+        self.token, self.epoch = token, epoch
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
         self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
@@ -156,7 +153,7 @@ class ShardState:
         self._place(layout, number)
         for consumer in layout.consumers:
             if consumer.home == number:
-                index = self.indexes.get(consumer.name) or self.add_index(consumer)
+                index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
                 index.consumer, index.reads = consumer, set(consumer.reads)
         self.stop()
         self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
@@ -170,65 +167,18 @@ class ShardState:
         storage.number, storage.count, storage.group_size = number, len(layout.addresses), layout.group_size
         self.room.limit = math.inf if layout.max_bytes is None else layout.max_bytes * storage.count
 
-    def add_index(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
-        index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else (), self.room)
-        if state is not None:
-            index.restore(state)
-        if self.journal is not None:
-            index.replay(self.journal.commits(consumer.name))
-        self.indexes[consumer.name] = index
-        return index
-
-    def capture(self) -> Iterator[Message]:
-        """Return the messages of a snapshot. They are packed without the lock: batches never change."""
-        storage = self.storage
-        consumed: dict[str, list[int]] = {}
-        for row, stored in storage.rows.items():
-            for consumer in stored.consumed:
-                consumed.setdefault(consumer, []).append(row)
-        head = {"layout": self.configured().to_plain(), "number": storage.number,
-                "table": storage.table(storage.rows).tobytes(), "gone": storage.gone.ranges, "consumed": consumed,
-                "indexes": {name: index.state() for name, index in self.indexes.items()}}
-        batches = [(records, storage.live_rows(records)) for records in storage.batches]
-        return itertools.chain([(head, [])], *itertools.starmap(pack_live, batches))
-
-    def restore(self, messages: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
-        """Take over the content of a snapshot, and become the shard that it was."""
-        head, _ = next(messages)
-        storage, layout = self.storage, DockLayout.from_plain(head["layout"])
-        storage.number, storage.count, storage.group_size = head["number"], len(layout.addresses), layout.group_size
-        storage.gone = Intervals(head["gone"])
-        for row, tokens, version, turn in read_table(head["table"]).T.tolist():
-            storage.rows[row] = StoredRow(frozenset(), tokens, version, turn)
-        for header, data in messages:
-            storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
-        for consumer, ids in head["consumed"].items():
-            for row in ids:
-                storage.rows[row].consumed.add(consumer)
-        for consumer in layout.consumers:
-            if consumer.name in head["indexes"]:
-                self.add_index(consumer, head["indexes"][consumer.name])
-        self.configure(layout, head["number"])
-
-    def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
-        """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
-        rows, consumer = ids.tolist(), index.consumer.name
-
-        def keep() -> None:
-            if self.journal is not None:
-                self.journal.commit(consumer, number, step, rows)
-
-        new = index.commit(number, step, rows, time.monotonic(), answered=answered, keep=keep)
+    def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids) -> bool:
+        """Commit at one of the indexes here; see `ConsumerIndex.commit`."""
+        rows = ids.tolist()
+        new = index.commit(number, step, rows, time.monotonic())
         if new and step not in index.retained:
-            self.retire(consumer, rows)
+            self.retire(index.consumer.name, rows)
         self.wake()
         return new
 
     def rollback(self, index: ConsumerIndex, step: int, attempt: int) -> int:
-        """Undo commits at one of the indexes here, in the journal first; see `ConsumerIndex.rollback`."""
+        """Undo commits at one of the indexes here; see `ConsumerIndex.rollback`."""
         index.check_rollback(step)
-        if self.journal is not None:
-            self.journal.rollback(index.consumer.name, step)
         rows = index.rollback(step, attempt)
         self.wake()
         return rows

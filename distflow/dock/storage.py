@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,16 +146,6 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
     if part.storage_offset() % kind.itemsize:  # complex128 may lie between two of its own
         part = part.clone()
     return part.view(kind).reshape(shape)
-
-
-def pack_live(records: RecordBatch, live: LiveRows) -> Iterator[Message]:
-    """Yield the live rows of a batch as messages: the finished ones, then the saved turns."""
-    for turn in (False, True):
-        local = [row for row, (_, names) in live.items() if turn != bool(names)]
-        if local:
-            spans = [(records, row, row + 1) for row in local]
-            schema, buffers = pack(records.batch.ids.numpy()[local], [(name, spans) for name in records.batch.columns])
-            yield {"rows": len(local), "columns": schema, "turn": turn}, buffers
 
 
 def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
@@ -299,17 +289,6 @@ class StorageShard:
         rows = [(row, stored.tokens, stored.version, stored.turn)
                 for row in ids if (stored := self.rows.get(row)) is not None]
         return numpy.array(rows, numpy.int64).reshape(-1, 4).T
-
-    def restore_rows(self, batch: Batch, turn: bool) -> None:
-        """Store rows of a snapshot, whose metadata is here already. `turn`: the rows are the last saved turns."""
-        records = self._append(batch, len(batch))
-        for local, row in enumerate(batch.ids.tolist()):
-            if turn:
-                self.rows[row].saved = records.base + local
-                continue
-            self.rows[row].columns |= frozenset(batch.columns)
-            for name in batch.columns:
-                self.positions.setdefault(name, {})[row] = records.base + local
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
         if row // self.group_size % self.count != self.number:

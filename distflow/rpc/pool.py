@@ -5,7 +5,6 @@ A request whose connection broke is sent again, so every request must be safe to
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +17,6 @@ from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 
 _PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
-_log = logging.getLogger("distflow.dock")
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
 Reply = tuple[Header, Tensor]
@@ -38,8 +36,8 @@ class RetryPolicy:
         if isinstance(error, TimeoutError) or now - self.since >= self.patience:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
             raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
-                              f"({error or type(error).__name__}). If it died, restore it from its snapshot at the "
-                              "same address; if it is stopped, continue it") from None
+                              f"({error or type(error).__name__}). It may have died, with what it held, or it is "
+                              "stopped: then continue it") from None
         time.sleep(_PAUSE)
 
 
@@ -48,16 +46,12 @@ class ConnectionPool:
 
     Args:
         who: name of this process, sent in the first message of a connection.
-        on_replaced: called with an address whose process was replaced since the last connection, unless the new one
-            has forgotten all commits on purpose.
     """
 
-    def __init__(self, token: bytes, who: str, patience: float, on_replaced: Callable[[Address], None],
-                 error_from: Callable[[Header], Exception]):
+    def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception]):
         self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
-        self.on_replaced, self.error_from = on_replaced, error_from
+        self.error_from = error_from
         self.connections: dict[Address, Connection] = {}
-        self.epochs: dict[Address, int] = {}
         self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
 
@@ -137,11 +131,5 @@ class ConnectionPool:
             hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
             answer = connection.ask(hello)
             connection.memory = memory if answer["memory"] else None
-            epoch = answer["epoch"]
             self.connections[address] = connection
-            if self.epochs.setdefault(address, epoch) != epoch:
-                self.epochs[address] = epoch
-                _log.warning("%s: the process at %s:%d was replaced", self.who, *address)
-                if not answer.get("forgets"):
-                    self.on_replaced(address)
         return self.connections[address]
