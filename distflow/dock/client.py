@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.dock.errors import DockError, TimedOut, error_from
+from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, DockLayout, Ids
 from distflow.dock.storage import RecordBatch, gather, order_of, pack, read_table, read_tensor, spans_of, unpack
@@ -36,11 +38,14 @@ class DockClient:
         patience: seconds without any answer after which a process of the dock counts as unreachable.
         attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
             attempt before the one that has rolled back last are refused.
+        locate: returns where the process is that had one of the addresses; another may have taken its place.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0):
+    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0,
+                 locate: Callable[[Address], Address] = lambda address: address):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.pool = ConnectionPool(token, self.who, patience, error_from)
+        self.pool = ConnectionPool(token, self.who, patience, error_from, locate, self._renew_all)
+        self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
@@ -49,7 +54,9 @@ class DockClient:
     def layout(self) -> DockLayout:
         if self.known is None:
             reply, _ = self.pool.ask(self.addresses[0], {"op": "layout"})
-            self.known = DockLayout.from_plain(reply["layout"])
+            found = DockLayout.from_plain(reply["layout"])
+            here = len(self.addresses) == len(found.addresses)  # then these are what `locate` knows
+            self.known = replace(found, addresses=tuple(self.addresses)) if here else found
         return self.known
 
     def configure(self, consumers: Sequence[Consumer], max_bytes: int | None = None) -> None:
@@ -141,7 +148,8 @@ class DockClient:
 
     def renew(self, lease: Lease) -> None:
         """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
-        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
+        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number,
+                         "ids": lease.all_ids.numpy().tobytes()})
 
     def commit(self, lease: Lease) -> bool:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
@@ -175,6 +183,12 @@ class DockClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _renew_all(self, address: Address) -> None:
+        for lease in self.held():
+            if self._home(lease.consumer) == address:
+                with contextlib.suppress(LeaseLost):  # its commit will say so
+                    self.renew(lease)
 
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]

@@ -151,6 +151,7 @@ class ConsumerIndex:
         self.epoch, self.number = epoch, epoch << 32
         self.attempt = 0  # of the consumer's group, that rolled back last
         self.required = 0  # others wait for rows of this step
+        self.opens = 0.0  # before, rows of no step are not leased: whoever holds them may renew its lease first
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
@@ -195,7 +196,7 @@ class ConsumerIndex:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.check_attempt(attempt)
         self.expire(now)
-        if not self.has_rows(least, step, attempt, request):
+        if not self.has_rows(least, step, attempt, request) or (step is None and now < self.opens):
             return None
         granted = self._same(step, request)
         if granted is None:
@@ -243,15 +244,19 @@ class ConsumerIndex:
                             f"{self.attempt} has begun and rolled back: the rows are its own now. End this process, "
                             "whose group was started again without it")
 
-    def renew(self, number: int, now: float, session: str) -> float:
-        """Extend a lease and return its seconds; an expired one is revived, unless its rows were given to others."""
+    def renew(self, number: int, now: float, session: str, ids: Collection[int] = ()) -> float:
+        """Extend a lease and return its seconds. An expired one is revived, and one of a lost process that had the rows
+        `ids`, unless these were given to others."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
             granted = self.expired.get(number)
-            if granted is None or any(self._gone(row, number) for row in granted.rows):
+            if granted is None and number >> 32 != self.epoch and all(row in self.rows for row in ids):
+                granted = GrantedLease(number, [[self.rows[row] for row in ids]], None, now, 0)
+            if granted is None or not granted.rows or any(self._gone(row, number) for row in granted.rows):
                 raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
-            self._hold(self.expired.pop(number))
+            self.expired.pop(number, None)
+            self._hold(granted)
         self._touch(granted, now, session)
         return self.consumer.seconds
 

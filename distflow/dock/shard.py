@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.index import ConsumerIndex
+from distflow.dock.replication import PATIENCE
 from distflow.dock.selection import DockLayout, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.storage import read_ids, unpack
@@ -29,7 +30,7 @@ _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "shortage", "require", "renew",
-               "commit", "rollback", "release_before", "updates", "describe_rows", "status")
+               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -134,14 +135,32 @@ class StorageShardServer:
     def put(self, request: ClientRequest) -> Reply:
         """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
         header, ids = request.header, read_ids(request.header["ids"])
-        batch = unpack(len(ids), header["columns"], request.connection.payload(request.size))
+        payload = request.connection.payload(request.size)
+        batch = unpack(len(ids), header["columns"], payload)
         with self.state.lock:
             self.state.configured()
             known = len(self.state.storage.rows)
             stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
             self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
                                 len(self.state.storage.rows) > known)
+            put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
+            copies = self.state.replicate((put, [payload.numpy().data])) if len(stored) else []
+        for follower, copied in copies:
+            if not copied.wait(PATIENCE):
+                follower.connection.hang_up()
         return {"stored": len(stored)}, []
+
+    def follow(self, request: ClientRequest) -> Reply:
+        """Send a standby all rows and all changes; ends with its connection."""
+        with self.state.lock:
+            follower = self.state.follow(request.connection)
+        try:
+            follower.stream()
+        finally:
+            with self.state.lock:
+                self.state.followers.remove(follower)
+            follower.end()
+        return {}, []
 
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])
@@ -202,7 +221,8 @@ class StorageShardServer:
 
     @locked
     def renew(self, request: ClientRequest) -> Header:
-        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session)}
+        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session,
+                                                      read_ids(request.header["ids"]).tolist())}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:

@@ -15,6 +15,7 @@ of others: a step's rows come in thousands of puts, and hundreds of ranks wait f
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -28,8 +29,9 @@ import numpy
 
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
+from distflow.dock.replication import Follower
 from distflow.dock.selection import DockLayout, Ids, Room
-from distflow.dock.storage import StorageShard, read_ids, read_table
+from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 
@@ -37,6 +39,7 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
+_RENEWAL = 2.0  # seconds in which all that hold leases of a lost process renew them at the one that replaces it
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -138,6 +141,7 @@ class ShardState:
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
+        self.followers: list[Follower] = []
         self.epochs: dict[tuple[str, int], int] = {}  # of the process that last listed a shard's rows to a consumer
         self.clients: dict[str, ClientSession] = {}
         self.sent = self.received = 0  # bytes on connections that have ended
@@ -161,6 +165,36 @@ class ShardState:
             self.apply(update)
         for outbox in self.outboxes.values():
             outbox.start()
+
+    def take_over(self, storage: StorageShard, layout: DockLayout, number: int) -> None:
+        """Become shard `number` in place of a lost process, whose rows are in `storage`. Rows that have all that a
+        consumer writes are committed by it. What had left may be put again: a trainer may begin with an older step."""
+        storage.gone = Intervals()
+        for consumer in layout.consumers:
+            for row in storage.rows.values() if consumer.writes else ():
+                if row.columns.issuperset(consumer.writes):
+                    row.consumed.add(consumer.name)
+        self.storage = storage
+        self.configure(layout, number)
+        for index in self.indexes.values():
+            index.opens = time.monotonic() + _RENEWAL
+
+    def follow(self, connection: Connection) -> Follower:
+        """Return a new follower, which gets all rows and then what `replicate` is given."""
+        consumers: dict[str, list[int]] = {}
+        for row, stored in self.storage.rows.items():
+            for consumer in stored.consumed:
+                consumers.setdefault(consumer, []).append(row)
+        retirements = [self._retirement(consumer, rows) for consumer, rows in consumers.items()]
+        self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
+        return self.followers[-1]
+
+    def replicate(self, message: Message) -> list[tuple[Follower, threading.Event]]:
+        return [(follower, follower.post(message)) for follower in self.followers]
+
+    def _retirement(self, consumer: str, ids: Iterable[int]) -> Message:
+        return {"op": "retire", "consumer": consumer, "consumers": sorted(self._all()),
+                "ids": numpy.fromiter(ids, numpy.int64).tobytes()}, []
 
     def _place(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
@@ -234,20 +268,23 @@ class ShardState:
                 if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._all())
-            self._post_stored()
+            self._retire(update["consumer"], read_ids(update["ids"]).tolist())
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             done = Intervals(update["ranges"])
-            self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done], self._all())
-            self._post_stored()
+            self._retire(update["consumer"], [row for row in self.storage.rows if row in done])
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
                 self.retire(name, index.release_oldest())
         self.wake()
+
+    def _retire(self, consumer: str, ids: list[int]) -> None:
+        self.storage.retire(consumer, ids, self._all())
+        self.replicate(self._retirement(consumer, ids))
+        self._post_stored()
 
     def enter(self, session: str, who: str) -> ClientSession:
         client = self.clients.setdefault(session, ClientSession(who, active_at=time.monotonic()))

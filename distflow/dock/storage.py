@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +146,15 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
     if part.storage_offset() % kind.itemsize:  # complex128 may lie between two of its own
         part = part.clone()
     return part.view(kind).reshape(shape)
+
+
+def pack_live(records: RecordBatch, turns: Mapping[int | None, list[int]], versions: Ids) -> Iterator[Message]:
+    """Yield puts of the live rows of a batch, given by turn (None: finished). `versions`: of all rows of the batch."""
+    for turn, local in turns.items():
+        ids, spans = records.batch.ids.numpy()[local], [(records, row, row + 1) for row in local]
+        schema, buffers = pack(ids, [(name, spans) for name in records.batch.columns])
+        yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": turn,
+               "versions": versions[local].tobytes()}, buffers
 
 
 def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
@@ -289,6 +298,17 @@ class StorageShard:
         rows = [(row, stored.tokens, stored.version, stored.turn)
                 for row in ids if (stored := self.rows.get(row)) is not None]
         return numpy.array(rows, numpy.int64).reshape(-1, 4).T
+
+    def copies(self) -> list[Iterator[Message]]:
+        """Return puts of all rows. They may be packed later: batches never change."""
+        found = []
+        for records in self.batches:
+            turns: dict[int | None, list[int]] = {}
+            for local, (row, names) in self.live_rows(records).items():
+                turns.setdefault(None if names else self.rows[row].turn, []).append(local)
+            versions = [self.rows[row].version if row in self.rows else 0 for row in records.batch.ids.tolist()]
+            found.append(pack_live(records, turns, numpy.array(versions, numpy.int64)))
+        return found
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
         if row // self.group_size % self.count != self.number:

@@ -16,6 +16,7 @@ from distflow.rpc.connection import Address, Connection, ConnectionEnded, connec
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 
+_CONNECT = 5.0  # seconds within which a process must take a connection
 _PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
@@ -29,11 +30,12 @@ class RetryPolicy:
         self.patience = patience
         self.since: float | None = None
 
-    def pause_or_raise(self, address: Address, error: Exception) -> None:
-        """Pause before the next attempt; raise `Unreachable` if there is none."""
+    def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
+        """Pause before the next attempt; raise `Unreachable` if there is none. `moved`: the process is elsewhere now,
+        so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if isinstance(error, TimeoutError) or now - self.since >= self.patience:
+        if isinstance(error, TimeoutError) and not moved or now - self.since >= self.patience:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
             raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
                               f"({error or type(error).__name__}). It may have died, with what it held, or it is "
@@ -46,11 +48,15 @@ class ConnectionPool:
 
     Args:
         who: name of this process, sent in the first message of a connection.
+        locate: returns where the process is now that had an address.
+        on_moved: called with an address whose process is another one than before, once that is connected.
     """
 
-    def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception]):
+    def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception],
+                 locate: Callable[[Address], Address], on_moved: Callable[[Address], None]):
         self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
-        self.error_from = error_from
+        self.error_from, self.locate, self.on_moved = error_from, locate, on_moved
+        self.located: dict[Address, Address] = {}
         self.connections: dict[Address, Connection] = {}
         self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
@@ -105,7 +111,7 @@ class ConnectionPool:
             connection.send(header, buffers)
         except (OSError, ConnectionEnded, Unreachable) as error:
             self._drop(address)
-            retry.pause_or_raise(address, error)
+            retry.pause_or_raise(address, error, self._has_moved(address))
             return False
         return True
 
@@ -115,7 +121,7 @@ class ConnectionPool:
             return header, self.connections[address].payload(size)
         except (OSError, ConnectionEnded) as error:
             self._drop(address)
-            retry.pause_or_raise(address, error)
+            retry.pause_or_raise(address, error, self._has_moved(address))
             return None
 
     def _drop(self, address: Address) -> None:
@@ -124,12 +130,19 @@ class ConnectionPool:
         if connection is not None:
             connection.close()
 
+    def _has_moved(self, address: Address) -> bool:
+        return self.locate(address) != self.located.get(address)
+
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
-            connection = connect(address, self.token, self.patience)
+            at = self.locate(address)
+            connection = connect(at, self.token, min(self.patience, _CONNECT))
             memory = Segments(self.token)
             hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
             answer = connection.ask(hello)
             connection.memory = memory if answer["memory"] else None
             self.connections[address] = connection
+            before, self.located[address] = self.located.get(address, at), at
+            if at != before:
+                self.on_moved(address)
         return self.connections[address]
