@@ -24,7 +24,7 @@ from distflow.telemetry.timeline import PROMPTS, read
 from planners import plan
 from workers.elastic import BOARD, ElasticAgent
 
-STEPS, FEW = 90, 20
+STEPS, SOME, FEW = 90, 50, 20
 STEADY = """
 import time
 
@@ -104,14 +104,16 @@ def kept(run: Cluster) -> float:
 def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(cluster, mode):
     """The third one samples on, and what was in the dock is still there. There is no checkpoint: the trainer goes on
     from the copy in another machine's memory."""
-    run = cluster(*ASYNC, "--set", f"mode={mode}", "--set", "staleness=3", "--set", "checkpoint={every: 0}")
+    run = cluster(*ASYNC, "--set", f"mode={mode}", "--set", "staleness=3", "--set", "checkpoint={every: 0}", "--set",
+                  f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)
     run.eventually(lambda: {event["rank"] for event in run.events("worker useful")} >= {0, 1, 2})
+    run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
     lost, = run.tells("step 2/")
     run.lose(lost)
     assert set(run.ends().values()) == {0}, run.said()
-    assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
+    assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["unit"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state restored")
     assert restored["source"] == "neighbour"

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
-from distflow.dock import Consumer, DockClient
+from distflow.dock import Consumer, DockClient, DockError
 from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
@@ -56,7 +56,7 @@ class RolloutChannel:
     shard_process: DockProcess | None = None
     layout: DockLayout | None = None
     shard_ranks: Sequence[int] = ()
-    standbys: Mapping[int, DockProcess] = field(default_factory=dict)
+    standbys: dict[int, DockProcess] = field(default_factory=dict)
     patience: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
 
@@ -127,10 +127,14 @@ class RolloutChannel:
             time.sleep(_MOMENT)
 
     def serve_shard(self, number: int) -> None:
-        """Have this machine's standby serve in place of a lost machine's shard."""
+        """Have this machine's standby serve in place of a lost machine's shard, if it has one that lives."""
         if (standby := self.standbys.get(number)) and self.layout:
             layout = replace(self.layout, addresses=tuple(self._locate(each) for each in self.addresses))
-            standby.take_over(layout.moved(number, standby.address), number)
+            try:
+                standby.take_over(layout.moved(number, standby.address), number)
+            except DockError:
+                self.standbys.pop(number).kill()
+                return
             self.store.put(_shard_key(self.shard_ranks[number]), json.dumps(standby.address))
 
     def restart_shard(self) -> None:

@@ -7,6 +7,7 @@ SIGTERM, which may reach all processes of a run at once: the step that then ends
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -33,14 +34,25 @@ class DockProcess:
     """Running shard server, or a standby for one; it ends when its standard input closes."""
 
     process: Child
-    address: Address
     serves: bool
 
+    @functools.cached_property
+    def address(self) -> Address:
+        """Its address, as soon as it has one. Raises `DockError`: it has ended."""
+        if not (line := self.process.stdout.readline()):
+            raise DockError(f"a process of the dock did not come up (exit status {self.process.wait()}); its own "
+                            "message stands on standard error")
+        host, port = json.loads(line)
+        return host, port
+
     def take_over(self, layout: DockLayout, number: int) -> None:
-        """Have a standby become shard `number`, at its own address; returns when it serves."""
+        """Have a standby become shard `number`, at its own address; returns when it serves. Raises `DockError`: it has
+        ended."""
         if self.serves:
             return
-        print(json.dumps({"layout": layout.to_plain(), "number": number}), file=self.process.stdin, flush=True)
+        self.address  # noqa: B018 - its first line
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"layout": layout.to_plain(), "number": number}), file=self.process.stdin, flush=True)
         if not self.process.stdout.readline():
             raise DockError(f"the standby for shard {number} of the dock has ended (status {self.process.wait()})")
         self.serves = True
@@ -61,8 +73,8 @@ class DockProcess:
 def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0,
           layout: DockLayout | None = None, number: int = 0, standby_of: Address | None = None) -> DockProcess:
     """Start a shard server; the arguments are those of `StorageShardServer`. `layout` and `number` are of a dock in
-    which it replaces a process that has ended, with no rows, or is the standby of the one at `standby_of`. Raises
-    `DockError` if it does not come up; its own message stands on standard error."""
+    which it replaces a process that has ended, with no rows, or is the standby of the one at `standby_of`, which is not
+    waited for. Raises `DockError` if it does not come up; its own message stands on standard error."""
     settings = {"token": token.hex(), "host": host, "port": port, "layout": layout and layout.to_plain(),
                 "number": number, "standby_of": standby_of}
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -70,11 +82,10 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
     print(json.dumps(settings), file=process.stdin, flush=True)
-    line = process.stdout.readline()
-    if not line:
-        raise DockError(f"the shard server at {host}:{port} did not come up (exit status {process.wait()})")
-    host, port = json.loads(line)
-    return DockProcess(process, (host, port), serves=standby_of is None)
+    started = DockProcess(process, serves=standby_of is None)
+    if started.serves:
+        started.address  # noqa: B018 - waits for it
+    return started
 
 
 def main() -> None:

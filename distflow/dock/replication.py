@@ -3,6 +3,7 @@
     Standby                  Follower, in the shard's process
     {"op": "follow"}         all rows, as puts and retirements; {"complete": true}; then each change, in order
     {} for each message      a put is acknowledged once the standby has it
+    {"over": true}           the standby has taken the shard's place, which must serve no more
 
 Indexes are not copied: what is committed shows in the rows, holders of leases renew them, and a trainer begins with a
 rollback. A standby that ends, or stands still, is not waited for; it gets all rows again when it comes back.
@@ -27,6 +28,10 @@ _PROBE, _PAUSE = 1.0, 0.2  # seconds between two messages to a standby at most, 
 PATIENCE = 10.0  # seconds for which a put waits for a standby, and after which a silent shard is connected to again
 
 
+class TakenOver(Exception):
+    """A standby has taken this process's place: its machine was thought to be lost."""
+
+
 class Follower:
     """A standby, as its shard knows it. `backlog` is sent before all that is posted."""
 
@@ -41,19 +46,23 @@ class Follower:
         return copied
 
     def stream(self) -> None:
-        """Send messages until the connection breaks; raises `OSError` or `ConnectionEnded` then."""
+        """Send messages until the connection breaks: raises `OSError` or `ConnectionEnded`. Or raises `TakenOver`."""
         for message in (*self.backlog, ({"complete": True}, [])):
-            self.connection.ask(*message)
+            self._send(message)
         while True:
             try:
                 message, copied = self.posted.get(timeout=_PROBE)
             except queue.Empty:
-                self.connection.ask({})
+                self._send(({}, []))
                 continue
             try:
-                self.connection.ask(*message)
+                self._send(message)
             finally:
                 copied.set()
+
+    def _send(self, message: Message) -> None:
+        if self.connection.ask(*message).get("over"):
+            raise TakenOver
 
     def end(self) -> None:
         """Release all that wait for the standby. Nothing is posted any more."""
@@ -93,6 +102,7 @@ class Standby(threading.Thread):
             payload = connection.payload(size)
             with self.lock:
                 if self.over.is_set():
+                    connection.send({"over": True})
                     return
                 if header.get("complete"):
                     self.storage = copy

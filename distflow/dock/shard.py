@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.index import ConsumerIndex
-from distflow.dock.replication import PATIENCE
+from distflow.dock.replication import PATIENCE, TakenOver
 from distflow.dock.selection import DockLayout, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.storage import read_ids, unpack
@@ -151,11 +151,14 @@ class StorageShardServer:
         return {"stored": len(stored)}, []
 
     def follow(self, request: ClientRequest) -> Reply:
-        """Send a standby all rows and all changes; ends with its connection."""
+        """Send a standby all rows and all changes; ends with its connection, and with the server if it is replaced."""
         with self.state.lock:
             follower = self.state.follow(request.connection)
         try:
             follower.stream()
+        except TakenOver:
+            _log.warning("%s: another machine serves this shard now: this one was thought to be lost", self.address)
+            self.close()
         finally:
             with self.state.lock:
                 self.state.followers.remove(follower)

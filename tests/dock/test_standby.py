@@ -12,6 +12,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, LeaseLost
 from distflow.dock.process import DockProcess, start
+from distflow.rpc.errors import Unreachable
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
@@ -108,6 +109,21 @@ def test_a_put_is_acknowledged_when_the_standby_has_it(children, token):
             lose(first, second, moved, at)
             assert at.status()[0]["rows"] == 2 * last
             first = second
+
+
+def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children, token):
+    """Its machine was cut off from the store, and not from those that sample."""
+    first, moved = children(), {}
+    with DockClient([first.address], token, "rollout", 20, locate=lambda address: moved.get(address, address)) as at:
+        at.configure(CONSUMERS)
+        second = children(layout=at.layout, number=0, standby_of=first.address)
+        until(lambda: at.status()[0]["standbys"])
+        second.take_over(replace(at.layout, addresses=(second.address,)), 0)
+        moved[first.address] = second.address
+        until(lambda: not at.status()[0]["standbys"])
+        with pytest.raises(Unreachable), DockClient([first.address], token, "late", 0.2) as late:
+            late.status()
+        assert at.put(rows(range(4), "order")) == 4
 
 
 def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, token, children, monkeypatch):
