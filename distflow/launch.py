@@ -179,7 +179,7 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
     if spec.run.robust.detectors:  # perhaps the user's own, which run in the supervisor
         for module in spec.dag.imports:
             load_module(module)
-    if folder and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0):
+    if folder and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0) and not (elastic and elastic.replaces):
         autoscaler.forget(folder)  # what another job was told
     context = join_run(spec, plan, folder, bool(options.resume), elastic=elastic)
     with context.serving(), autoscaled(context):

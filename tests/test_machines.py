@@ -20,10 +20,11 @@ from distflow import launch
 from distflow.cli import main
 from distflow.rpc.run_token import token_checksum
 from distflow.store.tcp import store_on
+from distflow.telemetry.timeline import PROMPTS, read
 from planners import plan
 from workers.elastic import BOARD, ElasticAgent
 
-STEPS, FEW = 90, 20
+STEPS, SOME, FEW = 90, 50, 20
 STEADY = """
 import time
 
@@ -88,13 +89,43 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     assert run.board.wait(60) == 0
 
 
-@pytest.mark.parametrize(("arguments", "training"), [(ASYNC, 1), (("--machines", "2"), 2)],
-                         ids=["one sampled", "one was spare"])
-def test_a_machine_that_trains_is_lost_and_another_fills_its_place(cluster, arguments, training):
-    """They go on from the copies in another machine's memory: there is no checkpoint. In mode sync each of two ranks
-    has a piece of the state."""
-    fault = "faults=[{kind: machine, step: 7, phase: training, rank: 0}]"
-    run = cluster(*arguments, "--set", "checkpoint={every: 0}", "--set", f"steps={FEW}", "--set", fault)
+def kept(run: Cluster) -> float:
+    """The share of the seconds in which machines that are left had sampled, for steps that were not trained when rank 0
+    was lost, of what was not sampled again. What rank 0 itself had sampled and not put was lost with it."""
+    lost = next(event for event in run.events("failure") if event["unit"] == "trainer")
+    at, done = lost["time"] - lost["seen_after"], run.events("state restored")[-1]["of_step"]
+    prompts = [span for span in read(run.run).spans if span.track == PROMPTS and span.step > done]
+    again = {span.name for span in prompts if span.start > at}
+    before = [span for span in prompts if span.end < at and span.rank > 0]
+    return sum(span.seconds for span in before if span.name not in again) / sum(span.seconds for span in before)
+
+
+@pytest.mark.parametrize("mode", ["async", "semi_sync"])
+def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(cluster, mode):
+    """The third one samples on, and what was in the dock is still there. There is no checkpoint: the trainer goes on
+    from the copy in another machine's memory."""
+    run = cluster(*ASYNC, "--set", f"mode={mode}", "--set", "staleness=3", "--set", "checkpoint={every: 0}", "--set",
+                  f"steps={SOME}")
+    for name in ("one", "two", "three"):
+        run.start(name)
+    run.eventually(lambda: {event["rank"] for event in run.events("worker useful")} >= {0, 1, 2})
+    run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
+    lost, = run.tells("step 2/")
+    run.lose(lost)
+    assert set(run.ends().values()) == {0}, run.said()
+    assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
+    assert {event["unit"] for event in run.events("failure")} == {"trainer"}
+    restored, = run.events("state restored")
+    assert restored["source"] == "neighbour"
+    assert restored["of_step"] >= 4
+    assert [event["rank"] for event in run.events("worker ready")].count(2) == 1
+    assert kept(run) >= 0.9
+
+
+def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
+    """In mode sync each of two ranks has a piece of the state."""
+    training, fault = 2, "faults=[{kind: machine, step: 7, phase: training, rank: 0}]"
+    run = cluster("--machines", "2", "--set", "checkpoint={every: 0}", "--set", f"steps={FEW}", "--set", fault)
     for name in ("one", "two", "three"):
         run.start(name)
     run.eventually(run.ended)

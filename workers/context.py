@@ -32,7 +32,7 @@ from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
-from workers.rollout_channel import RolloutChannel, open_channel
+from workers.rollout_channel import DockPlace, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
 _LEFT_OUT = "left out/{}"  # key in the store: a rollout is not started again
@@ -176,8 +176,11 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
         lock.hold()
     device = _device(store)
     room = int(spec.run.dock_gib * 2**30)
-    channel = open_channel(plan, spec.run.data.batch, store, room) if plan.groups and not alone else None
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # then `spec` is that of the job's beginning
+    place = elastic.dock_place if elastic else DockPlace()
+    channel = open_channel(plan, spec.run.data.batch, store, room, place) if plan.groups and not alone else None
+    if elastic and channel:
+        elastic.serve_shard = channel.serve_shard
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
     return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, elastic, lock)
 

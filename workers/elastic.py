@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import time
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distflow.config.run import Robust
+from distflow.dock.process import DockProcess
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import ROLLOUT, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
@@ -26,11 +28,12 @@ from distflow.store.tcp import TCPStoreClient
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST
+from workers.rollout_channel import HOST, DockPlace
 
 BOARD = "board"  # the id that stands for all runs of a board's token, in the checksum that the board has of it
 _REACHED = 30.0  # seconds
 _PARTING = 5.0  # seconds within which the store must learn that this machine leaves
+_LINGERING = 1.0  # seconds in which workers put what they have sampled before their machine trains
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -63,6 +66,9 @@ class ElasticAgent:
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0
         self.replicates = robust.snapshots and robust.neighbour
+        self.standbys: dict[int, DockProcess] = {}  # copies of shards of the dock, by number
+        self.serve_shard: Callable[[int], None] = lambda number: None
+        self.leaves_at = math.inf  # when this machine's workers end, since it has taken over another one's block
 
     def join(self) -> Rendezvous | None:
         """Join the present round, and set the environment as torchrun would. Return None if the run is over."""
@@ -80,7 +86,10 @@ class ElasticAgent:
             if found["end"]:
                 raise DistflowError(found["end"])
             return None
-        self.rendezvous = Rendezvous(**found)
+        before, self.rendezvous, self.leaves_at = self.rendezvous, Rendezvous(**found), math.inf
+        for number in [each for each in self.standbys if before.number < self.rendezvous.number
+                       or each != self.rendezvous.block]:
+            self.standbys.pop(number).stop()
         if self.rank == 0:
             self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
         self._set_environment()
@@ -142,11 +151,23 @@ class ElasticAgent:
 
     def poll(self) -> None:
         """Restart the replica server if it has ended; raise MembershipChanged in a later round or if replaced."""
-        if self.membership.is_superseded(self.rendezvous.number) or not self.membership.holds(self.rendezvous.number,
-                                                                                              self.rendezvous.block):
+        round, block = self.rendezvous.number, self.rendezvous.block
+        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._lingers()):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
+
+    def _lingers(self) -> bool:
+        """Return whether workers go on although this machine has another block now: it serves the lost machine's shard
+        first, and they put what they have sampled meanwhile."""
+        if self.leaves_at == math.inf:
+            held = self.membership.holders(self.rendezvous.number)
+            taken = [block for block, name in held.items() if name == self.membership.name]
+            if not taken:
+                return False
+            self.serve_shard(taken[0])
+            self.leaves_at = time.monotonic() + _LINGERING
+        return time.monotonic() < self.leaves_at
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""
@@ -154,9 +175,17 @@ class ElasticAgent:
         until = time.monotonic() + seconds
         print(f"rank {os.environ['RANK']} has failed; within {seconds:g} s it shows whether a machine is lost",
               flush=True)
+        before = self._trainers()
         while time.monotonic() < until:
             self.poll()
+            if self._trainers() != before:  # it has taken the place too late
+                self.membership.propose(self.rendezvous.number, "ranks that train failed before another machine took "
+                                        "the place of a lost one")
             time.sleep(_POLL)
+
+    def _trainers(self) -> list[str | None]:
+        holders = self.membership.holders(self.rendezvous.number)
+        return [holders.get(block) for block in range(self.membership.vital)]
 
     def conclude(self, failure: str = "") -> None:
         """Leave the run, done or failed for good. A rank that trains ends the run of all."""
@@ -171,14 +200,31 @@ class ElasticAgent:
         return self.rendezvous.replaces
 
     @property
+    def takeover(self) -> str:
+        """Name of this machine's latest way into the run, the same on all its ranks."""
+        return f"{self.membership.name} {self.joins}"
+
+    @property
+    def silence(self) -> float:
+        return self.membership.silence
+
+    @property
+    def dock_place(self) -> DockPlace:
+        """This machine's part in the dock, on its first rank."""
+        block, member = self.rendezvous.block, self.membership
+        copies = [each for each in range(member.vital) if self.rank == 0 and member.successor(each) == block]
+        takes = block if self.rank == 0 and self.replaces and block < member.vital else None
+        return DockPlace(takes, self.standbys, tuple(copies), member.silence)
+
+    @property
     def present(self) -> list[int]:
         """Ranks that a start waits for: those that train, and this machine's. Others that sample may come later."""
         return [rank for rank in range(self.rendezvous.blocks * self.local)
                 if rank // self.local < self.membership.vital or rank // self.local == self.rendezvous.block]
 
     def folder(self) -> Path | None:
-        """Return the run folder if an earlier round has made one."""
-        said = [f"{round}/folder" for round in range(self.rendezvous.number)]
+        """Return the run folder if an earlier round has made one, or the machine that had this one's ranks."""
+        said = [f"{round}/folder" for round in range(self.rendezvous.number + self.replaces)]
         found = [Path(text) for key in said if (text := self.store.get(key))]
         return next((folder for folder in found if (folder / "launch.json").is_file()), None)
 

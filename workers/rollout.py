@@ -183,7 +183,7 @@ class RolloutContext:
     def leasing(self) -> Iterator[DockClient]:
         """Connect to the dock to lease prompts; at the end wait until those that were sampled are in the dock."""
         try:
-            with self.channel.dock(self.who) as dock:
+            with self._dock(self.who) as dock:
                 with ThreadPoolExecutor(self.max_prompts + 1, "prompt") as self.pool:  # one may validate
                     try:
                         yield dock
@@ -196,6 +196,11 @@ class RolloutContext:
         finally:
             self.complete.put(None)
         # The dock gives back the leases of a closed connection: others take those prompts at once.
+
+    def _dock(self, who: str) -> DockClient:
+        dock = self.channel.dock(who)
+        dock.held = lambda: [lease for lease, _ in list(self.leases.values())]
+        return dock
 
     def lease(self, dock: DockClient, over: Callable[[DockClient], bool]) -> Prompt | None:
         """Return the next prompt, once there are one and room for it; None if no more is sampled."""
@@ -289,7 +294,7 @@ class RolloutContext:
     @contextlib.contextmanager
     def putting(self) -> Iterator[DockClient]:
         """Connect to the dock to put rows; at the end all are there."""
-        with self.channel.dock(f"{self.who}, which puts") as dock:
+        with self._dock(f"{self.who}, which puts") as dock:
             yield dock
         self.all_put.set()
 

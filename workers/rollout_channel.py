@@ -13,14 +13,15 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
-from distflow.dock import Consumer, DockClient
+from distflow.dock import Consumer, DockClient, DockError
 from distflow.dock.index import Lease
 from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
@@ -36,7 +37,8 @@ ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be
 VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
 RESULT = "result"  # column of an answered request to validate
 HOST = "DISTFLOW_HOST"
-_OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
+_OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
+_PATIENCE = 10.0
 _SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
@@ -46,7 +48,8 @@ _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is
 class RolloutChannel:
     """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows. A
     prompt has `rows` samples, a step `prompts`. `shard_process`: of this machine's storage shard, if this rank starts
-    it."""
+    it. Where machines come and go: `shard_ranks`, which have started the shards; `standbys` here, by number; and
+    `patience`, seconds for which a shard may be out of reach."""
 
     store: Store
     token: bytes
@@ -57,16 +60,26 @@ class RolloutChannel:
     ranks: int
     shard_process: DockProcess | None = None
     layout: DockLayout | None = None
+    shard_ranks: Sequence[int] = ()
+    standbys: dict[int, DockProcess] = field(default_factory=dict)
+    patience: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
-        if self.shard_process:  # or the shard would not see its supervisor end
-            self.shard_process.process.stdin.close()
-        return replace(self, shard_process=None)
+        for each in (*filter(None, [self.shard_process]), *self.standbys.values()):
+            each.process.stdin.close()  # or it would not see its supervisor end
+        return replace(self, shard_process=None, standbys={})
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
-        return DockClient(self.addresses, self.token, who, attempt=attempt)
+        return DockClient(self.addresses, self.token, who, self.patience, attempt, self._locate)
+
+    def _locate(self, address: Address) -> Address:
+        """Return where the shard is now that was at an address: another machine may have taken it over."""
+        if not self.shard_ranks:
+            return address
+        host, port = json.loads(self.store.get(_shard_key(self.shard_ranks[self.addresses.index(address)])) or "")
+        return host, port
 
     def weights(self, role: str) -> Store:
         return self.store.below(f"weights/{role}")
@@ -140,13 +153,25 @@ class RolloutChannel:
         while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
             time.sleep(_MOMENT)
 
+    def serve_shard(self, number: int) -> None:
+        """Have this machine's standby serve in place of a lost machine's shard, if it has one that lives."""
+        if (standby := self.standbys.get(number)) and self.layout:
+            layout = replace(self.layout, addresses=tuple(self._locate(each) for each in self.addresses))
+            try:
+                standby.take_over(layout.moved(number, standby.address), number)
+            except DockError:
+                self.standbys.pop(number).kill()
+                return
+            self.store.put(_shard_key(self.shard_ranks[number]), json.dumps(standby.address))
+
     def restart_shard(self) -> None:
         """Restart this machine's shard, empty, at its address. The trainer's next attempt enqueues its rows again."""
-        if self.shard_process is not None:
+        if self.shard_process is not None and self.layout is not None:
             self.shard_process.kill()
             host, port = self.shard_process.address
-            number = self.addresses.index((host, port))
-            self.shard_process = start(self.token, host=host, port=port, layout=self.layout, number=number)
+            addresses = [self._locate(each) for each in self.addresses]
+            self.shard_process = start(self.token, host=host, port=port, number=addresses.index((host, port)),
+                                       layout=replace(self.layout, addresses=tuple(addresses)))
 
     def close(self) -> None:
         if self.shard_process is not None:
@@ -199,26 +224,61 @@ def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
     return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
 
-def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int) -> RolloutChannel:
-    """Start the run's dock, with a storage shard on each machine that trains: there the rows are read, and a machine
-    that only samples may be lost. Each shard is to store `max_bytes`. Collective over all groups."""
+@dataclass(frozen=True)
+class DockPlace:
+    """A machine's part in the dock of a run whose machines come and go.
+
+    takes: number of the shard that it takes over from a lost machine. standbys: those that it keeps, by number. copies:
+    numbers of those that it should keep. silence: seconds without a heartbeat after which a machine counts as lost.
+    """
+
+    takes: int | None = None
+    standbys: dict[int, DockProcess] = field(default_factory=dict)
+    copies: tuple[int, ...] = ()
+    silence: float = 0.0
+
+
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, place: DockPlace) -> RolloutChannel:
+    """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
+    store `max_bytes`. Where machines come and go, one that samples has a copy of it. Collective over all groups."""
     token = agreed_token(store)
     store.store.add(_CAME)
     host, training = own_host(), plan.groups[0].ranks
-    has_shard = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
-    shard_process = start(token, host=host) if has_shard else None
-    gathered = store.gather("dock", json.dumps(shard_process.address if shard_process else None), training)
-    addresses = [tuple(address) for address in map(json.loads, gathered) if address]
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
-    consumers = _consumers(plan, rows, prompts)
-    channel = RolloutChannel(store.store, token, addresses, host, rows, prompts, plan.ranks, shard_process,
-                             DockLayout(tuple(addresses), tuple(consumers), max_bytes))
-    if store.rank == 0:
+    layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
+    shard_process, taken = None, place.takes is not None and store.store.has(_shard_key(store.rank))
+    if place.takes is not None and taken:
+        shards = _shards(training, store.store.get_all([_shard_key(rank) for rank in training]))
+        layout = layout_at(tuple(shards.values()))
+        shard_process = place.standbys.pop(place.takes, None) or start(
+            token, host=host, layout=layout, number=place.takes, standby_of=layout.addresses[place.takes])
+        shard_process.take_over(layout.moved(place.takes, shard_process.address), place.takes)
+    elif store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        shard_process = start(token, host=host)
+    gathered = store.gather(_DOCK, json.dumps(shard_process.address if shard_process else None), training)
+    shards = _shards(training, gathered)
+    layout = layout_at(tuple(shards.values()))
+    channel = RolloutChannel(store.store, token, [*shards.values()], host, rows, prompts, plan.ranks, shard_process,
+                             layout, [*shards] if place.silence else (), place.standbys,
+                             max(_PATIENCE, 3 * place.silence))
+    if store.rank == 0 or taken:
         with channel.dock("trainer 0") as dock:
-            dock.configure(consumers, max_bytes)
+            dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
+    for number in place.copies:
+        place.standbys[number] = start(token, host=host, layout=layout, number=number,
+                                       standby_of=layout.addresses[number])
     return channel
+
+
+def _shards(training: range, gathered: Sequence[str]) -> dict[int, Address]:
+    """Return the address of each shard, by the rank that has started it."""
+    return {rank: (address[0], address[1]) for rank, address in zip(training, map(json.loads, gathered)) if address}
+
+
+def _shard_key(rank: int) -> str:
+    return f"{_DOCK}/{rank}"
 
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
@@ -240,7 +300,7 @@ def consumers_of(written: Sequence[str], rows: int, step_rows: int, longest: int
 
 def agreed_token(store: RunStore) -> bytes:
     """Return the token of this run, the same on all ranks. Raises Disagreement: their DISTFLOW_TOKEN differs."""
-    run = store.broadcast("token", secrets.token_hex(32))
+    run = store.store.put_if("token", secrets.token_hex(32), None)
     store.agree(TOKEN, token_checksum(run), f"Export the same {TOKEN} on all machines.")
     return run_token(run)
 

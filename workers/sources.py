@@ -72,6 +72,7 @@ class AsyncSource(Dataloader):
             found = (each["indexes"].get(TRAINER) for each in shards)
             current().add("dock/ready", sum(each["ready"] for each in found if each))
             current().add("dock/bytes", max(each["bytes"] for each in shards))
+            current().add("dock/standbys", min(each["standbys"] for each in shards))
         return prompts
 
     def _enqueue_prompts(self, number: int) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -50,8 +49,8 @@ class TrainState:
         self.swaps = any(role.engine_swap is not None and role.engine_swap.swap for role in trained.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.writing: tuple[Future[dict[str, Any]], Slot] | None = None
-        self.source_states: deque[dict[str, int]] = deque([source.state_dict()] * 2, maxlen=2)
-        """States of the source after the last two steps; the snapshot of the older one is complete on all ranks."""
+        self.source_states = dict.fromkeys((-1, 0), source.state_dict())
+        """States of the source by steps done; of two steps before, the snapshot is complete on all ranks."""
         self.from_memory = False  # restored from memory: the last step may lack validation and checkpoint
 
     def report(self) -> None:
@@ -63,14 +62,23 @@ class TrainState:
         """Begin to copy the state after `step` steps into the supervisor's memory."""
         if self.writing and self.writing[0].done():
             self.finish()
+        sends = self.in_memory and self.replica is not None and self.replica.release(step, self.snapshots)
         if not self.every:
-            self.source.release_before(self.source_states[0])
-            self.source_states.append(self.source.state_dict())
+            self._release_rows(step)
         if self.in_memory:
-            replica = self.replica if self.replica and self.replica.release(step, self.snapshots) else None
+            replica = self.replica if sends else None
             self._copy(step)
             if replica:
                 replica.send(self.snapshots)
+
+    def _release_rows(self, step: int) -> None:
+        """Release the rows of steps to which no worker goes back, on another machine either."""
+        arrived = self.replica.arrived_from_all if self.replica else -1
+        kept = step - 2 if arrived < 0 else min(step - 2, arrived)
+        self.source_states = {each: state for each, state in self.source_states.items() if each >= kept}
+        if kept in self.source_states:
+            self.source.release_before(self.source_states[kept])
+        self.source_states[step] = self.source.state_dict()
 
     def before_update(self) -> None:
         """Wait until the snapshot is complete: the weights are about to change."""
@@ -126,7 +134,7 @@ class TrainState:
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             self.trained[name].engine.version = version
-        self.source_states.extend([progress["source"]] * 2)
+        self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
 
     def _newest_in_memory(self, checkpoint: Path | None) -> FetchedShard | None:

@@ -21,7 +21,7 @@ So rows may be produced more than once, and are trained on exactly once.
     index        leases and commits of a consumer, pure    storage      rows, and their form in messages, pure
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
-    timeouts     explanations of waits that time out       persistence  journal and snapshot; no run uses them yet
+    timeouts     explanations of waits that time out       replication  copies of a shard's rows on another machine
 """
 
 from distflow.dock.client import DockClient

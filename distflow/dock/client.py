@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import secrets
 import socket
-from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.dock.errors import DockError, TimedOut, error_from
+from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, DockLayout, Ids
 from distflow.dock.storage import RecordBatch, gather, order_of, pack, read_table, read_tensor, spans_of, unpack
@@ -24,9 +23,6 @@ from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
 from distflow.rpc.pool import ConnectionPool
-
-_COMMITS_KEPT = 256  # last commits, to repeat them to an index that was restored from an older snapshot
-_log = logging.getLogger("distflow.dock")
 
 
 class DockClient:
@@ -42,13 +38,15 @@ class DockClient:
         patience: seconds without any answer after which a process of the dock counts as unreachable.
         attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
             attempt before the one that has rolled back last are refused.
+        locate: returns where the process is that had one of the addresses; another may have taken its place.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0):
+    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0,
+                 locate: Callable[[Address], Address] = lambda address: address):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.pool = ConnectionPool(token, self.who, patience, self._repeat_commits, error_from)
+        self.pool = ConnectionPool(token, self.who, patience, error_from, locate, self._renew_all)
+        self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
-        self.commits: deque[dict[str, Any]] = deque(maxlen=_COMMITS_KEPT)
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
@@ -56,7 +54,9 @@ class DockClient:
     def layout(self) -> DockLayout:
         if self.known is None:
             reply, _ = self.pool.ask(self.addresses[0], {"op": "layout"})
-            self.known = DockLayout.from_plain(reply["layout"])
+            found = DockLayout.from_plain(reply["layout"])
+            here = len(self.addresses) == len(found.addresses)  # then these are what `locate` knows
+            self.known = replace(found, addresses=tuple(self.addresses)) if here else found
         return self.known
 
     def configure(self, consumers: Sequence[Consumer], max_bytes: int | None = None) -> None:
@@ -148,7 +148,8 @@ class DockClient:
 
     def renew(self, lease: Lease) -> None:
         """Extend the lease by its `seconds`; raises `LeaseLost` if another holder has the rows."""
-        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number})
+        self._ask_index({"op": "renew", "consumer": lease.consumer, "lease": lease.number,
+                         "ids": lease.all_ids.numpy().tobytes()})
 
     def commit(self, lease: Lease) -> bool:
         """Mark all shares of the lease as consumed; rows that all consumers have committed leave the dock.
@@ -157,30 +158,18 @@ class DockClient:
         Raises `LeaseLost` if others were, or may have been, given the rows and train on them, and `DockError` if these
         are not the lease's rows; nothing was committed.
         """
-        request = {"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
-                   "ids": lease.all_ids.numpy().tobytes()}
-        reply = self._ask_index(request)
-        self.commits.append(request | {"answered": True})
-        return reply["new"]
+        return self._ask_index({"op": "commit", "consumer": lease.consumer, "lease": lease.number, "step": lease.step,
+                                "ids": lease.all_ids.numpy().tobytes()})["new"]
 
     def rollback(self, consumer: str, step: int) -> int:
         """Undo the commits from this step on; return how many rows are ready again. Each attempt of a group begins with
         it: the leases of the attempt before end, and what its processes still ask for is refused. Raises `DockError` if
         rows of such a step have left, or the consumer is not `can_roll_back`; nothing was rolled back."""
-        reply = self._ask_index({"op": "rollback", "consumer": consumer, "step": step})
-        for each in list(self.commits):
-            if each["consumer"] == consumer and each["step"] is not None and each["step"] >= step:
-                self.commits.remove(each)
-        return reply["rows"]
+        return self._ask_index({"op": "rollback", "consumer": consumer, "step": step})["rows"]
 
     def release_before(self, consumer: str, step: int) -> None:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
-
-    def snapshot(self, folder: Path) -> int:
-        """Have every process write its shard into a folder that all of them see; return the bytes."""
-        requests = [(address, {"op": "snapshot", "folder": str(folder)}, ()) for address in self.layout.addresses]
-        return sum(reply["bytes"] for reply, _ in self.pool.ask_all(requests, wait=600.0))
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
@@ -194,6 +183,12 @@ class DockClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _renew_all(self, address: Address) -> None:
+        for lease in self.held():
+            if self._home(lease.consumer) == address:
+                with contextlib.suppress(LeaseLost):  # its commit will say so
+                    self.renew(lease)
 
     def _home(self, consumer: str) -> Address:
         return self.layout.addresses[self.layout.consumer(consumer).home]
@@ -246,15 +241,6 @@ class DockClient:
             except Unreachable as error:
                 found[str(address)] = str(error)
         return list(found.values())
-
-    def _repeat_commits(self, address: Address) -> None:
-        """Repeat the last commits to a process that was restored: its snapshot may be older than they are."""
-        for request in list(self.commits):
-            if self._home(request["consumer"]) == address:
-                try:
-                    self.pool.ask(address, request | {"attempt": self.attempt})
-                except (DockError, RpcError) as error:
-                    _log.warning("%s: a commit made before the dock was restored no longer stands: %s", self.who, error)
 
 
 def _column(value: Tensor | int, rows: int) -> Ids:

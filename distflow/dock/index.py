@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy
 from torch import Tensor
@@ -132,12 +131,11 @@ class ConsumerIndex:
     end, and what a process of that attempt asks for is refused.
 
     Args:
-        epoch: start of the process; it makes the lease numbers of a restored index differ from those before.
-        epochs: earlier epochs of which every commit is known, since a journal has them.
+        epoch: start of the process; it makes the lease numbers of an index differ from those of the one before.
         room: of the dock; shared with other indexes.
     """
 
-    def __init__(self, consumer: Consumer, epoch: int = 1, epochs: Iterable[int] = (), room: Room | None = None):
+    def __init__(self, consumer: Consumer, epoch: int = 1, room: Room | None = None):
         self.consumer, self.room = consumer, room or Room()
         self.reads = set(consumer.reads)
         self.rows: dict[int, RowState] = {}  # known and not committed
@@ -150,9 +148,10 @@ class ConsumerIndex:
         self.by_request: dict[int, GrantedLease] = {}
         self.expired: dict[int, GrantedLease] = {}
         self.n_leased = 0  # rows
-        self.epoch, self.number, self.epochs = epoch, epoch << 32, {epoch, *epochs}
+        self.epoch, self.number = epoch, epoch << 32
         self.attempt = 0  # of the consumer's group, that rolled back last
         self.required = 0  # others wait for rows of this step
+        self.opens = 0.0  # before, rows of no step are not leased: whoever holds them may renew its lease first
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
@@ -199,7 +198,7 @@ class ConsumerIndex:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.check_attempt(attempt)
         self.expire(now)
-        if not self.has_rows(least, step, attempt, request):
+        if not self.has_rows(least, step, attempt, request) or (step is None and now < self.opens):
             return None
         granted = self._same(step, request)
         if granted is None:
@@ -247,28 +246,27 @@ class ConsumerIndex:
                             f"{self.attempt} has begun and rolled back: the rows are its own now. End this process, "
                             "whose group was started again without it")
 
-    def renew(self, number: int, now: float, session: str) -> float:
-        """Extend a lease and return its seconds; an expired one is revived, unless its rows were given to others."""
+    def renew(self, number: int, now: float, session: str, ids: Collection[int] = ()) -> float:
+        """Extend a lease and return its seconds. An expired one is revived, and one of a lost process that had the rows
+        `ids`, unless these were given to others."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
             granted = self.expired.get(number)
-            if granted is None or any(self._gone(row, number) for row in granted.rows):
+            if granted is None and number >> 32 != self.epoch and all(row in self.rows for row in ids):
+                granted = GrantedLease(number, [[self.rows[row] for row in ids]], None, now, 0)
+            if granted is None or not granted.rows or any(self._gone(row, number) for row in granted.rows):
                 raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
-            self._hold(self.expired.pop(number))
+            self.expired.pop(number, None)
+            self._hold(granted)
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float, *, answered: bool = False,
-               keep: Callable[[], None] = lambda: None) -> bool:
+    def commit(self, number: int, step: int | None, ids: list[int], now: float) -> bool:
         """Mark rows as consumed for good; return False if this very commit was made before.
 
-        A late commit stands if no other holder was given any of the rows. A lease of an earlier epoch whose commits
-        may be forgotten is void, since another holder may have committed its rows.
-
-        Args:
-            answered: a client repeats a commit that was answered in an earlier epoch; it outweighs newer leases.
-            keep: called before anything changes, once the commit is valid; may refuse by raising.
+        A late commit stands if no other holder was given any of the rows. A lease of an earlier epoch is void, since
+        another holder may have committed its rows.
 
         Raises:
             LeaseLost: another holder may have committed the rows; nothing is committed.
@@ -277,13 +275,10 @@ class ConsumerIndex:
         self.expire(now)
         if number in self.finished:
             return False
-        if number >> 32 == self.epoch:
-            self._check_held(number, step, ids)
-        taken = [row for row in ids if row in self.done or (not answered and self._leased_to_other(row, number))]
-        unsure = number >> 32 not in self.epochs and not answered
-        if taken or unsure or (step is not None and step in self.steps):
+        self._check_held(number, step, ids)
+        taken = [row for row in ids if row in self.done or self._leased_to_other(row, number)]
+        if taken or (step is not None and step in self.steps):
             raise LeaseLost(self._lost(number, taken or ids, step))
-        keep()
         if granted := self.leases.get(number):
             self._end(granted)
         self.expired.pop(number, None)
@@ -327,24 +322,6 @@ class ConsumerIndex:
     def finish(self, ids: Iterable[int]) -> None:
         """Mark rows as committed that a shard remembers as such."""
         self._finish([row for row in ids if row not in self.done])
-
-    def replay(self, commits: Iterable[tuple[int, int | None, list[int]]]) -> None:
-        """Apply commits (lease, step, ids) of a journal, some of which may be known."""
-        for number, step, ids in commits:
-            if number in self.finished:
-                continue
-            self.finished.add(number)
-            if step is not None:
-                self.steps.add(step)
-            self._finish(ids)
-
-    def state(self) -> dict[str, Any]:
-        """Return the commits, for a snapshot: shards list their rows again, and leases are void."""
-        return {name: getattr(self, name).ranges for name in ("done", "finished", "steps")}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        for name in ("done", "finished", "steps"):
-            setattr(self, name, Intervals(state[name]))
 
     def rollback(self, step: int, attempt: int = 0) -> int:
         """Make the committed rows of all steps from `step` on ready again; return how many. A new attempt's rollback
@@ -478,10 +455,9 @@ class ConsumerIndex:
     def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
         leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}
         done = [row for row in ids if row in self.done]
-        if number >> 32 not in self.epochs:
-            return (f"lease {number} of `{self.consumer.name}` is of an earlier epoch of its index, which was "
-                    f"restored without a journal: its rows {ids[:SHOWN]} may have been committed by others since. "
-                    "Throw away what was made of them")
+        if number >> 32 != self.epoch:
+            return (f"lease {number} of `{self.consumer.name}` is of an earlier process of its index, which has ended: "
+                    f"its rows {ids[:SHOWN]} may have been committed by others since. Throw away what was made of them")
         fate = []
         if leases:
             fate.append(f"were given to another lease ({', '.join(map(str, sorted(leases)[:SHOWN]))})")

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
 from distflow.dock.index import ConsumerIndex
-from distflow.dock.persistence import Journal, read_snapshot, write_snapshot
+from distflow.dock.replication import PATIENCE, TakenOver
 from distflow.dock.selection import DockLayout, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.storage import read_ids, unpack
@@ -32,7 +30,7 @@ _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "shortage", "require", "renew",
-               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "snapshot")
+               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -64,40 +62,21 @@ class StorageShardServer:
         token: the run's; at least 16 bytes. A client that does not know it is refused and logged.
         host: the address to listen at; only this machine can reach the default. Else that of a private interface.
         port: 0 lets the system choose.
-        snapshot: a file that `DockClient.snapshot` wrote, to go on from.
-        journal: a file of this process alone, for its commits. Give the same one when only this process is restored;
-            a new one when the weights are set back too, since the commits after the checkpoint will be made again.
 
-    Raises:
-        CheckpointError: the snapshot is torn, or the journal cannot be read.
-        RpcError: the port is taken, or the token is too short.
+    Raises `RpcError`: the port is taken, or the token is too short.
     """
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, snapshot: Path | None = None,
-                 journal: Path | None = None):
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0):
         self.token = token
-        commits = Journal(journal) if journal is not None else None
-        self.state = ShardState(token, 1 + secrets.randbits(30), commits)
-        self.writing = threading.Lock()
-        self.over = self.forgets = False
+        self.state = ShardState(token, 1 + secrets.randbits(30))
+        self.over = False
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
-        if snapshot is not None:
-            with self.state.lock:
-                self.state.restore(read_snapshot(snapshot))
-        if commits is not None:
-            commits.begin(self.state.epoch)
         self.actions: dict[str, Callable[[ClientRequest], Reply]] = {name: getattr(self, name) for name in _OPERATIONS}
 
     def start(self) -> Address:
         """Serve in threads of this process; return the address."""
         return self.server.start()
-
-    def replace(self, layout: DockLayout, number: int) -> None:
-        """Replace a process that ended with its rows, before `start`; clients will not repeat their commits to it."""
-        self.forgets = True
-        with self.state.lock:
-            self.state.configure(layout, number)
 
     def close(self) -> None:
         """Stop listening and end all connections; the rows are gone with the process."""
@@ -107,8 +86,6 @@ class StorageShardServer:
             self.state.stop()
             for condition in self.state.waiting.values():
                 condition.notify_all()
-            if self.state.journal is not None:
-                self.state.journal.close()
 
     def _serve(self, connection: Connection, hello: Header) -> None:
         session, peer = str(hello.get("session", "")), connection.peer
@@ -116,8 +93,7 @@ class StorageShardServer:
             client = self.state.enter(session, str(hello.get("who", peer)))
         try:
             connection.memory = MappedSegments.of_client(hello.get("memory"), self.token)
-            connection.send({"epoch": self.state.epoch, "memory": connection.memory is not None,
-                             "forgets": self.forgets})
+            connection.send({"memory": connection.memory is not None})
             while not self.over:
                 self._answer(connection, client, session)
         except TimeoutError as error:
@@ -159,14 +135,35 @@ class StorageShardServer:
     def put(self, request: ClientRequest) -> Reply:
         """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
         header, ids = request.header, read_ids(request.header["ids"])
-        batch = unpack(len(ids), header["columns"], request.connection.payload(request.size))
+        payload = request.connection.payload(request.size)
+        batch = unpack(len(ids), header["columns"], payload)
         with self.state.lock:
             self.state.configured()
             known = len(self.state.storage.rows)
             stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
             self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
                                 len(self.state.storage.rows) > known)
+            put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
+            copies = self.state.replicate((put, [payload.numpy().data])) if len(stored) else []
+        for follower, copied in copies:
+            if not copied.wait(PATIENCE):
+                follower.connection.hang_up()
         return {"stored": len(stored)}, []
+
+    def follow(self, request: ClientRequest) -> Reply:
+        """Send a standby all rows and all changes; ends with its connection, and with the server if it is replaced."""
+        with self.state.lock:
+            follower = self.state.follow(request.connection)
+        try:
+            follower.stream()
+        except TakenOver:
+            _log.warning("%s: another machine serves this shard now: this one was thought to be lost", self.address)
+            self.close()
+        finally:
+            with self.state.lock:
+                self.state.followers.remove(follower)
+            follower.end()
+        return {}, []
 
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])
@@ -227,13 +224,14 @@ class StorageShardServer:
 
     @locked
     def renew(self, request: ClientRequest) -> Header:
-        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session)}
+        return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session,
+                                                      read_ids(request.header["ids"]).tolist())}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:
         header = request.header
-        return {"new": self.state.commit(self._index(request), header["lease"], header["step"], read_ids(header["ids"]),
-                                         header.get("answered", False))}
+        return {"new": self.state.commit(self._index(request), header["lease"], header["step"],
+                                         read_ids(header["ids"]))}
 
     @locked
     def rollback(self, request: ClientRequest) -> Header:
@@ -265,13 +263,6 @@ class StorageShardServer:
     @locked
     def status(self, request: ClientRequest) -> Header:
         return status(self.state, list(self.server.connections), time.monotonic())
-
-    def snapshot(self, request: ClientRequest) -> Reply:
-        with self.writing:  # a repeated request must not write into the first one's file
-            with self.state.lock:
-                messages = self.state.capture()
-            path = Path(request.header["folder"]) / f"shard-{self.state.storage.number}.dock"
-            return {"bytes": write_snapshot(messages, path)}, []
 
 
 def _packed(rows: Sequence[RowState], *names: str) -> bytes:

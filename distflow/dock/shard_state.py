@@ -21,18 +21,17 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
-from torch import Tensor
 
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
-from distflow.dock.persistence import Journal
-from distflow.dock.selection import Consumer, DockLayout, Ids, Room
-from distflow.dock.storage import Message, StorageShard, StoredRow, pack_live, read_ids, read_table, unpack
+from distflow.dock.replication import Follower
+from distflow.dock.selection import DockLayout, Ids, Room
+from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 
@@ -40,6 +39,7 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
+_RENEWAL = 2.0  # seconds in which all that hold leases of a lost process renew them at the one that replaces it
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -133,14 +133,15 @@ class RowRequest(NamedTuple):
 class ShardState:
     """Shard, indexes and clients of one process. It can hold rows as soon as `configure` has given it the layout."""
 
-    def __init__(self, token: bytes, epoch: int, journal: Journal | None = None):
-        self.token, self.epoch, self.journal = token, epoch, journal
+    def __init__(self, token: bytes, epoch: int):
+        self.token, self.epoch = token, epoch
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
         self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
+        self.followers: list[Follower] = []
         self.epochs: dict[tuple[str, int], int] = {}  # of the process that last listed a shard's rows to a consumer
         self.clients: dict[str, ClientSession] = {}
         self.sent = self.received = 0  # bytes on connections that have ended
@@ -156,7 +157,7 @@ class ShardState:
         self._place(layout, number)
         for consumer in layout.consumers:
             if consumer.home == number:
-                index = self.indexes.get(consumer.name) or self.add_index(consumer)
+                index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
                 index.consumer, index.reads = consumer, set(consumer.reads)
         self.stop()
         self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
@@ -165,70 +166,53 @@ class ShardState:
         for outbox in self.outboxes.values():
             outbox.start()
 
+    def take_over(self, storage: StorageShard, layout: DockLayout, number: int) -> None:
+        """Become shard `number` in place of a lost process, whose rows are in `storage`. Rows that have all that a
+        consumer writes are committed by it. What had left may be put again: a trainer may begin with an older step."""
+        storage.gone = Intervals()
+        for consumer in layout.consumers:
+            for row in storage.rows.values() if consumer.writes else ():
+                if row.columns.issuperset(consumer.writes):
+                    row.consumed.add(consumer.name)
+        self.storage = storage
+        self.configure(layout, number)
+        for index in self.indexes.values():
+            index.opens = time.monotonic() + _RENEWAL
+
+    def follow(self, connection: Connection) -> Follower:
+        """Return a new follower, which gets all rows and then what `replicate` is given."""
+        consumers: dict[str, list[int]] = {}
+        for row, stored in self.storage.rows.items():
+            for consumer in stored.consumed:
+                consumers.setdefault(consumer, []).append(row)
+        retirements = [self._retirement(consumer, rows) for consumer, rows in consumers.items()]
+        self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
+        return self.followers[-1]
+
+    def replicate(self, message: Message) -> list[tuple[Follower, threading.Event]]:
+        return [(follower, follower.post(message)) for follower in self.followers]
+
+    def _retirement(self, consumer: str, ids: Iterable[int]) -> Message:
+        return {"op": "retire", "consumer": consumer, "consumers": sorted(self._beside(consumer)),
+                "ids": numpy.fromiter(ids, numpy.int64).tobytes()}, []
+
     def _place(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
         storage.number, storage.count, storage.group_size = number, len(layout.addresses), layout.group_size
         self.room.limit = math.inf if layout.max_bytes is None else layout.max_bytes * storage.count
 
-    def add_index(self, consumer: Consumer, state: Mapping[str, Any] | None = None) -> ConsumerIndex:
-        index = ConsumerIndex(consumer, self.epoch, self.journal.epochs if self.journal else (), self.room)
-        if state is not None:
-            index.restore(state)
-        if self.journal is not None:
-            index.replay(self.journal.commits(consumer.name))
-        self.indexes[consumer.name] = index
-        return index
-
-    def capture(self) -> Iterator[Message]:
-        """Return the messages of a snapshot. They are packed without the lock: batches never change."""
-        storage = self.storage
-        consumed: dict[str, list[int]] = {}
-        for row, stored in storage.rows.items():
-            for consumer in stored.consumed:
-                consumed.setdefault(consumer, []).append(row)
-        head = {"layout": self.configured().to_plain(), "number": storage.number,
-                "table": storage.table(storage.rows).tobytes(), "gone": storage.gone.ranges, "consumed": consumed,
-                "indexes": {name: index.state() for name, index in self.indexes.items()}}
-        batches = [(records, storage.live_rows(records)) for records in storage.batches]
-        return itertools.chain([(head, [])], *itertools.starmap(pack_live, batches))
-
-    def restore(self, messages: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
-        """Take over the content of a snapshot, and become the shard that it was."""
-        head, _ = next(messages)
-        storage, layout = self.storage, DockLayout.from_plain(head["layout"])
-        storage.number, storage.count, storage.group_size = head["number"], len(layout.addresses), layout.group_size
-        storage.gone = Intervals(head["gone"])
-        for row, tokens, version, turn in read_table(head["table"]).T.tolist():
-            storage.rows[row] = StoredRow(frozenset(), tokens, version, turn)
-        for header, data in messages:
-            storage.restore_rows(unpack(header["rows"], header["columns"], data), header["turn"])
-        for consumer, ids in head["consumed"].items():
-            for row in ids:
-                storage.rows[row].consumed.add(consumer)
-        for consumer in layout.consumers:
-            if consumer.name in head["indexes"]:
-                self.add_index(consumer, head["indexes"][consumer.name])
-        self.configure(layout, head["number"])
-
-    def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids, answered: bool) -> bool:
-        """Commit at one of the indexes here, in the journal first; see `ConsumerIndex.commit`."""
-        rows, consumer = ids.tolist(), index.consumer.name
-
-        def keep() -> None:
-            if self.journal is not None:
-                self.journal.commit(consumer, number, step, rows)
-
-        new = index.commit(number, step, rows, time.monotonic(), answered=answered, keep=keep)
+    def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids) -> bool:
+        """Commit at one of the indexes here; see `ConsumerIndex.commit`."""
+        rows = ids.tolist()
+        new = index.commit(number, step, rows, time.monotonic())
         if new and step not in index.retained:
-            self.retire(consumer, rows)
+            self.retire(index.consumer.name, rows)
         self.wake()
         return new
 
     def rollback(self, index: ConsumerIndex, step: int, attempt: int) -> int:
-        """Undo commits at one of the indexes here, in the journal first; see `ConsumerIndex.rollback`."""
+        """Undo commits at one of the indexes here; see `ConsumerIndex.rollback`."""
         index.check_rollback(step)
-        if self.journal is not None:
-            self.journal.rollback(index.consumer.name, step)
         rows = index.rollback(step, attempt)
         self.wake()
         return rows
@@ -284,21 +268,23 @@ class ShardState:
                 if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self.storage.retire(update["consumer"], read_ids(update["ids"]).tolist(), self._beside(update["consumer"]))
-            self._post_stored()
+            self._retire(update["consumer"], read_ids(update["ids"]).tolist())
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             done = Intervals(update["ranges"])
-            self.storage.retire(update["consumer"], [row for row in self.storage.rows if row in done],
-                                self._beside(update["consumer"]))
-            self._post_stored()
+            self._retire(update["consumer"], [row for row in self.storage.rows if row in done])
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
                 self.retire(name, index.release_oldest())
         self.wake()
+
+    def _retire(self, consumer: str, ids: list[int]) -> None:
+        self.storage.retire(consumer, ids, self._beside(consumer))
+        self.replicate(self._retirement(consumer, ids))
+        self._post_stored()
 
     def enter(self, session: str, who: str) -> ClientSession:
         client = self.clients.setdefault(session, ClientSession(who, active_at=time.monotonic()))

@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,14 +148,13 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
     return part.view(kind).reshape(shape)
 
 
-def pack_live(records: RecordBatch, live: LiveRows) -> Iterator[Message]:
-    """Yield the live rows of a batch as messages: the finished ones, then the saved turns."""
-    for turn in (False, True):
-        local = [row for row, (_, names) in live.items() if turn != bool(names)]
-        if local:
-            spans = [(records, row, row + 1) for row in local]
-            schema, buffers = pack(records.batch.ids.numpy()[local], [(name, spans) for name in records.batch.columns])
-            yield {"rows": len(local), "columns": schema, "turn": turn}, buffers
+def pack_live(records: RecordBatch, turns: Mapping[int | None, list[int]], versions: Ids) -> Iterator[Message]:
+    """Yield puts of the live rows of a batch, given by turn (None: finished). `versions`: of all rows of the batch."""
+    for turn, local in turns.items():
+        ids, spans = records.batch.ids.numpy()[local], [(records, row, row + 1) for row in local]
+        schema, buffers = pack(ids, [(name, spans) for name in records.batch.columns])
+        yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": turn,
+               "versions": versions[local].tobytes()}, buffers
 
 
 def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
@@ -300,16 +299,16 @@ class StorageShard:
                 for row in ids if (stored := self.rows.get(row)) is not None]
         return numpy.array(rows, numpy.int64).reshape(-1, 4).T
 
-    def restore_rows(self, batch: Batch, turn: bool) -> None:
-        """Store rows of a snapshot, whose metadata is here already. `turn`: the rows are the last saved turns."""
-        records = self._append(batch, len(batch))
-        for local, row in enumerate(batch.ids.tolist()):
-            if turn:
-                self.rows[row].saved = records.base + local
-                continue
-            self.rows[row].columns |= frozenset(batch.columns)
-            for name in batch.columns:
-                self.positions.setdefault(name, {})[row] = records.base + local
+    def copies(self) -> list[Iterator[Message]]:
+        """Return puts of all rows. They may be packed later: batches never change."""
+        found = []
+        for records in self.batches:
+            turns: dict[int | None, list[int]] = {}
+            for local, (row, names) in self.live_rows(records).items():
+                turns.setdefault(None if names else self.rows[row].turn, []).append(local)
+            versions = [self.rows[row].version if row in self.rows else 0 for row in records.batch.ids.tolist()]
+            found.append(pack_live(records, turns, numpy.array(versions, numpy.int64)))
+        return found
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
         if row // self.group_size % self.count != self.number:

@@ -113,15 +113,12 @@ class Checkpoints:
                                                                                           attempt)))
         self.generation = generations.TrainerGeneration(*json.loads(gather(json.dumps(self.generation).encode())[0]))
 
-    def save(self, step: int, sharded: Mapping[str, Any] | None, progress: dict[str, Any],
-             parts: Mapping[str, Callable[[Path], Any]] | None = None) -> None:
+    def save(self, step: int, sharded: Mapping[str, Any] | None, progress: dict[str, Any]) -> None:
         """Write the state after `step` steps. Collective.
 
         Args:
             sharded: the states of engines by role; each rank writes its shards. None on a rank that has lost them.
             progress: what is alike on all ranks, as JSON: dataloader position and the like.
-            parts: further parts by name; rank 0 calls each with a folder for its files, as `{"dock": dock.snapshot}`;
-                `checkpoint_files.part` finds them again.
 
         Raises:
             CheckpointError: on every rank, if one has lost or could not write its part; the older checkpoints are
@@ -136,7 +133,7 @@ class Checkpoints:
             self._on_first(final, lambda: self._prepare(partial))
             state_dict_saver.save(dict[str, Any](sharded or {}), checkpoint_id=partial, process_group=self.group)
             checksums = self._checksums(partial)
-            self._on_first(final, lambda: self._conclude(final, {"step": step, **progress}, parts or {}, checksums))
+            self._on_first(final, lambda: self._conclude(final, {"step": step, **progress}, checksums))
         except (CheckpointException, CheckpointError, Superseded) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
@@ -162,16 +159,9 @@ class Checkpoints:
         return {name: each for part in gather(json.dumps(mine).encode(), self.group)
                 for name, each in json.loads(part).items()}
 
-    def _conclude(self, final: Path, progress: dict[str, Any], parts: Mapping[str, Callable[[Path], Any]],
-                  checksums: dict[str, str]) -> None:
-        partial = generations.partial(final, self.generation)
-        for name, write in parts.items():
-            try:
-                (partial / name).mkdir()
-                write(partial / name)
-            except (OSError, DistflowError) as error:
-                raise CheckpointError(f"{name} could not be written into {partial}: {error}") from error
-        write_progress(partial, {**progress, GENERATION: list(self.generation)}, checksums)
+    def _conclude(self, final: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
+        write_progress(generations.partial(final, self.generation), {**progress, GENERATION: list(self.generation)},
+                       checksums)
         generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
             for old in complete_checkpoints(self.folder)[: -self.keep]:

@@ -45,16 +45,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def part(folder: Path, name: str) -> Path:
-    """Return a part's folder in the newest complete checkpoint. Raises CheckpointError: no checkpoint or such part."""
-    found = complete_checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"there is no whole checkpoint in {folder}")
-    if not (found[-1] / name).is_dir():
-        raise CheckpointError(f"{found[-1]} has no part `{name}`: the run that wrote it had none")
-    return found[-1] / name
-
-
 def read_progress(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's commit record; None if it is not complete. Raises CheckpointError: it cannot be read."""
     try:

@@ -3,9 +3,9 @@
 Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`, or etcd), in
 rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
 first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
-that trains is lost, the others begin the next round: machines that sampled take over its block, and the run goes on
-from the newest consistent state. No process decides: whoever sees a loss proposes a round, and the store takes the
-first proposal.
+that trains is lost, one that samples takes over its block (`Membership.successor`): the ranks that train start again
+from the newest consistent state, and all others sample on. If none can be spared, the machines that are left begin the
+next round. No process decides: whoever sees a loss proposes a round, and the store takes the first proposal.
 
     in the store
     local, run             what all machines must agree on, as the first one said
@@ -13,7 +13,7 @@ first proposal.
     N/began                JSON: why round N began and which machines are expected, or that the run has ended
     N/came, N/waits/K      how many machines have come to round N; heartbeat and name of the K-th while it waits
     N/members              JSON: the machines that it began with, by block
-    N/holder/B             the machine that has taken over block B since
+    N/holder/B             the machine that has taken over block B since; vacant: it has left B for another block
     N/heartbeat/B, N/left/B  heartbeat of block B's machine; that the machine has left
     N/replicas/R           where rank R's supervisor takes copies of another machine's state, or why not
 """
@@ -37,6 +37,7 @@ from distflow.telemetry.processes import spawn
 MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
 _NO_BLOCK = -1  # of a machine that waits for one
+_VACANT = "vacant"  # holder of a block whose machine has taken over another one
 _PATIENCE = 5.0  # seconds after which a machine that waits for others says so
 
 
@@ -45,11 +46,17 @@ class MembershipChanged(Exception):
 
 
 class ElasticMember(Protocol):
-    """Membership of a supervisor's machine. replaces: the machine has taken over another's block. worker_context: with
-    memory that outlives a round."""
+    """Membership of a supervisor's machine. replaces: the machine has taken over another's block. takeover: names that.
+    silence: seconds after which a machine counts as lost. worker_context: with memory that outlives a round."""
 
     @property
     def replaces(self) -> bool: ...
+
+    @property
+    def takeover(self) -> str: ...
+
+    @property
+    def silence(self) -> float: ...
 
     @property
     def worker_context(self) -> WorkerContext: ...
@@ -159,7 +166,16 @@ class Membership:
         members = json.loads(self.store.get(f"{round}/members") or "[]")
         holders = self.store.get_all([f"{round}/holder/{block}" for block in range(self.most)])
         found = {block: holder or "".join(members[block : block + 1]) for block, holder in enumerate(holders)}
-        return {block: name for block, name in found.items() if name}
+        return {block: name for block, name in found.items() if name not in ("", _VACANT)}
+
+    def successor(self, block: int) -> int:
+        """Return the block whose machine takes over another one, which trains, when that is lost; -1: none does."""
+        return _NO_BLOCK if self.most == self.vital else self.vital + block % (self.most - self.vital)
+
+    def take_over(self, round: int, block: int, lost: str, mine: int) -> None:
+        """Take the block of a lost machine, and leave this machine's own to another."""
+        if self._take(round, block, lost):
+            self.store.put(f"{round}/holder/{mine}", _VACANT)
 
     def holds(self, round: int, block: int) -> bool:
         """Return whether a block is still this machine's: while it sent no heartbeat, another may have taken it."""
@@ -237,8 +253,9 @@ class Membership:
         """Wait for a free block; return it, the number of blocks, and whether it was another machine's. None if a later
         round has begun."""
         blocks = len(members) if self.grows else self.most
-        if self.name in members and self.holds(round, members.index(self.name)):
-            return members.index(self.name), blocks, False
+        for block, holder in self.holders(round).items():
+            if holder == self.name:
+                return block, blocks, members[block : block + 1] != [holder]
         if self.grows and len(members) < self.most:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
@@ -248,7 +265,7 @@ class Membership:
             for block in range(self.vital, blocks):
                 before = self._holder(round, block, members)
                 silent = silences[block].of((before, self.last_heartbeat(round, block, before))) > self.silence
-                free = not before or silent or self.left(round, block, before)
+                free = before in ("", _VACANT) or silent or self.left(round, block, before)
                 if free and not self.is_superseded(round) and self._take(round, block, before):
                     return block, blocks, bool(before)
             _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
@@ -305,16 +322,23 @@ def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
 
 def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dict[int, Silence],
                    reported: set[str]) -> None:
-    """Propose the next round for each machine that trains and is silent; say once which others are."""
-    signs = membership.signs(rendezvous.number)
-    for block, name in membership.holders(rendezvous.number).items():
-        left, heartbeat = signs[block]
-        if block == rendezvous.block or name in reported or left == name or \
-                silences[block].of((name, _heartbeat_of(name, heartbeat))) <= membership.silence:
+    """Replace each machine that trains and is silent, or propose the next round; say once which others are silent."""
+    signs, holders = membership.signs(rendezvous.number), membership.holders(rendezvous.number)
+    members = {block: name for block, name in holders.items() if signs[block][0] != name}
+    silent = {block: silences[block].of((name, _heartbeat_of(name, signs[block][1])))
+              for block, name in members.items() if block != rendezvous.block}
+    samplers = [block for block in members if block >= membership.vital and silent.get(block, 0) <= membership.silence]
+    for block, seconds in silent.items():
+        name, first, successor = holders[block], block * membership.local, membership.successor(block)
+        if name in reported or seconds <= membership.silence:
             continue
-        first = block * membership.local
         what = (f"machine {host_of(name)} (ranks {first} to {first + membership.local - 1}) has given no sign "
                 f"of life for {membership.silence:g} s")
+        if block < membership.vital and successor in samplers and len(samplers) > 1 and \
+                seconds <= 2 * membership.silence:
+            if successor == rendezvous.block:
+                membership.take_over(rendezvous.number, block, name, rendezvous.block)
+            continue
         if block < membership.vital:
             membership.propose(rendezvous.number, what, lost=block)
         elif rendezvous.block == 0:

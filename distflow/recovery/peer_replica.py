@@ -46,6 +46,7 @@ class PeerReplica:
         self.sending: Slot | None = None
         self.retained: Slot | None = None  # the newest slot of a state that has arrived from all ranks
         self.arrived = -1  # the step of this rank's newest copy; -1 if there is none, or it cannot be reached
+        self.arrived_from_all = -1  # the step from which another machine can go on
         self.seconds, self.late, self.error_text = 0.0, 0, ""
 
     def begin(self, snapshots: Snapshots) -> None:
@@ -89,8 +90,9 @@ class PeerReplica:
         reported = [entry for rank in current().of_ranks if (entry := rank.get("neighbour")) is not None]
         if len(reported) < len(current().of_ranks):
             return False
-        if (arrived := min(there for _, there in reported)) >= 0:
-            current().maximum("neighbour/steps_behind", step - arrived)
+        self.arrived_from_all = min(there for _, there in reported)
+        if self.arrived_from_all >= 0:
+            current().maximum("neighbour/steps_behind", step - self.arrived_from_all)
         if not all(idle for idle, _ in reported):
             return False
         if self.sending is not None:

@@ -7,7 +7,7 @@ the next attempt; the store takes the first proposal, and all others follow it.
     N                     attempt N, as JSON
     N/failed/R, N/done/R  the failure of rank R in attempt N; that rank R has nothing left to do
     N/failures            how many failures there were
-    before round N        the newest attempt at the beginning of a rendezvous round
+    before TAKEOVER       the newest attempt when a machine took the place of another one
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class RestartCoordinator:
             attempt = self.next(attempt, None)
         return attempt
 
-    def before(self, round: int) -> Attempt:
-        """Return the last attempt that had begun when the first of the group's ranks joined a rendezvous round."""
-        number = int(self.store.put_if(f"before round {round}", str(self.newest().number), None))
+    def before(self, takeover: str) -> Attempt:
+        """Return the last attempt that had begun when the first rank of a machine took another's place."""
+        number = int(self.store.put_if(f"before {takeover}", str(self.newest().number), None))
         attempt = Attempt()
         while attempt.number < number:
             attempt = self.next(attempt, None)

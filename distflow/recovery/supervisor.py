@@ -236,8 +236,9 @@ class Supervisor:
         """Return attempt 0; on a machine that replaces another, the attempt after the last one of the lost machine."""
         if not (self.elastic and self.elastic.replaces):
             return Attempt()
-        before = self.restarts.before(self.context.round)
-        lost = Failure(self.rank, "its machine was lost, and another has taken its place", "waiting")
+        before = self.restarts.before(self.elastic.takeover)
+        lost = Failure(self.rank, "its machine was lost, and another has taken its place", "waiting",
+                       silent=self.elastic.silence)
         following = self.restarts.next(before, lost)
         self._report(before, following)
         return following

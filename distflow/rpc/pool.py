@@ -5,7 +5,6 @@ A request whose connection broke is sent again, so every request must be safe to
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +16,8 @@ from distflow.rpc.connection import Address, Connection, ConnectionEnded, connec
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 
+_CONNECT = 5.0  # seconds within which a process must take a connection
 _PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
-_log = logging.getLogger("distflow.dock")
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
 Reply = tuple[Header, Tensor]
@@ -31,15 +30,16 @@ class RetryPolicy:
         self.patience = patience
         self.since: float | None = None
 
-    def pause_or_raise(self, address: Address, error: Exception) -> None:
-        """Pause before the next attempt; raise `Unreachable` if there is none."""
+    def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
+        """Pause before the next attempt; raise `Unreachable` if there is none. `moved`: the process is elsewhere now,
+        so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if isinstance(error, TimeoutError) or now - self.since >= self.patience:
+        if isinstance(error, TimeoutError) and not moved or now - self.since >= self.patience:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
             raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
-                              f"({error or type(error).__name__}). If it died, restore it from its snapshot at the "
-                              "same address; if it is stopped, continue it") from None
+                              f"({error or type(error).__name__}). It may have died, with what it held, or it is "
+                              "stopped: then continue it") from None
         time.sleep(_PAUSE)
 
 
@@ -48,16 +48,16 @@ class ConnectionPool:
 
     Args:
         who: name of this process, sent in the first message of a connection.
-        on_replaced: called with an address whose process was replaced since the last connection, unless the new one
-            has forgotten all commits on purpose.
+        locate: returns where the process is now that had an address.
+        on_moved: called with an address whose process is another one than before, once that is connected.
     """
 
-    def __init__(self, token: bytes, who: str, patience: float, on_replaced: Callable[[Address], None],
-                 error_from: Callable[[Header], Exception]):
+    def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception],
+                 locate: Callable[[Address], Address], on_moved: Callable[[Address], None]):
         self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
-        self.on_replaced, self.error_from = on_replaced, error_from
+        self.error_from, self.locate, self.on_moved = error_from, locate, on_moved
+        self.located: dict[Address, Address] = {}
         self.connections: dict[Address, Connection] = {}
-        self.epochs: dict[Address, int] = {}
         self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
 
@@ -111,7 +111,7 @@ class ConnectionPool:
             connection.send(header, buffers)
         except (OSError, ConnectionEnded, Unreachable) as error:
             self._drop(address)
-            retry.pause_or_raise(address, error)
+            retry.pause_or_raise(address, error, self._has_moved(address))
             return False
         return True
 
@@ -121,7 +121,7 @@ class ConnectionPool:
             return header, self.connections[address].payload(size)
         except (OSError, ConnectionEnded) as error:
             self._drop(address)
-            retry.pause_or_raise(address, error)
+            retry.pause_or_raise(address, error, self._has_moved(address))
             return None
 
     def _drop(self, address: Address) -> None:
@@ -130,18 +130,19 @@ class ConnectionPool:
         if connection is not None:
             connection.close()
 
+    def _has_moved(self, address: Address) -> bool:
+        return self.locate(address) != self.located.get(address)
+
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
-            connection = connect(address, self.token, self.patience)
+            at = self.locate(address)
+            connection = connect(at, self.token, min(self.patience, _CONNECT))
             memory = Segments(self.token)
             hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
             answer = connection.ask(hello)
             connection.memory = memory if answer["memory"] else None
-            epoch = answer["epoch"]
             self.connections[address] = connection
-            if self.epochs.setdefault(address, epoch) != epoch:
-                self.epochs[address] = epoch
-                _log.warning("%s: the process at %s:%d was replaced", self.who, *address)
-                if not answer.get("forgets"):
-                    self.on_replaced(address)
+            before, self.located[address] = self.located.get(address, at), at
+            if at != before:
+                self.on_moved(address)
         return self.connections[address]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
-from distflow.errors import CheckpointError, ColumnError
+from distflow.errors import ColumnError
 from distflow.rpc.errors import Unreachable
 
 REWARD = Consumer("reward", ("tokens",), ("rewards",))
@@ -293,18 +293,3 @@ def test_a_place_in_the_layout_is_not_changed(dock):
                              ((Consumer("x", ("y",), home=2),), "numbered 0 to 1")):
         with pytest.raises(DockError, match=words):
             at.configure(consumers)
-
-
-def test_a_snapshot_is_whole_or_absent(dock, token, tmp_path):
-    at = dock(1, (UPDATE,))
-    at.put(tokens(range(5)))
-    at.snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        at.snapshot(tmp_path / "nowhere")
-    path = tmp_path / "shard-0.dock"
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    whole = path.read_bytes()
-    for torn in (whole[:-1], whole[: len(whole) // 2], b"", whole[:50] + bytes([whole[50] ^ 1]) + whole[51:]):
-        path.write_bytes(torn)
-        with pytest.raises(CheckpointError, match=r"torn|no snapshot"):
-            StorageShardServer(token, snapshot=path)

@@ -141,64 +141,6 @@ def test_fewer_than_the_least_are_not_handed_out():
     assert ids(made.lease(8, 0.0, "a", least=3)) == [0, 1, 2]
 
 
-def restored(state, epochs=(), commits=(), rows=range(4)):
-    after = ConsumerIndex(UPDATE, epoch=2, epochs=epochs)
-    after.restore(state)
-    after.replay(commits)
-    after.learn(table(rows), ["tokens", "rewards"])
-    return after
-
-
-def test_an_index_with_a_journal_takes_the_commit_of_a_lease_from_before():
-    before = index_of()
-    first = before.lease(2, 0.0, "a")
-    after = restored(before.state(), epochs=[1])
-    assert after.commit(first.number, None, ids(first), 1.0)
-    assert ids(after.lease(9, 1.0, "b")) == [2, 3]
-
-
-@pytest.mark.parametrize("journal", [False, True])
-def test_a_lost_connection_and_a_restore_at_once_train_nothing_twice(journal):
-    """The first holder lost its connection, not its time; the second was given its rows and committed them after the
-    snapshot was taken. Neither order of the two lets the first one commit."""
-    before = index_of(range(1))
-    state = before.state()
-    first = before.lease(1, 0.0, "a")
-    before.dropped("a", 0.5)
-    second = before.lease(1, 0.6, "b", step=7)
-    assert before.commit(second.number, 7, ids(second), 0.7)
-    after = restored(state, *(([1], [(second.number, 7, ids(second))]) if journal else ()), rows=range(1))
-    with pytest.raises(LeaseLost, match="committed by another" if journal else "of an earlier epoch of its index"):
-        after.commit(first.number, None, ids(first), 1.0)
-    assert after.commit(second.number, 7, ids(second), 1.0, answered=True) == (not journal)
-    with pytest.raises(LeaseLost):
-        after.commit(first.number, None, ids(first), 1.0)
-
-
-def test_what_was_answered_counts_more_than_a_lease_that_was_given_since():
-    before = index_of(range(1))
-    state = before.state()
-    first = before.lease(1, 0.0, "a")
-    before.commit(first.number, None, ids(first), 0.1)
-    after = restored(state, rows=range(1))
-    again = after.lease(1, 1.0, "b")
-    assert after.commit(first.number, None, ids(first), 1.0, answered=True)
-    with pytest.raises(LeaseLost, match="committed by another"):
-        after.commit(again.number, None, ids(again), 2.0)
-
-
-def test_a_commit_that_cannot_be_kept_is_none():
-    def full():
-        raise DockError("the disk is full")
-
-    made = index_of()
-    first = made.lease(4, 0.0, "a", step=3)
-    with pytest.raises(DockError, match="full"):
-        made.commit(first.number, 3, ids(first), 0.1, keep=full)
-    assert not len(made.done)
-    assert made.commit(first.number, 3, ids(first), 0.2)
-
-
 def test_results_that_were_lost_with_a_shard_are_made_again():
     """Shard 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
     update, reward = index_of(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
@@ -380,58 +322,5 @@ class Interleaving(RuleBasedStateMachine):
         assert rest | set(self.trained) == set(range(self.next))
 
 
-class Restored(Interleaving):
-    """The index is also restored, from a snapshot of any age, at any time. It has a journal, or else all who have
-    an answer repeat it before anything else happens."""
-
-    journal = True
-
-    @initialize()
-    def begin(self):
-        super().begin()
-        self.state, self.answered, self.epochs = self.made.state(), [], [1]
-
-    @rule()
-    def snapshot(self):
-        self.state = self.made.state()
-
-    @rule()
-    def restore(self):
-        self.made = ConsumerIndex(UPDATE, len(self.epochs) + 1, self.epochs if self.journal else ())
-        self.epochs.append(self.made.epoch)
-        self.made.restore(self.state)
-        if self.journal:
-            self.made.replay(self.answered)
-        self.made.learn(table(range(self.next)), ["tokens", "rewards"])
-        for number, step, rows in () if self.journal else self.answered:
-            self.made.commit(number, step, rows, self.now, answered=True)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def commit(self, data):
-        number, step, rows, _ = data.draw(st.sampled_from(self.held))
-        before = set(self.trained)
-        super().commit(FixedDraw((number, step, rows, None)))
-        if set(self.trained) != before:
-            self.answered.append((number, step, rows))
-
-
-class FixedDraw:
-    """Draws what it was given."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def draw(self, _):
-        return self.value
-
-
-class RestoredWithoutJournal(Restored):
-    journal = False
-
-
-TestRestored, TestRestoredWithoutJournal = Restored.TestCase, RestoredWithoutJournal.TestCase
-for case in (TestRestored, TestRestoredWithoutJournal):
-    case.settings = settings(max_examples=60, stateful_step_count=30)
 TestInterleaving = Interleaving.TestCase
 TestInterleaving.settings = settings(max_examples=60, stateful_step_count=30)

@@ -122,44 +122,6 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
     assert journal.read_text().count("trained") == (not mine)
 
 
-@pytest.mark.run
-def test_a_killed_process_goes_on_from_its_snapshot(children, token, tmp_path):
-    """The half that died comes back with its rows; the living half tells it what was committed since."""
-    first, second = children(), children()
-    consumers = (Consumer("reward", ("tokens",), ("rewards",)), Consumer("update", ("tokens", "rewards"), home=1))
-    with DockClient([first.address, second.address], token, "test", patience=20) as dock:
-        dock.configure(consumers)
-        dock.put(tokens(range(16)), version=3)
-        dock.put(tokens([17, 19]), turn=2)
-        scored = dock.lease("reward", 16, wait=10)
-        dock.put(Batch(scored.ids, {"rewards": scored.ids * 2}))
-        assert dock.commit(scored)
-        trained = [dock.lease("update", 4, step=0, wait=10)]
-        dock.commit(trained[-1])
-        assert dock.snapshot(tmp_path) > 0
-        trained.append(dock.lease("update", 4, step=1, wait=10))
-        dock.commit(trained[-1])
-        for child, number in ((second, 1), (first, 0)):
-            child.kill()
-            children(port=child.address[1], snapshot=tmp_path / f"shard-{number}.dock")
-            trained.append(dock.lease("update", 2, step=3 + number, wait=10))
-            assert trained[-1].versions.tolist() == [3, 3]
-            assert dock.commit(trained[-1])
-        rest = dock.lease("update", 4, step=9, wait=10)
-        assert sorted(row for lease in [*trained, rest] for row in lease.ids.tolist()) == list(range(16))
-        batch = dock.fetch(rest)
-        assert batch["rewards"].tolist() == [2 * row for row in rest.ids.tolist()]
-        assert [row.tolist() for row in batch["tokens"].rows] == [[row] * (row % 5) for row in rest.ids.tolist()]
-        assert dock.commit(rest)
-        unfinished, turns = dock.saved(torch.tensor([17, 19]))
-        assert (unfinished.ids.tolist(), turns.tolist()) == ([17, 19], [2, 2])
-        end = time.monotonic() + 10
-        while sum(part["rows"] for part in dock.status()) > 2:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert not dock.commit(rest)
-
-
 ROLLOUT = """
 import os, signal, sys
 import torch
@@ -199,13 +161,25 @@ def test_a_rollout_that_is_killed_within_a_put_leaves_no_group_of_two_attempts(c
         assert rows.tolist() == [[1] * 4, [2] * 4, [1] * 4, [2] * 4]
 
 
+def test_one_that_takes_the_place_of_another_begins_with_nothing(children, token):
+    """Its rows can be produced once more."""
+    dead = children()
+    with DockClient([dead.address], token, "trainer", patience=60) as dock:
+        dock.configure((Consumer("update", ("tokens",)),))
+        for _ in range(2):
+            assert dock.put(tokens(range(4))) == 4
+            assert dock.commit(dock.lease("update", 4, step=0))
+            dead.kill()
+            dead = children(port=dead.address[1], layout=dock.layout, number=0)
+
+
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
     with DockClient([child.address], token, "test", patience=2.0) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
         child.process.stdin.close()
         assert child.process.poll(10) == 0
-        with pytest.raises(Unreachable, match="restore it from its snapshot"):
+        with pytest.raises(Unreachable, match="It may have died, with what it held"):
             dock.put(tokens([1]))
     child.process.stdout.close()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer
+from distflow.dock import Consumer, DockClient, DockError, LeaseLost
 
 ROWS = 4
 ORDERS = Consumer("rollout", ("order",), ("tokens",))
@@ -151,29 +151,3 @@ def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):
                     other.apply(update)
     assert held(at) == 2 * ROWS
     assert at.rollback("trainer", 0) == 2 * ROWS
-
-
-def test_a_restored_process_knows_what_was_rolled_back(token, tmp_path):
-    def start() -> tuple[StorageShardServer, DockClient]:
-        snapshot = tmp_path / "shard-0.dock" if made else None
-        service = StorageShardServer(token, journal=tmp_path / "j", snapshot=snapshot)
-        at = DockClient([service.start()], token, "tester")
-        at.configure(BOTH)
-        made.append(service)
-        return service, at
-
-    made: list[StorageShardServer] = []
-    service, at = start()
-    filled(at, 2)
-    at.snapshot(tmp_path)
-    for step in range(2):
-        train(at, step)
-    at.rollback("trainer", 1)
-    at.close()
-    service.close()
-    service, at = start()
-    assert len(at.lease("trainer", ROWS, step=1, wait=5)) == ROWS
-    with pytest.raises(DockError, match="step 0 of `trainer` is committed already, and its rows have left"):
-        at.rollback("trainer", 0)
-    at.close()
-    service.close()

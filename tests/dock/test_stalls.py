@@ -4,15 +4,13 @@ import contextlib
 import errno
 import logging
 import socket
-import threading
 import time
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut, storage
-from distflow.dock import shard as services
+from distflow.dock import Consumer, DockClient, DockError, StorageShardServer, TimedOut
 from distflow.rpc import connection as rpc
 from distflow.rpc import server
 from distflow.rpc.connection import connect
@@ -159,50 +157,3 @@ def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
         state.apply(late)
     with pytest.raises(TimedOut):
         at.lease("reward", 1, wait=0.1)
-
-
-def test_snapshots_of_one_process_do_not_write_into_each_other(dock, token, tmp_path, monkeypatch):
-    at, inside, most = dock(1, (UPDATE,)), [], []
-
-    def write(messages, path):
-        inside.append(path)
-        most.append(len(inside))
-        time.sleep(0.1)
-        inside.pop()
-        return 1
-
-    monkeypatch.setattr(services, "write_snapshot", write)
-    clients = [DockClient(at.addresses, token, f"rank {rank}") for rank in range(3)]
-    threads = [threading.Thread(target=client.snapshot, args=(tmp_path,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert most == [1, 1, 1]
-    for client in clients:
-        client.close()
-
-
-def test_rows_come_and_go_while_a_snapshot_is_packed(dock, token, tmp_path, monkeypatch):
-    """The lock is held for what is known of rows, not for the rows: others work on, and it stays as it was."""
-    at, busy_once = dock(1, (UPDATE,)), []
-
-    def pack(*given):
-        if not busy_once:
-            busy_once.append(True)
-            with DockClient(at.addresses, token, "busy", patience=2) as busy:
-                busy.commit(busy.lease("update", 2))
-                busy.put(tokens([9], 1 << 16))
-        return packed(*given)
-
-    packed = storage.pack
-    monkeypatch.setattr(storage, "pack", pack)
-    at.put(tokens(range(4), 1 << 16))
-    at.snapshot(tmp_path)
-    assert busy_once
-    restored = StorageShardServer(token, snapshot=tmp_path / "shard-0.dock")
-    assert sorted(restored.state.storage.rows) == [0, 1, 2, 3]
-    assert len(restored.state.indexes["update"].done) == 0
-    schema, _ = restored.state.storage.read(torch.arange(4).numpy(), ["tokens"])
-    assert schema[0][0] == "tokens"
-    restored.close()

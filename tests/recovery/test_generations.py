@@ -14,7 +14,7 @@ from distflow.recovery import generations
 from distflow.recovery.checkpoint_files import complete_checkpoints, damage, read_progress
 from distflow.recovery.generations import TrainerGeneration, claim, require_newest
 
-_PLACES = ["the start", "the shards", "the parts", "the look for claims", "the name"]
+_PLACES = ["the start", "the shards", "the checksums", "the look for claims", "the name"]
 _TRAINERS = """
 import json, os, signal, sys
 from pathlib import Path
@@ -48,10 +48,10 @@ def train(folder, attempt, steps, stop_at=""):
     FileSystemWriter.write_data = stopping(FileSystemWriter.write_data, stop_at == "the shards")
     checkpoints.claim("one job", 0, attempt)
     generations.commit = commit_slowly if stop_at == "the name" else stopping(commit, stop_at == "the look for claims")
+    checkpoints._checksums = stopping(checkpoints._checksums, stop_at == "the checksums", after=True)
     save = stopping(checkpoints.save, stop_at == "the start")
     for step in steps:
-        parts = {"part": lambda folder: stopping((folder / "file").write_text, stop_at == "the parts")("whole")}
-        save(step, {"actor": {"weight": torch.full((1000,), float(attempt))}}, {"attempt": attempt}, parts)
+        save(step, {"actor": {"weight": torch.full((1000,), float(attempt))}}, {"attempt": attempt})
 
 
 def process(*arguments):

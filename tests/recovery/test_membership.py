@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -105,6 +107,42 @@ def test_those_that_are_left_begin_again_in_their_order(store, pool):
     assert joined(pool, names[1], names[2]) == [Rendezvous(1, 0, 3, False, "block 0 is lost", LONG),
                                                 Rendezvous(1, 1, 3, False, "block 0 is lost", LONG)]
     assert joined(pool, machine(store, "d")) == [Rendezvous(1, 2, 3, False, "block 0 is lost", LONG)]
+
+
+def test_one_that_samples_takes_the_place_of_one_that_trains(store, pool):
+    """The other one goes on in the same round; a spare one takes the free block, and who was lost is a spare."""
+    machines = [machine(store, f"run host-{name} 7 7", silence=1.0) for name in "abc"]
+    rounds = joined(pool, *machines)
+    first, second, third = (each for _, each in sorted(zip(rounds, machines), key=lambda pair: pair[0].block))
+    silences: dict = {}
+    until = time.monotonic() + 30
+    for count in itertools.count():
+        second.send_heartbeat(0, 1, count)
+        third.send_heartbeat(0, 2, count)
+        for each, block in ((third, 2), (second, 1)):
+            _report_losses(each, Rendezvous(0, block, 3), silences.setdefault(
+                block, {other: Silence(0.5) for other in range(3)}), set())
+        if second.holders(0)[0] == second.name:
+            break
+        assert time.monotonic() < until
+    assert not second.holds(0, 1)
+    assert not first.holds(0, 0)
+    assert joined(pool, second) == [Rendezvous(0, 0, 3, True)]
+    assert joined(pool, machine(store, "spare")) == [Rendezvous(0, 1, 3, True)]
+    assert not third.is_superseded(0)
+    assert third.holders(0) == {0: second.name, 1: "spare", 2: third.name}
+
+
+def test_the_last_one_that_samples_takes_no_place(store, pool):
+    """Nobody would sample: the machines that are left begin the next round."""
+    machines = [machine(store, f"run host-{name} 7 7", most=2, silence=0.5) for name in "ab"]
+    rounds = joined(pool, *machines)
+    left = next(each for round, each in zip(rounds, machines) if round.block == 1)
+    silences = {block: Silence(0.5) for block in range(2)}
+    until = time.monotonic() + 30
+    while not left.is_superseded(0):
+        _report_losses(left, Rendezvous(0, 1, 2), silences, set())
+        assert time.monotonic() < until
 
 
 def test_the_block_of_one_that_samples_is_taken_once(store, pool):

@@ -156,12 +156,12 @@ def test_a_failure_that_comes_late_joins_the_attempt_that_has_begun(store):
 def test_the_ranks_of_a_new_machine_begin_one_attempt_whoever_comes_first(store):
     first, second = (rank_of(store, rank) for rank in range(2))
     first.next(Attempt(), failed())  # on the machine before
-    lost = first.before(round=3)
+    lost = first.before("a 1")
     assert lost.number == 1
     following = first.next(lost, failed())
-    assert second.before(round=3).number == 1
-    assert second.next(second.before(round=3), failed()).number == following.number == second.newest().number == 2
-    assert second.before(round=4).number == 2
+    assert second.before("a 1").number == 1
+    assert second.next(second.before("a 1"), failed()).number == following.number == second.newest().number == 2
+    assert second.before("b 1").number == 2
 
 
 def test_groups_know_nothing_of_each_other(store):

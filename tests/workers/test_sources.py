@@ -124,7 +124,7 @@ def test_a_dock_that_fails_ends_sampling_at_once():
         raise DockError("it has gone")
 
     rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail, who="rollout 0",
-                              complete=SimpleQueue(), channel=SimpleNamespace(dock=contextlib.nullcontext))
+                              complete=SimpleQueue(), _dock=contextlib.nullcontext)
     with pytest.raises(DockError, match="it has gone"), RolloutContext.leasing(rollout) as dock:
         RolloutContext.lease(rollout, dock, lambda dock: False)
     assert rollout.ended

@@ -1,0 +1,137 @@
+"""A shard's process is killed, and the standby on another machine takes its place with all rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.dock import Consumer, DockClient, LeaseLost
+from distflow.dock.process import DockProcess, start
+from distflow.rpc.errors import Unreachable
+
+ROWS = 4
+CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
+             Consumer("trainer", ("tokens",), (), group_size=2, step_rows=ROWS, can_roll_back=True))
+
+
+@pytest.fixture
+def children(token):
+    started: list[DockProcess] = []
+
+    def make(**arguments) -> DockProcess:
+        started.append(start(token, **arguments))
+        return started[-1]
+
+    yield make
+    for child in started:
+        if not child.process.stdin.closed:
+            child.stop()
+
+
+def rows(ids, column: str, value: int = 1) -> Batch:
+    return Batch(torch.tensor([*ids]), {column: torch.tensor([*ids]) * value})
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def lose(first: DockProcess, second: DockProcess, moved: dict, at: DockClient) -> None:
+    first.kill()
+    second.take_over(replace(at.layout, addresses=(second.address,)), 0)
+    moved[first.address] = second.address
+
+
+def test_it_has_all_rows_and_holders_keep_their_leases(children, token):
+    """Rows that came before the standby and after it, a saved turn, what has left, and prompts under way."""
+    first, moved = children(), {}
+
+    def client(who: str, attempt: int = 0) -> DockClient:
+        return DockClient([first.address], token, who, 20, attempt, lambda address: moved.get(address, address))
+
+    with client("trainer") as at, client("rollout 0") as mine, client("rollout 1") as other, client("new", 1) as new:
+        at.configure(CONSUMERS)
+        at.put(rows(range(12), "order"), version=5)
+        for _ in range(2):
+            lease = mine.lease("rollout", 2)
+            mine.put(rows(lease.ids.tolist(), "tokens", 10))
+            mine.commit(lease)
+        second = children(layout=at.layout, number=0, standby_of=first.address)
+        until(lambda: at.status()[0]["standbys"])
+        at.commit(at.lease("trainer", ROWS, step=0))
+        at.release_before("trainer", 1)
+        done, under_way, theirs = mine.lease("rollout", 2), mine.lease("rollout", 2), other.lease("rollout", 2)
+        mine.put(rows(done.ids.tolist(), "tokens", 10))  # not committed
+        other.put(rows(theirs.ids.tolist()[:1], "tokens", 7), turn=3)
+        mine.held, other.held = lambda: [done, under_way], lambda: [theirs]
+        lose(first, second, moved, at)
+
+        assert mine.status()[0]["indexes"]["rollout"]["leases"] == 1
+        assert other.try_lease("rollout", 2, wait=5).ids.tolist() == [10, 11], "all others are made or leased"
+        assert mine.commit(under_way)
+        with pytest.raises(LeaseLost, match="of an earlier process"):
+            mine.commit(done)
+        saved, turns = other.saved(theirs)
+        assert (saved.ids.tolist(), turns.tolist()) == (theirs.ids.tolist()[:1], [3])
+        mine.put(rows(under_way.ids.tolist(), "tokens", 10))
+        assert new.rollback("trainer", 1) == 0
+        lease = new.lease("trainer", ROWS, step=1, wait=5)
+        assert lease.versions.tolist() == [5] * ROWS
+        assert new.fetch(lease)["tokens"].tolist() == [40, 50, 60, 70]
+        assert new.commit(lease)
+        with pytest.raises(LeaseLost, match="attempt 1 has begun"):
+            at.lease("trainer", ROWS, step=2)
+        assert at.put(rows(range(4), "order")) == 4, "a trainer may begin with an older step"
+
+
+def test_a_put_is_acknowledged_when_the_standby_has_it(children, token):
+    """The shard is killed right after each answer, and no row is missing."""
+    with DockClient([children().address], token, "trainer") as at:
+        at.configure(CONSUMERS)
+        layout = at.layout
+    first = children(layout=layout, number=0)
+    for last in range(1, 4):
+        moved: dict = {}
+        with DockClient([first.address], token, "rollout", 20, locate=lambda address, moved=moved: moved.get(
+                address, address)) as at:
+            at.configure(CONSUMERS)
+            second = children(layout=at.layout, number=0, standby_of=first.address)
+            until(lambda at=at: at.status()[0]["standbys"])
+            at.put(Batch(torch.arange(last * 2, last * 2 + 2), {"tokens": torch.ones(2, 1 << 18)}))
+            lose(first, second, moved, at)
+            assert at.status()[0]["rows"] == 2 * last
+            first = second
+
+
+def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children, token):
+    """Its machine was cut off from the store, and not from those that sample."""
+    first, moved = children(), {}
+    with DockClient([first.address], token, "rollout", 20, locate=lambda address: moved.get(address, address)) as at:
+        at.configure(CONSUMERS)
+        second = children(layout=at.layout, number=0, standby_of=first.address)
+        until(lambda: at.status()[0]["standbys"])
+        second.take_over(replace(at.layout, addresses=(second.address,)), 0)
+        moved[first.address] = second.address
+        until(lambda: not at.status()[0]["standbys"])
+        with pytest.raises(Unreachable), DockClient([first.address], token, "late", 0.2) as late:
+            late.status()
+        assert at.put(rows(range(4), "order")) == 4
+
+
+def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, token, children, monkeypatch):
+    monkeypatch.setattr("distflow.dock.shard.PATIENCE", 0.2)
+    at = dock(1, CONSUMERS)
+    second = children(layout=at.layout, number=0, standby_of=at.addresses[0])
+    until(lambda: at.status()[0]["standbys"])
+    second.process.signal(19)
+    assert at.put(rows(range(4), "order")) == 4
+    until(lambda: not at.status()[0]["standbys"])
+    second.kill()
