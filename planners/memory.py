@@ -24,7 +24,8 @@ vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memor
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
 `memory_gib` is not known only their weights are counted.
 
-The dock's samples lie in host memory, which `memory_gib` says nothing of: they are shown and not added.
+The dock's samples and the snapshots lie in host memory, which `memory_gib` says nothing of: they are shown and not
+added. A run whose snapshots exceed its machine's memory ends before the first one.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
     formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
                "that train")
     return (MemoryItem("dock: samples", limit, formula),)
+
+
+def of_snapshots(spec: Spec, items: Iterable[MemoryItem]) -> tuple[MemoryItem, ...]:
+    """Return what the copies of the training state after the last two steps take of host memory, for each rank."""
+    if not spec.run.robust.snapshots:
+        return ()
+    return tuple(MemoryItem(f"{item.name.partition(':')[0]}: snapshots, each rank", 2 * item.bytes * 3 // 4,
+                            f"2 × {_gib(item.bytes * 3 // 4)}, the training state less its gradients")
+                 for item in items if item.name.endswith(": training state"))
 
 
 def needed(items: Iterable[MemoryItem]) -> int:

@@ -23,13 +23,15 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = _draft(spec)
     if spec.run.mode == "sync":
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
-        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
+        made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
+        return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
     halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
     mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
     rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
-    return replace(joined(trainer, rollout, halves, ranks), host_memory=memory.of_dock(spec, trainer.dock))
+    held = (*memory.of_dock(spec, trainer.dock), *memory.of_snapshots(spec, trainer.memory))
+    return replace(joined(trainer, rollout, halves, ranks), host_memory=held)
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,9 @@ class Snapshots:
         Args:
             state: nested mappings of DTensors and tensors.
             progress: what is alike on all ranks, for msgpack.
+
+        Raises:
+            CheckpointError: the machine has no memory for it.
         """
         leaves, tensors, size = [], [], 0
         for path, local in _leaves(state):
@@ -163,6 +166,7 @@ class Snapshots:
                 tensors.append((size, local))
             size += -(-local.nbytes // _ALIGNED) * _ALIGNED
         header = {"shard": list(shard), "progress": progress, "tensors": leaves}
+        self._require_room(size)
         self.wait()
         before, self.newest = self.newest, self._free_slot()
         self._release_unused({before, self.newest, *self.held})
@@ -172,6 +176,16 @@ class Snapshots:
         self.copying = thread.submit(self.newest.write, header, tensors, size, copy)
         thread.shutdown(wait=False)
         return size
+
+    def _require_room(self, size: int) -> None:
+        """Refuse copies that cannot fit: they would be pushed out to disk, or the kernel would end a process."""
+        ranks, copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), min(len(self.slots), 2)
+        if ranks * copies * size > MACHINE_MEMORY:
+            gib = 2**30
+            raise CheckpointError(
+                f"the states of {ranks} ranks, {size / gib:.1f} GiB each and {copies} times, do not fit the "
+                f"{MACHINE_MEMORY / gib:.1f} GiB of host memory of this machine. Set  robust: {{snapshots: false}}  , "
+                "which keeps one copy for checkpoints, or with one copy too many  checkpoint: {every: 0}")
 
     def wait(self) -> None:
         if self.copying is not None:
