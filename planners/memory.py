@@ -84,12 +84,14 @@ def gathered_at_once(shape: Shape) -> int:
 
 def activation_bytes(shape: Shape, width: int) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
-    what they scale and their output; queries, keys and values, what attention gives, twice; of the feed-forward layer
-    the gate before and after its activation, the other half, and the product."""
+    what they scale and their output, and of those of heads the first two; queries, keys and values, what attention
+    gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and the product.
+    """
     queries = shape.kv_width * shape.heads // shape.kv_heads
     widening = shape.widening or shape.experts_per_token * shape.expert_parameters // (
         3 * shape.hidden * max(shape.experts * shape.layers, 1))
-    return 2 * shape.hidden * (4 + 2 * width) + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
+    norms = 2 * shape.hidden * (4 + 2 * width) + shape.head_norms * (queries + shape.kv_width) * (4 + width)
+    return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,

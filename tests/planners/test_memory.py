@@ -23,8 +23,8 @@ CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_atten
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 
 
-KEPT = 2 * (4 + 4 + 4) * 64 + 4 * (3 * 64 + 2 * 32) + 4 * 4 * 192
-"""Bytes of a token in a layer of the embedded model: both norms, attention, gate and product."""
+KEPT = 2 * (4 + 4 + 4) * 64 + (64 + 32) * (4 + 4) + 4 * (3 * 64 + 2 * 32) + 4 * 4 * 192
+"""Bytes of a token in a layer of the embedded model: norms, also of heads, attention, gate and product."""
 
 
 def test_parameters_are_counted_by_hand() -> None:
@@ -75,7 +75,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     assert items_of(halved)["actor: training state"] == parameters * 16 // 2
 
 
-@pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 11,264"])
+@pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 12,800"])
 def test_formulas_can_be_followed(plan_of: Callable, formula: str) -> None:
     parameters = f"{shape_of_embedded(Model(architecture='qwen3')).parameters:,}"
     assert any(formula.format(parameters) in item.formula for item in plan_of(DIAMOND).memory)
@@ -129,7 +129,7 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: training state"] == whole["actor: training state"]  # tp 2 × dp 2 instead of dp 4
     assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
     assert split["actor: rollout weights"] == whole["actor: rollout weights"]
-    assert split["actor: activations"] == 100 * (2 * (KEPT + 8 * 32) + 12 * 256)
+    assert split["actor: activations"] == 100 * (2 * (KEPT + 16 * 32) + 12 * 256)
 
 
 def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from distflow.config.models import shape_of_embedded
+from distflow.config.run import Model
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from planners.memory import activation_bytes
 from workers.engines import attention
+from workers.engines.embedded import build_model
 from workers.engines.packing import Packing
 from workers.engines.policy import Policy, inputs_of
 from workers.engines.value import ValueModel, with_value_head
@@ -53,6 +57,27 @@ def test_attention_pads_at_most_twice_what_is_needed(lengths):
     assert needed <= padded <= max(2 * needed, len(packing._blocks) * 2**16)
     assert max(block.queries.numel() * block.keys.shape[1] for block in packing._blocks) <= max(2**24, 4000**2)
     assert packing._back.unique().numel() == sum(lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_the_memory_plan_counts_what_layers_keep(architecture, dtype):
+    sizes = {"architecture": architecture, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    built = build_model(512, 0, **sizes).to(dtype)
+    built.set_attn_implementation(attention.NAME)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs = inputs_of(rows(32, 32, 32, 32), rows(224, 224, 224, 224), 0, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = Policy(built)(*inputs)
+    planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), dtype.itemsize)
+    assert sum(kept.values()) == pytest.approx(planned, rel=0.15)
+    outputs[0].sum().backward()
 
 
 def test_a_model_that_does_not_pass_on_its_packing_is_refused(model, monkeypatch):
