@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,7 @@ class FSDPEngine(Trainer):
             convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
                     torch.float32, self.device)
             fully_shard(module, **rule)
-        return self.policy
+        return cast(FSDPModule, self.policy)
 
     def _split(self, model: PreTrainedModel) -> None:
         tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")

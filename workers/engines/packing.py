@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,9 +54,10 @@ class Packing:
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         if query.is_cuda and query.dtype != torch.float32 and _HAS_GROUPS:
             queries, keys, longest, places = self._cumulated
-            return varlen_attn(query, key.index_select(0, places), value.index_select(0, places), queries, keys,
-                               *longest, scale=scale, window_size=(-1, 0),
-                               enable_gqa=query.shape[1] != key.shape[1])[None]
+            output = varlen_attn(query, key.index_select(0, places), value.index_select(0, places), queries, keys,
+                                 *longest, scale=scale, window_size=(-1, 0),
+                                 enable_gqa=query.shape[1] != key.shape[1])
+            return cast(Tensor, output)[None]
         return torch.cat([_attend(block, query, key, value, scale) for block in self._blocks]).index_select(
             0, self._back)[None]
 

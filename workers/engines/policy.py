@@ -110,7 +110,7 @@ def _forward_packed(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tenso
     steps = torch.arange(responses.shape[1] + policy.after_last, device=prompts.device)
     counts = response_lengths + policy.after_last
     rest = (counts - 1).clamp(min=0)
-    packing = Packing(*(part.tolist() for part in (prompt_lengths, prompt_of, rest)), prompts.device)
+    packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), prompts.device)
     following = nn.functional.pad(responses, (0, policy.after_last))
     tokens = torch.cat([prompts[columns >= prompts.shape[1] - prompt_lengths[:, None]],
                         following[steps < rest[:, None]]])
