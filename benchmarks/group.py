@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workers.engines.devices import choose
+
 _SOON = 0.02
 
 
@@ -44,8 +46,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device: 
 def _rank(rank: int, ranks: int, store: str, line: Connection, function: Callable[..., Any],
           arguments: tuple[Any, ...], device: str) -> None:
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    choose(device, rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     result = function(*arguments)

@@ -95,7 +95,8 @@ def _task(random: np.random.Generator, kind: str, role: str, size: tuple[int, in
     layers, hidden = size
     return ModelTask(f"{role} {kind}", role, kind, 12 * layers * hidden**2, layers, hidden, hidden, rows,
                      int(random.integers(16, 1025)), int(random.integers(16, 2049)), outputs=32000, heads=8,
-                     micro_tokens=micro, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)))
+                     micro_tokens=micro, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)),
+                     activations=64 * hidden)
 
 
 def _just_fitting(random: np.random.Generator, problem: Problem) -> Problem:

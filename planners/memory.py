@@ -3,10 +3,10 @@
 Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §5): training in mixed precision with
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
 data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
-of layers (a small model as a whole), and between the micro-batches of an optimizer step each rank has whole float32
-gradients (Zhao et al. 2023, §3.3). Activations after Korthikanti et al. 2022 (§4.1): 34 bytes for each token, layer
-and hidden element at 2 bytes a value, attention scores not kept; the float32 logits, their softmax and its gradient
-come on top (of a value head, the one number of each token). A role that is not trained keeps those of one layer.
+of layers (a small model as a whole), and has as many whole float32 gradients until they are reduced (Zhao et al. 2023,
+§3.3). Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not
+among them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each
+token). A role that is not trained keeps those of one layer.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
 once on a rank whose rollout shares it; a role that copies it shares it too.
@@ -17,20 +17,21 @@ Tensor and pipeline parallelism divide weights, their states and the cache by th
 whole, are a few in ten thousand; FSDP leaves experts whole), context parallelism the tokens of activations, expert
 parallelism the experts. Megatron's distributed optimizer divides only Adam's state and the master weights by the
 data-parallel size, not gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
-the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time. Offloaded states count for nothing. A role that swaps
-(MindSpeed RL §3.2) has either what it trains with or what it samples with.
+the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). Offloaded states count for nothing. A
+role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
 
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
 `memory_gib` is not known only their weights are counted.
 
-The dock's samples lie in host memory, which `memory_gib` says nothing of: they are shown and not added.
+The dock's samples and the snapshots lie in host memory, which `memory_gib` says nothing of: they are shown and not
+added. A run whose snapshots exceed its machine's memory ends before the first one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,9 +44,9 @@ from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 GIB = 1024**3
 _TRAINING_STATE = 16
 _MASTER = 4
-ACTIVATIONS = 17
+_GRADIENT = 4
 LOGITS = 3 * 4
-LOGITS_AT_ONCE = 2**25
+LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
 _HALVES = ("bfloat16", "float16")
 _PAGED = ("vllm", "sglang")
@@ -57,21 +58,20 @@ Layouts = dict[tuple[str, bool], Layout]
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes of a parameter: `whole` on every share, `divided` among the data-parallel shares, `gathered` while a share
-    computes with it, and `added_up` between micro-batches. `distflow plan` and the solvers for mixed hardware count
-    with these alike."""
+    """Bytes of a parameter: `whole` on every share, `divided` among the data-parallel shares, and `gathered` while a
+    share computes with it, with its gradient. `distflow plan` and the solvers for mixed hardware count with these
+    alike."""
 
     whole: int
     divided: int
     gathered: int = 0
-    added_up: int = 0
 
 
 def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
     """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes."""
     if engine == "megatron":
         return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
-    return ParameterBytes(0, _TRAINING_STATE, width, 4) if trained else ParameterBytes(0, _MASTER, width)
+    return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, _MASTER, width)
 
 
 def gathered_at_once(shape: Shape) -> int:
@@ -82,16 +82,27 @@ def gathered_at_once(shape: Shape) -> int:
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, training: bool = True,
-             rows: Mapping[str, int] | None = None) -> tuple[MemoryItem, ...]:
+def activation_bytes(shape: Shape, width: int) -> int:
+    """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
+    what they scale and their output, and of those of heads the first two; queries, keys and values, what attention
+    gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and the product.
+    """
+    queries = shape.kv_width * shape.heads // shape.kv_heads
+    widening = shape.widening or shape.experts_per_token * shape.expert_parameters // (
+        3 * shape.hidden * max(shape.experts * shape.layers, 1))
+    norms = 2 * shape.hidden * (4 + 2 * width) + shape.head_norms * (queries + shape.kv_width) * (4 + width)
+    return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
+
+
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+             training: bool = True) -> tuple[MemoryItem, ...]:
     """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains and
-    infers; `rows`: of an optimizer step of each role, over all ranks."""
+    infers."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
         if shape and settings and training:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
-            items += _gradients(spec, role, settings, shape, layouts[role, False], (rows or {}).get(role, 0))
         elif shape and settings:
             items += _rollout(spec, role, settings, shape, layouts[role, True].tp, _width(shape, settings), False)
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
@@ -103,6 +114,15 @@ def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
     formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
                "that train")
     return (MemoryItem("dock: samples", limit, formula),)
+
+
+def of_snapshots(spec: Spec, items: Iterable[MemoryItem]) -> tuple[MemoryItem, ...]:
+    """Return what the copies of the training state after the last two steps take of host memory, for each rank."""
+    if not spec.run.robust.snapshots:
+        return ()
+    return tuple(MemoryItem(f"{item.name.partition(':')[0]}: snapshots, each rank", 2 * item.bytes * 3 // 4,
+                            f"2 × {_gib(item.bytes * 3 // 4)}, the training state less its gradients")
+                 for item in items if item.name.endswith(": training state"))
 
 
 def needed(items: Iterable[MemoryItem]) -> int:
@@ -157,8 +177,8 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
         if spec.dag.roles[role].trained and needed(phased) <= limit < needed(items):
             return f"Let it have one engine's memory at a time:  roles.{role}.swap: true"
     role, _, kind = items[0].name.partition(": ")
-    if kind == "gradients between micro-batches":
-        return f"Raise  roles.{role}.micro_batch_tokens  , or split the model:  layouts: {{NODE: {{tp: N}}}}"
+    if kind == "weights while computing":
+        return "Split the model:  layouts: {NODE: {tp: N}}"
     if kind == "activations":
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
@@ -208,6 +228,7 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
         return [MemoryItem(f"{role}: rollout engine", share,
                            f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
     length = generation.max_new_tokens + spec.run.data.max_prompt_tokens
+    length += length // 4  # room to grow
     rows, per_token = generation.batch_rows, 2 * shape.kv_width * width
     return [*weights, MemoryItem(f"{role}: rollout cache", rows * length * shape.layers * per_token // tp,
                                  f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
@@ -217,8 +238,8 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
                  outputs: int) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
-    per_layer, inputs = ACTIVATIONS * width * shape.hidden, 0
-    if settings.recompute and trained:
+    per_layer, inputs = activation_bytes(shape, width), 0
+    if settings.recomputes(shape.parameters) and trained:
         kept, inputs = 1, kept * width * shape.hidden
     logits = tokens * -(-outputs // layout.tp)
     if settings.engine == "fsdp":
@@ -244,20 +265,6 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
                        f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}")]
 
 
-def _gradients(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, rows: int) -> list[MemoryItem]:
-    """Return the item of gradients that a rank adds up, if an optimizer step has several micro-batches."""
-    data, added_up = spec.run.data, parameter_bytes(settings.engine, 4, spec.dag.roles[role].trained).added_up
-    longest = data.max_prompt_tokens + max(settings.generation.max_new_tokens, data.max_target_tokens)
-    if not added_up or -(-rows // layout.dp) * longest <= settings.micro_batch_tokens:
-        return []
-    if adapted(spec, role) is not None:
-        count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
-        return [MemoryItem(f"{role}: gradients between micro-batches", count * added_up,
-                           f"{count:,} of adapters × {added_up} B")]
-    return [MemoryItem(f"{role}: gradients between micro-batches", _of_a_rank(shape, layout, "fsdp") * added_up,
-                       f"{shape.parameters:,} × {added_up} B{_by(tp=layout.tp)}")]
-
-
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
     experts = shape.expert_parameters
     if engine == "megatron":
@@ -274,8 +281,8 @@ def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: i
     count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
     items = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
                         f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
-             MemoryItem(f"{role}: weights while computing", (n + count) * width,
-                        f"({n:,} + {count:,} of adapters) × {width} B")]
+             MemoryItem(f"{role}: weights while computing", (n + count) * width + count * _GRADIENT,
+                        f"({n:,} + {count:,} of adapters) × {width} B + {count:,} × {_GRADIENT} B")]
     if generates:  # training computes with the rollout's own base
         return [*items, MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
     return [*items, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -24,13 +23,15 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = _draft(spec)
     if spec.run.mode == "sync":
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
-        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
+        made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
+        return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
     halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
     mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
     rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
-    return replace(joined(trainer, rollout, halves, ranks), host_memory=memory.of_dock(spec, trainer.dock))
+    held = (*memory.of_dock(spec, trainer.dock), *memory.of_snapshots(spec, trainer.memory))
+    return replace(joined(trainer, rollout, halves, ranks), host_memory=held)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
-    items = () if mistakes else memory.estimate(  # no layout, no shares
-        spec, roles, generating, engines, training, {} if draft.mistakes else _rows_of_steps(spec, draft))
+    items = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
@@ -97,18 +97,6 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
     moved: transfers.Moved = set()
     tasks = tuple(_task(spec, node, draft.bound[node], draft.flows, layouts, source, moved) for node in draft.chain)
     return transfers.replicated(tasks, source)
-
-
-def _rows_of_steps(spec: Spec, draft: _Draft) -> dict[str, int]:
-    """Return the rows of an optimizer step of each trained role, over all ranks."""
-    found: dict[str, int] = {}
-    for node in draft.chain:
-        if spec.dag.nodes[node].type == "MODEL_TRAIN" and node in draft.flows:
-            flow, settings = draft.flows[node], spec.dag.nodes[node].settings
-            rows = spec.run.data.batch * math.prod(draft.flows[drawn].repeats for drawn in flow.fan)
-            role, parts = spec.dag.nodes[node].role, int(settings.get("mini_batches", 1))
-            found[role] = max(found.get(role, 0), -(-rows // parts))
-    return found
 
 
 def _samples_too(spec: Spec, halves: GroupCut | None, training: bool) -> bool:

@@ -6,6 +6,7 @@ marked `smoke` too; `make test-all` leaves out none.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,8 @@ class FailureNames:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":  # `make gpu` alone uses one: what else is shown holds on any machine
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts
         config.pluginmanager.register(FailureNames(terminal))
 

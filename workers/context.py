@@ -7,7 +7,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from distflow.config.load import Spec, reload
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.exchange import gather
-from distflow.errors import Disagreement, EngineError
+from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location
 from distflow.plan import ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
 from distflow.recovery import autoscaler
@@ -31,6 +32,7 @@ from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
+from workers.collectives import chosen
 from workers.elastic import ElasticAgent
 from workers.rollout_channel import DockPlace, RolloutChannel, open_channel
 
@@ -51,6 +53,8 @@ class RankContext:
     channel: RolloutChannel | None
     agent: str  # the process that has started this run's processes, and will start them again
     known_change: int  # number of the newest change of settings that `spec` has in it
+    device_index: int = 0  # of this rank's GPU
+    backend: str = "gloo"  # of the collectives on its device
     elastic: ElasticAgent | None = None
     lock: RunLock | None = None  # of the run folder, on rank 0
 
@@ -174,7 +178,10 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     lock = RunLock(path, elastic.job if elastic else "") if store.rank == 0 and not alone else None
     if lock and resume:
         lock.hold()
-    device = _device(store)
+    device, device_index = _device(spec, plan, store)
+    backend = chosen(spec.run.backend, device)
+    if device == "cuda" and not store.rank:
+        print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
     place = elastic.dock_place if elastic else DockPlace()
     channel = open_channel(plan, spec.run.data.batch, store, room, place) if plan.groups and not alone else None
@@ -182,17 +189,35 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
         elastic.serve_shard = channel.serve_shard
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
-    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, elastic, lock)
+    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
+                       elastic, lock)
 
 
-def _device(store: RunStore) -> str:
-    """Return cuda if each rank of this machine has a GPU of its own, else cpu; the same on all ranks."""
-    gpus, here = _gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = "cuda" if gpus >= here else "cpu"
-    store.agree("device", device, "Some machines have fewer GPUs than ranks.")
-    if gpus and device == "cpu" and store.rank == 0:
-        print(f"{here} ranks on {gpus} GPU: everything computes on the CPU. Start {gpus} to use it.", flush=True)
-    return device
+def _device(spec: Spec, plan: Plan, store: RunStore) -> tuple[str, int]:
+    """Return cuda or cpu, the same on all ranks, and the index of this rank's GPU."""
+    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    gpus = _gpus()
+    store.agree("device", "cuda" if gpus else "cpu", "Some machines have GPUs, others have none.")
+    if not gpus:
+        return "cpu", 0
+    first = store.rank - local
+    return "cuda", gpu_index(local, gpus, [plan.group_of(rank) for rank in range(first, first + here)],
+                             spec.run.groups.share_gpus)
+
+
+def gpu_index(local: int, gpus: int, groups: Sequence[tuple[Group | None, int]], shared: bool) -> int:
+    """Return which of a machine's GPUs its rank number `local` takes. `groups`: the group, and its replica, of each of
+    its ranks. Raises InvalidInput: there are more ranks than GPUs."""
+    if len(groups) <= gpus:
+        return local
+    largest = max(Counter((group.name if group else "", replica) for group, replica in groups).values())
+    if shared and largest <= gpus:  # the ranks of a group are neighbours: no two of them get the same one
+        return local % gpus
+    hint = f"Start {gpus} ranks on it, or take  CUDA_VISIBLE_DEVICES=  in front of the command to compute on the CPU"
+    if largest <= gpus:
+        hint += ", or let the trainer and the rollouts use one GPU together:  groups: {share_gpus: true}"
+    raise InvalidInput(Diagnostic(f"{len(groups)} ranks on a machine that has {gpus} GPU{'s' * (gpus > 1)}",
+                                  Location("torchrun --nproc-per-node"), hint))
 
 
 def _gpus() -> int:

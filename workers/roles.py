@@ -27,7 +27,7 @@ from distflow.plan import Plan
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
-from workers.engines.devices import halve, is_half, mesh_of
+from workers.engines.devices import convert, dtype_of, mesh_of
 from workers.engines.loading import load_model
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings
 from workers.engines.sampling import key_of
@@ -61,8 +61,7 @@ class RoleEngines:
         self.source = spec.model_of(name)
         self._load = functools.partial(load_model, spec, head=self.head)
         device = meshes.rollout.device_type
-        if device == "cpu":
-            model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
         self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
@@ -198,7 +197,7 @@ class RoleEngines:
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
-        return merged(self._load(self.source)[0], lora, weights, beside)
+        return merged(self._load(self.source)[0].float(), lora, weights, beside)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
@@ -262,8 +261,7 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
 
     adapters.attach(model, lora, seed)
     frozen = adapters.base(model)
-    if is_half(settings, device):
-        halve(frozen)  # they are never updated, so that no float32 is needed
+    convert(frozen, dtype_of(settings, device))  # they are never updated, so that no float32 is needed
     if samples:
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     return frozen if samples else []

@@ -34,8 +34,10 @@ from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
+from workers.collectives import torch_name
 from workers.context import RankContext
 from workers.encode import dataloader, prompted_role
+from workers.engines.devices import choose
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
@@ -94,12 +96,12 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
 
 def _init_process_group(context: RankContext, store: Store) -> TCPStore:
     """Have the ranks of this attempt meet. Return their TCPStore; it must be kept while they work."""
+    choose(context.device, context.device_index)
     if context.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         heartbeat.current().set_gpu(f"GPU-{torch.cuda.get_device_properties().uuid}")
     ranks, wait_limit = context.restart_group.ranks, context.spec.run.wait_limit
     server = _meet(store, context.store.rank, ranks.start, wait_limit)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo", world_size=len(ranks),
+    dist.init_process_group(torch_name(context.backend, context.device), world_size=len(ranks),
                             rank=context.store.rank - ranks.start, store=server,
                             timeout=datetime.timedelta(seconds=wait_limit))
     return server

@@ -332,6 +332,7 @@ class Shape:
     expert_parameters: int = 0  # parameters of the experts of all layers together
     experts_per_token: int = 0  # experts of a layer that compute for a token
     widening: int = 0  # width of the feed-forward layers; 0 where experts have their own
+    head_norms: bool = False  # whether queries and keys of each head are normalized
 
     @property
     def active_parameters(self) -> int:
@@ -376,7 +377,8 @@ def shape_of(config: dict[str, Any]) -> Shape:
                  heads=heads, kv_heads=kv_heads, experts=_experts(config),
                  experts_per_token=config.get("num_experts_per_tok", 0) if _experts(config) else 0,
                  expert_parameters=layers * _experts(config) * 3 * hidden * config.get("moe_intermediate_size", 0),
-                 widening=0 if _experts(config) else config["intermediate_size"])
+                 widening=0 if _experts(config) else config["intermediate_size"],
+                 head_norms=str(config.get("model_type", "")).startswith("qwen3"))
 
 
 def _experts(config: dict[str, Any]) -> int:
@@ -409,7 +411,8 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 
 def shape_of_embedded(model: Model) -> Shape:
-    text = {"hidden_size": model.hidden, "num_hidden_layers": model.layers, "vocab_size": _VOCABULARY,
+    text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
+            "vocab_size": _VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
             "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}

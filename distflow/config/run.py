@@ -26,6 +26,7 @@ Phase = Literal["starting", "waiting", "generating", "tools", "computing", "infe
 environments of unfinished rows; computing: nodes without a model; inference: nodes that only read a model; pulling: a
 rollout fetches weights while it samples."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
+Backend = Literal["auto", "nccl", "gloo", "ucc"]
 
 
 class Fault(Document):
@@ -215,13 +216,14 @@ class RoleRun(Document):
     """How many times training has the model (HSDP): each copy lies in shards on dp / replicas ranks, as a machine's."""
     offload: bool = False
     """Whether training keeps weights, gradients and optimizer in host memory, and a layer comes when it computes."""
-    recompute: bool = False
-    """Whether a layer's activations are computed again in the backward pass instead of being kept."""
+    recompute: bool | None = None
+    """Whether a layer's activations are computed again in the backward pass instead of being kept; default: in models
+    above 1e9 parameters."""
     compile: bool = False
     """Whether training compiles what layers have beside attention (torch.compile); the first steps are slow."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens of prompts and responses in one forward and backward pass of a rank; a longer row is alone in its
-    own. It changes memory and speed, not the result."""
+    """Most tokens of prompts and responses in one forward and backward pass of a rank, with padding where rows are
+    padded; a longer row is alone in its own. It changes memory and speed, not the result."""
     learning_rate: PositiveFloat = 1e-6
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -237,6 +239,10 @@ class RoleRun(Document):
     """A gradient whose norm is larger is scaled down to it."""
     generation: Generation = Generation()
     """How the role samples."""
+
+    def recomputes(self, parameters: int) -> bool:
+        """Return whether a model of so many parameters recomputes its activations."""
+        return self.engine == "fsdp" and (parameters > 1e9 if self.recompute is None else self.recompute)
 
 
 _TURNS = 100_000  # most prompts in which several training sets have their shares
@@ -371,6 +377,9 @@ class Groups(Document):
 
     rollout: float = 0.5
     """Ranks that sample, or their share of all. The others train."""
+    share_gpus: bool = False
+    """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
+    each takes its own part of the memory. Ranks of one group never share a GPU."""
 
     @field_validator("rollout")
     @classmethod
@@ -500,6 +509,10 @@ class Run(Document):
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
     (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
+    backend: Backend = "auto"
+    """Library of the collectives on the ranks' devices. auto: nccl on GPUs, gloo on CPUs. Another is tried at the
+    start, and it is a mistake if it does not work. ucc: Unified Collective Communication, which few builds of torch
+    have."""
     dock_gib: PositiveFloat = 16.0
     """GiB of samples that each machine that trains should store in its host memory (modes async and semi_sync). Where
     they are full, ranks that sample begin no prompts but those of the step that the trainer waits for, until it has

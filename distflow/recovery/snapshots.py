@@ -21,6 +21,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from distflow.errors import CheckpointError
 from distflow.rpc.messages import MACHINE_MEMORY
+from distflow.weights.host_copy import HostCopy
 
 _LENGTH, _SUM, _ALIGNED = 8, 16, 64
 _UNUSED = 8  # snapshots after which the memory of a slot that was not needed is returned to the system
@@ -87,16 +89,17 @@ class Slot:
         self.map = self.shard = None
 
     @torch.no_grad()
-    def write(self, header: dict[str, Any], tensors: list[tuple[int, Tensor]], size: int) -> None:
-        """Write a shard. `tensors`: each with its offset in `size` bytes."""
+    def write(self, header: dict[str, Any], tensors: list[tuple[int, Tensor]], size: int,
+              copy: Callable[[Iterator[tuple[Tensor, Tensor]]], Iterator[None]]) -> None:
+        """Write a shard. `tensors`: each with its offset in `size` bytes. `copy`: see `HostCopy.copy`."""
         packed = msgpack.packb(header) or b""
         start = _body_start(len(packed))
         end = start + size
         memory = self.reserve(end)
         memory[:_LENGTH] = bytes(_LENGTH)
         body = torch.frombuffer(memory, dtype=torch.uint8)[start:]
-        for offset, tensor in tensors:
-            body[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for _ in copy((body[offset : offset + tensor.nbytes], tensor) for offset, tensor in tensors):
+            continue
         memory[HEAD : HEAD + len(packed)] = packed
         memory[_LENGTH:HEAD] = end.to_bytes(_LENGTH, "little") + _checksum(memory, len(packed), end)
         memory[:_LENGTH] = len(packed).to_bytes(_LENGTH, "little")  # from here on it counts
@@ -144,6 +147,7 @@ class Snapshots:
         self.newest: Slot | None = None
         self.held: list[Slot] = []  # slots that must not be overwritten, beside the newest
         self.copying: Future[None] | None = None
+        self.host_copy = HostCopy()
 
     def begin(self, shard: StateShard, state: Mapping[str, Any], progress: dict[str, Any]) -> int:
         """Begin to copy this rank's part of a state, which must not change until `wait` returns; return its bytes.
@@ -151,6 +155,9 @@ class Snapshots:
         Args:
             state: nested mappings of DTensors and tensors.
             progress: what is alike on all ranks, for msgpack.
+
+        Raises:
+            CheckpointError: the machine has no memory for it.
         """
         leaves, tensors, size = [], [], 0
         for path, local in _leaves(state):
@@ -159,14 +166,26 @@ class Snapshots:
                 tensors.append((size, local))
             size += -(-local.nbytes // _ALIGNED) * _ALIGNED
         header = {"shard": list(shard), "progress": progress, "tensors": leaves}
+        self._require_room(size)
         self.wait()
         before, self.newest = self.newest, self._free_slot()
         self._release_unused({before, self.newest, *self.held})
         self.newest.shard = shard
         thread = ThreadPoolExecutor(1, "snapshot")
-        self.copying = thread.submit(self.newest.write, header, tensors, size)
+        copy = partial(self.host_copy.copy, moment=self.host_copy.moment(tensor for _, tensor in tensors))
+        self.copying = thread.submit(self.newest.write, header, tensors, size, copy)
         thread.shutdown(wait=False)
         return size
+
+    def _require_room(self, size: int) -> None:
+        """Refuse copies that cannot fit: they would be pushed out to disk, or the kernel would end a process."""
+        ranks, copies = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), min(len(self.slots), 2)
+        if ranks * copies * size > MACHINE_MEMORY:
+            gib = 2**30
+            raise CheckpointError(
+                f"the states of {ranks} ranks, {size / gib:.1f} GiB each and {copies} times, do not fit the "
+                f"{MACHINE_MEMORY / gib:.1f} GiB of host memory of this machine. Set  robust: {{snapshots: false}}  , "
+                "which keeps one copy for checkpoints, or with one copy too many  checkpoint: {every: 0}")
 
     def wait(self) -> None:
         if self.copying is not None:

@@ -41,6 +41,7 @@ from distflow.weights.chunk_store import ChunkStore, pack_masks
 from distflow.weights.delta import encode
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate
+from distflow.weights.host_copy import HostCopy
 from distflow.weights.manifest import (
     ManifestDigest,
     PublishedVersion,
@@ -238,6 +239,7 @@ class Publisher:
                                    lambda serving: self.directory.update(serving=serving))
         self.directory = Directory(store, SourceEntry(who, self.source.address, rank))
         self.attempt = self._meet(meeting)
+        self.host_copy = HostCopy()
         self.held: list[ChunkStore] = []
         """Served versions: the newest, and the one before it."""
         self.source.start()
@@ -289,9 +291,9 @@ class Publisher:
         memory, chunk = self.buffers.take(size), chunk_size(size)
         whole = torch.from_numpy(memory)
         sums: list[bytes] = []
-        for content, (shard_slice, local) in zip(contents, found):
-            part = whole[content.offset : content.offset + content.slice.nbytes]
-            part.view(content.slice.dtype).view(shard_slice.size).copy_(local)
+        pairs = ((whole[content.offset : content.offset + content.slice.nbytes], local.to(content.slice.dtype))
+                 for content, (_, local) in zip(contents, found))
+        for content, _ in zip(contents, self.host_copy.copy(pairs)):
             ready = (content.offset + content.slice.nbytes) // chunk  # while they are in the cache
             sums += [checksum(memory[index * chunk : (index + 1) * chunk]) for index in range(len(sums), ready)]
         if size > len(sums) * chunk:

@@ -228,7 +228,7 @@ class CostModel:
         """Return the seconds of adding up the gradients (4 bytes each) and of the optimizer, each stage by itself. What
         divides its weights among the shares needs each sum in one place; else it goes to all."""
         cost, task = self.tasks[number], self.problem.tasks[number]
-        slowest, halves = 0.0, 1 if cost.shards(strategy) else 2
+        slowest, halves = 0.0, 0 if cost.by_layer(strategy) else 1 if cost.shards(strategy) else 2
         for groups, count in zip(stages, layers):
             nbytes = 4 * count * task.parameters / task.layers / strategy.tp
             slowest = max(slowest, halves * self.network.half_ring(groups, strategy, nbytes)
@@ -237,13 +237,15 @@ class CostModel:
 
     def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
         """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
-        for training backward (Zhao et al. 2023, §3.3). They are counted in full, though the computation hides a part.
-        """
+        for training backward (Zhao et al. 2023, §3.3), where a large model's gradients (4 bytes each) are scattered
+        too. They are counted in full, though the computation hides a part."""
         task = self.problem.tasks[number]
         passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
         nbytes = task.parameters / task.layers / strategy.tp * task.width
-        return passes * (2 if task.kind == TRAIN else 1) * task.layers * \
-            self.network.half_ring(groups, strategy, nbytes)
+        seconds = (2 if task.kind == TRAIN else 1) * self.network.half_ring(groups, strategy, nbytes)
+        if task.kind == TRAIN and self.tasks[number].by_layer(strategy):
+            seconds += self.network.half_ring(groups, strategy, 4 * nbytes / task.width)
+        return passes * task.layers * seconds
 
 
 def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, times: int, rows: Rows) -> Rows:

@@ -27,7 +27,7 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
-from planners.memory import ACTIVATIONS, LOGITS, LOGITS_AT_ONCE, ParameterBytes, parameter_bytes
+from planners.memory import LOGITS, LOGITS_AT_ONCE, ParameterBytes, parameter_bytes
 
 
 class Network:
@@ -167,6 +167,10 @@ class Roofline:
         splits no layers or experts over ranks, so what does is costed as Megatron."""
         return self.task.kind != GENERATE and self.task.engine == "fsdp" and strategy.pp == strategy.ep == 1
 
+    def by_layer(self, strategy: Strategy) -> bool:
+        """Return whether weights that are divided are gathered by layer, and gradients scattered so."""
+        return self.shards(strategy) and 0 < self.task.gathered < self.task.parameters
+
     def _held(self, strategy: Strategy) -> ParameterBytes:
         if self.task.kind == GENERATE:
             return ParameterBytes(self.task.width, 0)
@@ -179,7 +183,7 @@ class Roofline:
         task = self.task
         tokens = strategy.micro * task.prompt if task.kind == GENERATE else \
             min(strategy.micro * task.tokens, max(task.micro_tokens, task.tokens))
-        whole = ACTIVATIONS * task.width * task.hidden * tokens / strategy.tp
+        whole = task.activations * tokens / strategy.tp
         logits = LOGITS * min(tokens * task.outputs / strategy.tp, max(LOGITS_AT_ONCE, task.outputs))
         if task.kind != TRAIN:
             return 0.0, whole + (0.0 if task.kind == GENERATE else logits)
@@ -187,10 +191,6 @@ class Roofline:
         if task.recompute:
             return under_way * tokens * task.hidden * task.width, whole + logits
         return under_way * whole, logits
-
-    def _adds_up(self, strategy: Strategy) -> bool:
-        """Return whether an optimizer step has several micro-batches."""
-        return self.task.rows / strategy.dp / self.task.mini_batches > strategy.micro
 
     def room(self, group: DeviceGroup) -> float:
         return group.memory * self._shares.filled
@@ -204,7 +204,7 @@ class Roofline:
         each, beside = self.kept(strategy, stage)
         held = self._held(strategy)
         beside += (self.task.gathered or self.task.parameters) / strategy.tp * held.gathered
-        each += self.state(strategy) + self._own(strategy) * held.added_up * self._adds_up(strategy)
+        each += self.state(strategy)
         each += self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0
         return beside + layers * each
 

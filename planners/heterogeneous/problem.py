@@ -109,7 +109,8 @@ class ModelTask:
     """Node that runs a model: the model's sizes, the work of an iteration, and the `engine` that trains and infers.
     `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
     and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
-    divides weights gathers `gathered` parameters at once; 0: all."""
+    divides weights gathers `gathered` parameters at once; 0: all. A layer keeps `activations` bytes of each token for
+    the backward pass."""
 
     name: str
     role: str
@@ -134,6 +135,7 @@ class ModelTask:
     recompute: bool = False
     engine: str = "fsdp"
     gathered: int = 0
+    activations: int = 0
     measured: Measured = Measured()
 
     @property

@@ -15,7 +15,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
-from planners.memory import gathered_at_once
+from planners.memory import activation_bytes, gathered_at_once
 from planners.planner import plan
 from planners.transfers import through_dock
 
@@ -67,8 +67,9 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      2 * width * shape.kv_width,
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
-                     int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)), settings.recompute,
-                     settings.engine, gathered_at_once(shape))
+                     int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
+                     settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
+                     activation_bytes(shape, width))
 
 
 def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge, ...]:

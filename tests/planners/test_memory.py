@@ -14,13 +14,17 @@ from distflow.config.models import Shape, shape_of, shape_of_embedded
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
 from planners import plan
-from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, needed
+from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
           "max_position_embeddings": 99}
 # queries and outputs 8 × 8 each, keys and values 8 × 4 each; gate, up and down 8 × 16 each; two norms of 8
 LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
+
+
+KEPT = 2 * (4 + 4 + 4) * 64 + (64 + 32) * (4 + 4) + 4 * (3 * 64 + 2 * 32) + 4 * 4 * 192
+"""Bytes of a token in a layer of the embedded model: norms, also of heads, attention, gate and product."""
 
 
 def test_parameters_are_counted_by_hand() -> None:
@@ -57,14 +61,13 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     plan = plan_of(nodes, {"critic": {"copy_of": "actor"}}, ranks=4, roles=roles)
     assert items_of(plan) == {
         "actor: training state": parameters * 16 // 4,
-        "actor: weights while computing": parameters * 4,
-        "actor: gradients between micro-batches": parameters * 4,
-        "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
+        "actor: weights while computing": parameters * (4 + 4),
+        "actor: activations": 100 * (2 * KEPT + 12 * 512),
         "actor: rollout weights": parameters * 4,
-        "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
+        "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
         "critic: weights": parameters * 4 // 4,
         "critic: weights while computing": parameters * 4,
-        "critic: activations": 100 * (68 * 64 + 12 * 512),
+        "critic: activations": 100 * (KEPT + 12 * 512),
     }
     assert [item.bytes for item in plan.memory] == sorted(items_of(plan).values(), reverse=True)
     halved = plan_of(nodes, {"critic": {"copy_of": "actor"}}, roles={"actor": {**roles["actor"], "dtype": "bfloat16"}})
@@ -72,7 +75,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     assert items_of(halved)["actor: training state"] == parameters * 16 // 2
 
 
-@pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 8,704"])
+@pytest.mark.parametrize("formula", ["{} × 16 B / dp 2", "3 layers × 12,800"])
 def test_formulas_can_be_followed(plan_of: Callable, formula: str) -> None:
     parameters = f"{shape_of_embedded(Model(architecture='qwen3')).parameters:,}"
     assert any(formula.format(parameters) in item.formula for item in plan_of(DIAMOND).memory)
@@ -93,7 +96,8 @@ def test_auto_is_what_the_models_folder_says(plan_of: Callable, tmp_path: Path, 
     roles = {"actor": {"model": str(folder), "dtype": asked}}
     found = items_of(plan_of(DIAMOND, roles=roles))
     parameters = shape_of(CONFIG).parameters
-    assert found["actor: rollout weights"] == found["actor: weights while computing"] == parameters * width
+    assert found["actor: rollout weights"] == parameters * width
+    assert found["actor: weights while computing"] == parameters * (width + 4)
     assert found["actor: training state"] == parameters * 16 // 2
 
 
@@ -107,12 +111,11 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     plan = plan_of({**DIAMOND, "judge": judge}, {"critic": {"copy_of": "actor"}}, ranks=4, roles={"actor": actor})
     assert items_of(plan) == {
         "actor: training state": adapters * 16 // 4,
-        "actor: weights while computing": (parameters + adapters) * 4,
-        "actor: gradients between micro-batches": adapters * 4,
-        "actor: activations": 100 * (2 * 68 * 64 + 12 * 512),
+        "actor: weights while computing": (parameters + adapters) * 4 + adapters * 4,
+        "actor: activations": 100 * (2 * KEPT + 12 * 512),
         "actor: rollout adapters": adapters * 4,
-        "actor: rollout cache": 7 * (50 + 30) * 2 * 2 * 32 * 4,
-        "critic: activations": 100 * (68 * 64 + 12 * 512)}
+        "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
+        "critic: activations": 100 * (KEPT + 12 * 512)}
     alone = items_of(plan_of({}, ranks=4, roles={"actor": actor}))
     assert alone["actor: weights"] == parameters * 4 // 4
     assert "actor: rollout adapters" not in alone
@@ -126,7 +129,7 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: training state"] == whole["actor: training state"]  # tp 2 × dp 2 instead of dp 4
     assert split["actor: weights while computing"] * 2 == whole["actor: weights while computing"]
     assert split["actor: rollout weights"] == whole["actor: rollout weights"]
-    assert split["actor: activations"] == 100 * (2 * 68 * 64 + 12 * 256)
+    assert split["actor: activations"] == 100 * (2 * (KEPT + 16 * 32) + 12 * 256)
 
 
 def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +148,11 @@ def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypat
 def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:
     from workers.engines.vocabulary import PIECE
 
-    assert PIECE == LOGITS_AT_ONCE
+    assert PIECE * 8 == LOGITS_AT_ONCE
     model = {"architecture": "qwen3", "layers": 4, "hidden": 64, "heads": 2, "kv_heads": 1}
-    roles = {"actor": {"model": model, "micro_batch_tokens": 100_000, "recompute": True, "offload": True}}
+    roles = {"actor": {"model": model, "micro_batch_tokens": 1_000_000, "recompute": True, "offload": True}}
     found = items_of(plan_of(DIAMOND, roles=roles))
-    assert found["actor: activations"] == 100_000 * (68 * 64 + 4 * 4 * 64) + 12 * PIECE
+    assert found["actor: activations"] == 1_000_000 * (KEPT + 4 * 4 * 64) + 12 * LOGITS_AT_ONCE
     assert "actor: training state" not in found
 
 
@@ -220,11 +223,19 @@ def test_an_engine_that_fills_a_rank_has_remedies(paged: Callable, mib: int, rem
     assert remedy in mistake.hint
 
 
-def test_a_large_model_is_gathered_by_layer_and_one_micro_batch_adds_nothing_up(plan_of: Callable) -> None:
+def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of: Callable) -> None:
     model = {"architecture": "qwen3", "layers": 40, "hidden": 512, "heads": 4, "kv_heads": 4}
     actor = {"model": model, "micro_batch_tokens": 10**6}
     found = items_of(plan_of(DIAMOND, ranks=2, roles={"actor": actor}))
     outside, parameters = 512 * 512, shape_of_embedded(Model(**model)).parameters
     assert parameters > SMALL
-    assert found["actor: weights while computing"] == 4 * (outside + 2 * -(-(parameters - outside) // 40))
-    assert "actor: gradients between micro-batches" not in found
+    assert found["actor: weights while computing"] == (4 + 4) * (outside + 2 * -(-(parameters - outside) // 40))
+
+
+def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
+    seven = shape_of({"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,
+                      "num_key_value_heads": 4, "intermediate_size": 18944})
+    norms, attention, widening = 2 * (4 + 2 + 2) * 3584, 2 * (3 * 3584 + 2 * 512), 2 * 4 * 18944
+    assert activation_bytes(seven, 2) == norms + attention + widening  # 65 bytes for each element of the hidden state
+    experts = shape_of_embedded(Model(architecture="qwen3_moe", hidden=64, heads=2, kv_heads=1, experts=8))
+    assert activation_bytes(experts, 4) == KEPT  # two experts are as wide as a dense layer

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from distflow.errors import CheckpointError
 from distflow.recovery import snapshots as module
 from distflow.recovery.snapshots import _UNUSED, Snapshots, StateShard
+from distflow.rpc.messages import MACHINE_MEMORY
 
 
 def state(salt: float = 0.0, rows: int = 5) -> dict:
@@ -221,3 +222,13 @@ def test_each_rank_copies_its_own_shards():
         assert parts == [whole, whole[:3]]
         assert same == whole
     assert found[0][2] > found[1][2], "the second rank has one row of three, and none of the other"
+
+
+def test_copies_that_a_machine_cannot_hold_are_refused_before_any_is_made(monkeypatch):
+    ranks, size = 4, MACHINE_MEMORY // 8 + 64
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    snapshots = Snapshots()
+    with pytest.raises(CheckpointError, match=r"4 ranks, .* GiB each and 2 times, .*snapshots: false"):
+        save(snapshots, 1, {"actor": torch.zeros(1, dtype=torch.uint8).expand(size)}, {})
+    assert steps(snapshots) == []
+    assert all(slot.memory() is None for slot in snapshots.slots)

@@ -1,4 +1,5 @@
-"""Device meshes of layouts, created once for all roles with the same layout, and the precision of a role."""
+"""Device and kernels of a process, meshes of layouts (one for all roles with the same layout), and the precision of a
+role."""
 
 from __future__ import annotations
 
@@ -16,6 +17,15 @@ from distflow.plan import Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
 """Dimensions of a layout's mesh: adjacent ranks are in one tp group, the farthest apart in one dp group."""
+
+
+def choose(device: str, index: int = 0) -> None:
+    """Choose this process's device, and how it attends there: never by cuDNN, which torch 2.11 and later take first on
+    Hopper. With a mask its gradients have been NaN (pytorch #196678), and each new shape costs a plan of 25 to 35 ms.
+    A test marked `gpu` tells when this may go."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if device == "cuda":
+        torch.cuda.set_device(index)
 
 
 @functools.lru_cache
@@ -48,7 +58,11 @@ def is_half(settings: RoleRun, device: str) -> bool:
     return settings.dtype == "bfloat16" or (settings.dtype == "auto" and device == "cuda")
 
 
-def halve(parameters: Iterable[nn.Parameter]) -> None:
-    """Convert parameters to bfloat16 in place. Buffers stay float32: rounded rotary frequencies change the model."""
+def dtype_of(settings: RoleRun, device: str) -> torch.dtype:
+    return torch.bfloat16 if is_half(settings, device) else torch.float32
+
+
+def convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Convert parameters in place. Buffers stay float32: rounded rotary frequencies change the model."""
     for parameter in parameters:
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(device, dtype)

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
-from workers.engines.devices import dimension, is_half
+from workers.engines.devices import dimension, dtype_of
 from workers.engines.rollout import Rollout, SampledRow, Session
 
 _MAX_CACHE_BYTES = 4 << 30
@@ -36,7 +36,7 @@ class ExternalRollout(Rollout):
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         self.generation, self.end_tokens = settings.generation, torch.tensor(end_tokens)
         self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
-        self.dtype = torch.bfloat16 if is_half(settings, self.device) else torch.float32
+        self.dtype = dtype_of(settings, self.device)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.cached, self.numbers = True, itertools.count()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
-from workers.engines.devices import dimension, is_half, shard_mesh
+from workers.engines.devices import convert, dimension, is_half, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, inputs_of
 from workers.engines.tensor_parallel import decoder_layers
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
@@ -91,7 +91,8 @@ def compiled(layer: nn.Module) -> None:
 
 
 _SMALL = 64_000_000
-"""Parameters up to which a model is gathered at once: gathering by layer saves too little memory for its messages."""
+"""Parameters up to which a model is gathered at once, and its gradients are summed over ranks once a step: to do so by
+layer and micro-batch saves too little memory for its messages."""
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -111,25 +112,28 @@ class FSDPEngine(Trainer):
         if not trained:
             model.requires_grad_(False)
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
-        layers, small = decoder_layers(model), parameters <= _SMALL
+        layers, self.small = decoder_layers(model), parameters <= _SMALL
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
-        self.policy = HEADS[head](model, chunks=4 if small else 1, context=context)
-        self.sharded = self._shard(layers, small, set(whole))
+        self.policy = HEADS[head](model, chunks=4 if self.small else 1, context=context)
+        self.pads = not self.policy.packs
+        self.sharded = self._shard(layers, parameters, set(whole))
         self.optimizer = self._optimizer() if trained else None
 
-    def _shard(self, layers: nn.ModuleList, small: bool, whole: set[nn.Parameter]) -> FSDPModule:
+    def _shard(self, layers: nn.ModuleList, parameters: int, whole: set[nn.Parameter]) -> FSDPModule:
         half = is_half(self.settings, self.device.type)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
         for layer in layers if self.settings.compile else ():
             compiled(layer)
-        for layer in layers if self.settings.recompute else ():
+        for layer in layers if self.settings.recomputes(parameters) else ():
             recompute(layer)
-        for layer in () if small else layers:
-            fully_shard(layer, **rule)
-        return fully_shard(self.policy, **rule)
+        for module in (self.policy,) if self.small else (*layers, self.policy):  # one at a time is there as a whole
+            convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
+                    torch.float32, self.device)
+            fully_shard(module, **rule)
+        return cast(FSDPModule, self.policy)
 
     def _split(self, model: PreTrainedModel) -> None:
         tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")
@@ -145,6 +149,7 @@ class FSDPEngine(Trainer):
         if cp > 1 and has_windows(model.config.get_text_config()):
             raise EngineError(f"cp: {cp} cannot divide rows of a model with sliding windows. Set  cp: 1")
         if tp > 1:
+            convert(model.parameters(), torch.float32)
             tensor_parallel.split(model, self.mesh["tp"])
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -193,7 +198,9 @@ class FSDPEngine(Trainer):
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         for index, micro in enumerate(micros):
-            self.sharded.set_requires_gradient_sync(index == len(micros) - 1)
+            last = index == len(micros) - 1
+            self.sharded.set_requires_gradient_sync(last or not self.small)  # else each rank adds up whole gradients
+            self.sharded.set_requires_all_reduce(last)  # between `replicas`
             outputs = self._forward(micro, temperature)
             loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums

@@ -25,7 +25,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.chat import pad_token
-from workers.engines.devices import halve, is_half
+from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import Past, Slots, prefixes
 from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
 from workers.engines.sampling import pick, uniform
@@ -34,6 +34,7 @@ from workers.engines.vision import image_inputs, position_inputs
 _FRACTION = 8
 """The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled for an eighth of the
 slots at a time."""
+_PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 
 class HFRollout(Rollout):
@@ -54,11 +55,11 @@ class HFRollout(Rollout):
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> HFRollout:
-        shared = list(shared)
-        whole = copy.deepcopy(model, {id(parameter): parameter for parameter in shared})
-        nn.Module.to(whole, mesh.device_type)
-        if is_half(settings, mesh.device_type):
-            halve(whole.parameters())
+        shared, device, dtype = list(shared), mesh.device_type, dtype_of(settings, mesh.device_type)
+        own = {*model.parameters()} - {*shared}
+        copies = {id(each): nn.Parameter(each.data.to(device, dtype, copy=True), each.requires_grad) for each in own}
+        whole = copy.deepcopy(model, copies | {id(each): each for each in shared})
+        nn.Module.to(whole, device)
         engine = cls(whole, settings.generation, pad_token(tokenizer), end_tokens, shared)
         engine.version = 0
         return engine
@@ -237,7 +238,11 @@ class Decoding(Session):
 
     def _read_next(self, wanted: int) -> None:
         chosen: list[list[SampledRow]] = []
+        longest = 0
         while self.unread and sum(map(len, chosen)) < wanted:
+            longest = max(longest, len(self.unread[0][0].sequence))
+            if chosen and (len(chosen) + 1) * longest > _PREFILL_TOKENS:
+                break
             chosen.append(self.unread.popleft())
         for row in (row for rows in chosen for row in rows):
             row.begin()

@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-_SPARE = 16  # columns by which rows may grow before keys and values are copied to a larger buffer
+_SPARE = 16
+"""Columns, and a quarter of the window at least, by which rows may grow before keys and values are copied to a larger
+buffer: each token of a long row is then copied four times in all."""
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values [rows, heads, columns, size] of each layer. Each row's last token lies in the last column; columns
 left of its first token hold finite, meaningless values."""
@@ -84,7 +86,7 @@ class _Window(DynamicLayer):
     def __init__(self, keys: Tensor, values: Tensor, count: int, width: int):
         super().__init__()
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.buffers = [like.new_zeros(count, like.shape[1], width + _SPARE, like.shape[3]) for like in (keys, values)]
+        self.buffers = [like.new_zeros(count, like.shape[1], _room(width), like.shape[3]) for like in (keys, values)]
         self.show(0, width)
 
     def show(self, start: int, end: int) -> None:
@@ -100,7 +102,7 @@ class _Window(DynamicLayer):
         for index, old in enumerate(self.buffers):
             part = old[:, :, self.end - shared : self.end]
             part = part if kept is None else part[kept]
-            buffer = old.new_empty(count, old.shape[1], width + _SPARE, old.shape[3])
+            buffer = old.new_empty(count, old.shape[1], _room(width), old.shape[3])
             buffer[: len(part), :, width - shared : width] = part
             # A masked column must hold finite numbers: NaN would spread.
             buffer[len(part) :, :, :width], buffer[:, :, : width - shared] = 0, 0
@@ -113,6 +115,10 @@ class _Window(DynamicLayer):
             buffer[:, :, self.end : end] = states
         self.show(self.start, end)
         return self.keys, self.values
+
+
+def _room(width: int) -> int:
+    return width + max(_SPARE, width // 4)
 
 
 def prefixes(pasts: list[Past | None], lengths: Tensor) -> KeysValues:

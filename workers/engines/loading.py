@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -32,8 +31,10 @@ from workers.engines.vision import ImageProcessor, attach_images
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, float32 on the CPU, and its tokenizer; an embedded one is built from the run's seed and data.
-    `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other model."""
+    """Load a model on the CPU, in the dtype of its files, and its tokenizer. Its weights are pages of the files, which
+    all ranks of a machine share; they are the engines' to convert. An embedded one, float32, is built from the run's
+    seed and data. `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other
+    model."""
     if model.path:
         folder = _existing(find(model.path, "models", spec.folder), model.path)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -58,10 +59,10 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
-        return classifier.from_pretrained(folder, dtype=torch.float32)
+        return classifier.from_pretrained(folder, dtype="auto")
     vision = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32)
+    model = kind.from_pretrained(folder, dtype="auto")
     return with_value_head(model) if head == "value" else model
 
 

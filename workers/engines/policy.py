@@ -1,20 +1,23 @@
 """Log-probabilities of responses by a causal language model that reads each prompt once for all its responses.
 
 The prompt's keys and values are computed once and shared by its responses, with gradients: for G responses of R tokens
-to a prompt of P tokens, P + G·R tokens pass through the model instead of G·(P + R).
+to a prompt of P tokens, P + G·R tokens pass through the model instead of G·(P + R). They are packed into one row,
+without padding; where layers have windows, and with images, prompts and responses are padded.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
-from workers.engines.context_parallel import ContextParallelCache
+from workers.engines.attention import NAME, NO_MASK
+from workers.engines.context_parallel import ContextParallelCache, has_windows
+from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import score, scored
 
@@ -31,10 +34,15 @@ class SharedPrompt(nn.Module):
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()
         self.model, self.chunks, self.context = model, chunks, context
+        self.packs = context is None and _can_pack(model)
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         """Return the head's input at each token [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
         raise NotImplementedError
+
+    def run_packed(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
+        """Return the head's input [N, D] at the `places` [N] of packed tokens [1, T]."""
+        return self.model.base_model(tokens, use_cache=False, **inputs).last_hidden_state[0].index_select(0, places)
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Return the head's values [N] for `outputs` [N, D] and the next `tokens` [N] (any token after the last)."""
@@ -54,6 +62,8 @@ class SharedPrompt(nn.Module):
         if self.context:
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
                                        response_lengths, temperature)
+        if self.packs and not images:
+            return _forward_packed(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, temperature)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
@@ -83,6 +93,34 @@ class SharedPrompt(nn.Module):
         rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
                            past_key_values=cache)
         return torch.cat([first, rest], 1)
+
+
+def _can_pack(model: PreTrainedModel) -> bool:
+    """Return whether every layer attends to all tokens before, through `attention.attend`, and to no image."""
+    config = model.config.get_text_config()
+    full = {*(getattr(config, "layer_types", None) or ["full_attention"])} == {"full_attention"}
+    return full and not has_windows(config) and config._attn_implementation == NAME and \
+        model._supports_attention_backend and not getattr(model, "image_processor", None)
+
+
+def _forward_packed(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,
+                    responses: Tensor, response_lengths: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Compute `SharedPrompt.forward` without padding, all tokens in one row."""
+    columns = torch.arange(prompts.shape[1], device=prompts.device)
+    steps = torch.arange(responses.shape[1] + policy.after_last, device=prompts.device)
+    counts = response_lengths + policy.after_last
+    rest = (counts - 1).clamp(min=0)
+    packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), prompts.device)
+    following = nn.functional.pad(responses, (0, policy.after_last))
+    tokens = torch.cat([prompts[columns >= prompts.shape[1] - prompt_lengths[:, None]],
+                        following[steps < rest[:, None]]])
+    last, before = prompt_lengths.cumsum(0)[prompt_of] - 1, int(prompt_lengths.sum()) + rest.cumsum(0) - rest
+    # A response's first value is read at the prompt's end, the others at its own tokens.
+    places = torch.where(steps == 0, last[:, None], before[:, None] + steps - 1)
+    valid = steps < counts[:, None]
+    outputs = policy.run_packed(places[valid], tokens[None], position_ids=packing.positions()[None], packing=packing,
+                                attention_mask=tokens.new_empty(NO_MASK))
+    return policy.read(outputs, following[valid], temperature)
 
 
 def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, prompts: Tensor, prompt_lengths: Tensor,
@@ -123,6 +161,11 @@ class Policy(SharedPrompt):
             return last_states(self.model, tokens, only_last, **places)
         output = self.model(tokens, use_cache=True, logits_to_keep=int(only_last), **places)
         return output.logits, output.past_key_values
+
+    def run_packed(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
+        if self.head_alone:
+            return super().run_packed(places, tokens, **inputs)
+        return self.model(tokens, use_cache=False, logits_to_keep=places, **inputs).logits[0]
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.head_alone:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distflow.errors import DistflowError, EngineError
@@ -43,6 +44,7 @@ class SharedEngine(Sampler):
         self.version = rollout.version
         self.held_from: int | None = None
         self.was_busy = False
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> EngineCaller:
         caller = EngineCaller(self, key, (temperature, keep_cache))
@@ -52,6 +54,8 @@ class SharedEngine(Sampler):
 
     def drive(self, stopped: Callable[[], bool], failed: Callable[[], bool] = lambda: False) -> None:
         """Sample what callers submit until `stopped`; then abort the rows, but not once something has `failed`."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)  # another thread has made the engine, and each begins with the first GPU
         try:
             while not stopped():
                 self._run_actions()

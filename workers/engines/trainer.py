@@ -28,6 +28,7 @@ class Trainer(ABC):
     """One role's model, spread over the ranks of its layout. Methods are collective: every rank calls them with the
     rows of its data-parallel share; ranks that split one copy of the model get the same results."""
 
+    pads = False  # whether rows are computed as long as the longest of their micro-batch
     version = 0  # number of optimizer steps and restores since the engine was created
     dp_group: dist.ProcessGroup  # one rank of each data-parallel share: they hold each row once
 
@@ -117,29 +118,37 @@ class Trainer(ABC):
         """Cut rows by the token budget, evenly, and into equally many pieces on every rank: passes are collective."""
         tokens = batch["prompts"].lengths + batch["responses"].lengths
         sizes = torch.unique_consecutive(batch.ids, return_counts=True)[1] if together else torch.ones_like(tokens)
-        needed = torch.zeros_like(sizes).index_add_(0, Ragged(tokens, sizes).row_of, tokens).tolist()
-        budget = self.settings.micro_batch_tokens
-        count = torch.tensor(max(len(cuts(needed, budget)), 1), device=self.device)
+        row_of, how = Ragged(tokens, sizes).row_of, "amax" if self.pads else "sum"
+        needed = torch.zeros_like(sizes).scatter_reduce_(0, row_of, tokens, how).tolist()
+        budget, counts = self.settings.micro_batch_tokens, sizes.tolist() if self.pads else None
+        count = torch.tensor(max(len(cuts(needed, budget, counts)), 1), device=self.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self.dp_group)
         rows = [0, *sizes.cumsum(0).tolist()]
-        pieces = [batch.slice(rows[start], rows[stop]) for start, stop in even_cuts(needed, budget, int(count))]
+        pieces = [batch.slice(rows[start], rows[stop]) for start, stop in even_cuts(needed, budget, int(count), counts)]
         return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
 
 
-def cuts(needed: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Cut a sequence into (start, stop) pieces of at most `cap` in sum; a larger item stands alone."""
-    edges, used = [0], 0
+def cuts(needed: Sequence[int], cap: int, counts: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """Cut a sequence into (start, stop) pieces of at most `cap` in sum; a larger item stands alone. With `counts`, rows
+    of an item, rows are padded: `needed` is the longest row of an item, and a piece takes that of its longest row for
+    each of its rows."""
+    edges, used, rows, longest = [0], 0, 0, 0
     for index, more in enumerate(needed):
-        if used and used + more > cap:
+        after = used + more if counts is None else (rows + counts[index]) * max(longest, more)
+        if used and after > cap:
             edges.append(index)
-            used = 0
-        used += more
+            rows = longest = 0
+            after = more if counts is None else counts[index] * more
+        used, longest = after, max(longest, more)
+        rows += counts[index] if counts else 0
     return list(pairwise([*edges, len(needed)])) if needed else []
 
 
-def even_cuts(needed: Sequence[int], cap: int, count: int) -> list[tuple[int, int]]:
+def even_cuts(needed: Sequence[int], cap: int, count: int,
+              counts: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """Return `cuts` by the smallest cap that gives at most `count` pieces."""
-    return cuts(needed, bisect_left(range(cap), True, key=lambda less: len(cuts(needed, less)) <= count))
+    cap = bisect_left(range(cap), True, key=lambda less: len(cuts(needed, less, counts)) <= count)
+    return cuts(needed, cap, counts)
 
 
 def schedule(settings: RoleRun, step: int, steps: int) -> float:

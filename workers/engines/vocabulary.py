@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 PIECE = 2**25  # logits in memory at a time: 128 MiB in float32. If all fit, they are computed once and kept
+_ON_GPU = 8  # times as many there: short kernels are slow
 
 
 def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -25,7 +26,7 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
-    if len(hidden) * len(weight) > PIECE:
+    if len(hidden) * len(weight) > _at_once(hidden):
         return _Scores.apply(hidden, weight, tokens, temperature, None, 0, len(weight))
     return scored(head(hidden).float() / temperature, tokens)
 
@@ -54,7 +55,7 @@ class _Scores(torch.autograd.Function):
         """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces."""
         logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         normalizers = torch.empty_like(logprobs)
-        for piece in _pieces(len(hidden), part):
+        for piece in _pieces(hidden, part):
             logits = _logits(hidden[piece], weight, temperature)
             top = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
             _all_reduce(top, dist.ReduceOp.MAX, group)
@@ -80,7 +81,7 @@ class _Scores(torch.autograd.Function):
         hidden, weight, tokens, normalizers = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        for piece in _pieces(len(hidden), ctx.part):
+        for piece in _pieces(hidden, ctx.part):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
             table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale[:, None])
@@ -96,9 +97,13 @@ class _Scores(torch.autograd.Function):
         return _all_reduce(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None, None
 
 
-def _pieces(count: int, part: int) -> Iterator[slice]:
-    size = max(1, PIECE // part)
-    yield from (slice(start, start + size) for start in range(0, count, size))
+def _at_once(hidden: Tensor) -> int:
+    return PIECE * (_ON_GPU if hidden.is_cuda else 1)
+
+
+def _pieces(hidden: Tensor, part: int) -> Iterator[slice]:
+    size = max(1, _at_once(hidden) // part)
+    yield from (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from training import built, engine_of, named_mesh, share_of
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
@@ -103,3 +106,27 @@ def test_state_goes_through_a_dictionary(model, mesh, batch):
         trained.update(batch, plain, 1.0, 1)
     for (name, a), b in zip(one.shards().items(), other.shards().values()):
         assert torch.equal(a.full_tensor(), b.full_tensor()), name
+
+
+def whole_gradients(small: int) -> int:
+    """Numbers in gradients that this rank holds as a whole when the second micro-batch begins."""
+    found = []
+    mesh = named_mesh(dp=2)
+    one = engine_of(mesh, {}, small, micro_batch_tokens=1)
+
+    def look(logprobs, *_):
+        groups = [each._get_fsdp_state()._fsdp_param_group for each in one.policy.modules()
+                  if isinstance(each, FSDPModule)]
+        gradients = [each for group in groups if group for weight in group.fsdp_params
+                     for each in (weight.unsharded_accumulated_grad, weight.unsharded_param.grad)]
+        found.append(sum(each.numel() for each in gradients if each is not None))
+        return -logprobs.sum()
+
+    one.update(share_of(mesh), look, 1.0, 0)
+    return found[1]
+
+
+def test_ranks_add_up_whole_gradients_of_small_models_alone():
+    parameters = sum(parameter.numel() for parameter in built().parameters())
+    assert run_ranks(2, whole_gradients, 64_000_000) == [parameters] * 2
+    assert run_ranks(2, whole_gradients, 0) == [0] * 2

@@ -53,7 +53,9 @@ def _failures() -> tuple[type[Exception], ...]:
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
           seed: int) -> LLMEngine:
     """Start an engine for the model's architecture, with undefined weights."""
-    with _one_start_at_a_time(device, tp), translated("start"), _environment(generation, tp), \
+    gpu = torch.cuda.current_device() if device == "cuda" else None
+    launched = launched_outside(tp, gpu)
+    with _one_start_at_a_time(device, tp), translated("start"), environment(generation, launched), \
             tempfile.TemporaryDirectory() as folder:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -70,11 +72,25 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
             disable_log_stats=True, tensor_parallel_size=tp,
-            **({"distributed_executor_backend": "external_launcher"} if tp > 1 else {}),
+            **({"distributed_executor_backend": "external_launcher"} if launched else {}),
             **(on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
         _unlink_shared_memory()
-    _open.add(id(engine.engine_core.engine_core))
+    core = engine.engine_core.engine_core
+    _open.add(id(core))
+    where = {weight.device.index for weight in core.model_executor.driver_worker.get_model().parameters()}
+    if gpu is not None and where != {gpu}:
+        raise EngineError(f"vLLM has its weights on the GPUs {sorted(where)}, and this rank's is {gpu}: two engines "
+                          "would meet on one. Take a version of vLLM that distflow knows, or  rollout: hf")
     return engine
+
+
+def launched_outside(tp: int, gpu: int | None) -> dict[str, str]:
+    """Return what vLLM's `external_launcher` reads from the environment: the default executor takes the GPU 0, on every
+    rank. Empty for an engine of one rank on a CPU, which is not part of the run's group."""
+    if tp == 1 and gpu is None:
+        return {}
+    place = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}  # of the ranks that share an engine
+    return {name: str(value) for name, value in (place | ({} if gpu is None else {"LOCAL_RANK": gpu})).items()}
 
 
 @contextlib.contextmanager
@@ -143,16 +159,16 @@ def _on_gpu(generation: Generation) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _environment(generation: Generation, tp: int) -> Iterator[None]:
-    """Set the environment for vLLM's start. Its own variables stay set, since it reads them at any time."""
+def environment(generation: Generation, launched: dict[str, str]) -> Iterator[None]:
+    """Set the environment for vLLM's start, with `launched` in place of torchrun's. vLLM's own variables stay set,
+    since it reads them at any time."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.update(_OURS)
     if generation.batch_invariant:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     said = torchrun_environment()
-    # An engine of one rank is not part of the run's group; ranks that share an engine may have a group of their own.
-    shown = said | {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())} if tp > 1 else {}
+    shown = said | launched if launched else {}
     for name in said:
         del os.environ[name]
     os.environ.update(shown)

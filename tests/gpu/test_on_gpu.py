@@ -1,0 +1,67 @@
+"""What only a GPU can show. Skipped without one; it has not run yet."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import metrics_of
+
+from distflow.weights.host_copy import STAGE, HostCopy
+from workers.engines.packing import Packing
+
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.5)])
+def test_a_whole_run_on_a_gpu(launch, workspace, dtype, bound):
+    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", dtype, "--set",
+           f"roles.actor.dtype={dtype}", torchrun=True)  # CUDA does not survive a fork
+    for step, values in metrics_of(workspace / "runs" / dtype).items():
+        assert values["mismatch/logprob_max"] < bound, step
+        assert values["grad_norm"] > 0
+
+
+def test_groups_share_a_gpu(launch, workspace):
+    launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "shared", "--set", "mode=async", "--set",
+           "groups.share_gpus=true", torchrun=True)
+    assert len(metrics_of(workspace / "runs" / "shared")) == 4
+
+
+def test_cudnn_attention_still_gives_no_gradients_with_a_mask():
+    """As in pytorch #196678. Where this fails, `workers.engines.devices.choose` need not turn it off any more."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 704, 64, device="cuda", dtype=torch.bfloat16) * scale
+                         for scale in (0.1, 0.1, 1.0))
+    query[..., 0], key[..., 0] = 1.0, -120 * math.sqrt(64)
+    query.requires_grad_()
+    mask = torch.ones(704, 704, dtype=torch.bool, device="cuda").tril()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask).backward(torch.randn_like(value))
+    assert not torch.isfinite(query.grad).all()
+
+
+def test_packed_rows_attend_as_padded_ones_do():
+    packings = [Packing([40, 9], [0, 0, 1], [300, 1, 70], torch.device(kind)) for kind in ("cuda", "cpu")]
+    query, key, value = (torch.randn(1, heads, 420, 64) for heads in (8, 2, 2))
+    found, expected = [], []
+    for packing, dtype, results in zip(packings, (torch.bfloat16, torch.float32), (found, expected)):
+        inputs = [part.to(packing.device, dtype).requires_grad_() for part in (query, key, value)]
+        output = packing.attend(*inputs, None)
+        output.float().square().sum().backward()
+        results += [part.float().cpu() for part in (output, *(each.grad for each in inputs))]
+    for one, other in zip(found, expected):
+        assert torch.allclose(one, other, atol=0.05, rtol=0.05)
+
+
+def test_tensors_of_a_gpu_arrive_as_they_were_at_the_moment():
+    source = torch.arange(STAGE // 2 + 3, device="cuda")  # 4 stages and some bytes
+    expected, copier = source.cpu(), HostCopy()
+    moment = copier.moment([source])
+    target = torch.empty(source.nbytes, dtype=torch.uint8)
+    for _ in copier.copy([(target, source)], moment):
+        source.zero_()
+    assert torch.equal(target.view(torch.int64), expected)
