@@ -32,8 +32,8 @@ from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
-from workers.collectives import chosen
 from workers.elastic import ElasticAgent
+from workers.engines.collectives import chosen
 from workers.rollout_channel import DockPlace, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count

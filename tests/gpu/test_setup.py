@@ -10,8 +10,8 @@ import torch
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError, InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Group
-from workers.collectives import chosen, torch_name
 from workers.context import gpu_index
+from workers.engines.collectives import chosen, torch_name
 from workers.engines.devices import choose
 from workers.engines.vllm.start import environment, launched_outside
 
