@@ -28,12 +28,13 @@ from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store.interface import Store
+from distflow.store.interface import Store, paused
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT = "over", "first step", "came", "left"
+_SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
 
@@ -53,6 +54,8 @@ class RolloutChannel:
     shard_process: DockProcess | None = None
     layout: DockLayout | None = None
     version_set: int = 0  # newest set of versions that this process has published
+    known_over: bool = False
+    look_at: float = 0.0
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
@@ -82,10 +85,11 @@ class RolloutChannel:
     def add_version_set(self, versions: dict[str, int]) -> None:
         """Record the published versions of the roles' weights, under a number that no other set has."""
         self.version_set = self.store.add("version sets")
-        self.store.put(f"versions/{self.version_set}", json.dumps(versions))
+        self.store.put(_SLOT.format(self.version_set % _SETS), json.dumps([self.version_set, versions]))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
-        return json.loads(self.store.get(f"versions/{version_set}") or "{}")
+        number, versions = json.loads(self.store.get(_SLOT.format(version_set % _SETS)) or "[0, {}]")
+        return versions if number == version_set else {}
 
     def begin(self, step: int) -> None:
         """Announce the step at which the trainer begins."""
@@ -104,7 +108,10 @@ class RolloutChannel:
 
     @property
     def over(self) -> bool:
-        return self.store.has(_OVER)
+        """Whether nothing more is to be sampled; many ranks look less often than they ask."""
+        if (now := time.monotonic()) >= self.look_at and not self.known_over:
+            self.known_over, self.look_at = self.store.has(_OVER), now + paused(0.0, self.ranks)
+        return self.known_over
 
     def leave(self) -> None:
         """Announce that this rank needs the dock no more. A rank with a storage shard waits for the others."""
