@@ -31,6 +31,7 @@ from workers.rollout_channel import HOST
 BOARD = "board"  # the id that stands for all runs of a board's token, in the checksum that the board has of it
 _REACHED = 30.0  # seconds
 _PARTING = 5.0  # seconds within which the store must learn that this machine leaves
+_MEETING = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -73,16 +74,17 @@ class ElasticAgent:
         self.machine_heartbeat = self.replica_server = None
         if self.rank == 0:
             self.membership.store.put(key, self._found_rendezvous())
-        while (text := self.membership.store.get(key)) is None:
-            time.sleep(_POLL)
-        found = json.loads(text)
+        while not self.membership.store.wait([key], _MEETING):
+            pass
+        found = json.loads(self.membership.store.get(key) or "")
         if "end" in found:
             if found["end"]:
                 raise DistflowError(found["end"])
             return None
         self.rendezvous = Rendezvous(**found)
         if self.rank == 0:
-            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
+            host = os.environ.get(HOST) or self.store.own_host
+            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous, host)
         self._set_environment()
         self._serve_replicas()
         return self.rendezvous
@@ -147,6 +149,12 @@ class ElasticAgent:
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
+
+    def check_links(self, attempt: int) -> None:
+        """Have the machines that train see whether they reach each other; each one's first rank does it."""
+        if self.rank == 0 and self.rendezvous.block < self.membership.vital:
+            self.membership.check_links(self.rendezvous.number, self.rendezvous.block, self.rendezvous.blocks, attempt)
+        self.poll()
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""
