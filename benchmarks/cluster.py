@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.machines import address, within
 from distflow.telemetry.ettr import Event, read
 from distflow.telemetry.processes import kill_tree
 
@@ -33,10 +34,12 @@ class Cluster:
         run: the folder of the run that they are for.
         arguments: of launch.py.
         store: address of the store; default: a board of this cluster's own.
+        hosts: network namespaces, by `machines.machines`, in which the machines are, in the order of their start; the
+            board is in the last one. Default: all are on loopback.
     """
 
-    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str = ""):
-        self.cwd, self.run, self.arguments = cwd, run, arguments
+    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str = "", hosts: Sequence[str] = ()):
+        self.cwd, self.run, self.arguments, self.hosts = cwd, run, arguments, hosts
         self.machines: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.board, self.token, self.address = None, secrets.token_hex(16), store
@@ -44,16 +47,20 @@ class Cluster:
             self._serve()
 
     def _serve(self) -> None:
-        self.board = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0", "--show-token"],
-                                      cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
+        line = [sys.executable, "-m", "distflow.cli", "board", "--port", "0", "--show-token"]
+        line = within(self.hosts[-1], *line, "--host", address(len(self.hosts) - 1)) if self.hosts else line
+        self.board = subprocess.Popen(line, cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
         text = "".join(self.board.stdout.readline() for _ in range(3))
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
 
     def start(self, name: str) -> None:
         """A machine of one rank."""
-        here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        number = len(self.machines)
+        here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": address(number) if self.hosts else "127.0.0.1",
+                "GLOO_SOCKET_IFNAME": "lo"}
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
                 str(ROOT / "distflow/launch.py"), *self.arguments, "--store", self.address]
+        line = within(self.hosts[number], *line) if self.hosts else line
         with open(self.cwd / f"{name}.log", "w") as log:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)

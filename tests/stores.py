@@ -93,11 +93,16 @@ class CountingStore(TCPStoreClient):
 
     def __init__(self, port: int):
         self.operations: list[str] = []
+        self.keys: list[int] = []  # of each list of keys
         super().__init__("127.0.0.1", port, SECONDS)
 
     def _call(self, query, read):
         self.operations.append("call")
         return super()._call(query, read)
+
+    def _keys(self, keys):
+        self.keys.append(len(keys))
+        return super()._keys(keys)
 
     def wait(self, keys, seconds):
         self.operations.append("wait")

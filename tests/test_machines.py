@@ -3,6 +3,7 @@ network and the run's folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ from harness import metrics_of
 from stores import hosted
 
 from benchmarks.cluster import Cluster
+from benchmarks.machines import NoMachines, address, machines
 from distflow import launch
 from distflow.cli import main
 from distflow.rpc.run_token import token_checksum
@@ -141,6 +143,35 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert {event["source"] for event in restored} == {"neighbour"}
     assert len({event["of_step"] for event in restored}) == 1
     assert restored[0]["of_step"] >= 4
+
+
+def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspace):
+    """All three reach the board; two do not reach each other any more."""
+    (workspace / "brevity.py").write_text(STEADY)
+    with contextlib.ExitStack() as end:
+        try:
+            hosts = end.enter_context(machines(4, 1000.0))
+        except NoMachines as error:
+            pytest.skip(str(error))
+        arguments = ("--machines", "2:3", "--set", f"steps={FEW}", "--set", "wait_limit=30")
+        run = Cluster(workspace, workspace / "runs/apart", ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name",
+                                                            "apart", *QUICK, *arguments), hosts=hosts)
+        end.callback(run.close)
+        for name in ("one", "two", "three"):
+            run.start(name)
+        run.reach(6)
+        first, = run.tells("step 2/")
+        here, there = (number for number, name in enumerate(run.machines) if name != first)
+        subprocess.run(["ip", "netns", "exec", hosts[here], "ip", "route", "add", "blackhole", address(there)],
+                       check=True)
+        status = run.ends()
+        (lost, code), = [each for each in status.items() if each[1]]
+        assert (sorted(status.values()), code) == ([0, 0, 1], 1), run.said()
+        assert lost != first
+        assert "do not reach each other, though all reach the store" in (workspace / f"{lost}.log").read_text()
+        assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
+        cause, = [event["what"] for event in run.events("failure") if event["unit"] == "the machines"]
+        assert "(ranks 2 to 2) and 1 of 2 others that train do not reach each other" in cause
 
 
 def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cluster):

@@ -34,6 +34,7 @@ BOARD = "board"  # the id that stands for all runs of a board's token, in the ch
 _REACHED = 30.0  # seconds
 _PARTING = 5.0  # seconds within which the store must learn that this machine leaves
 _LINGERING = 1.0  # seconds in which workers put what they have sampled before their machine trains
+_MEETING = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -79,9 +80,9 @@ class ElasticAgent:
         self.machine_heartbeat = self.replica_server = None
         if self.rank == 0:
             self.membership.store.put(key, self._found_rendezvous())
-        while (text := self.membership.store.get(key)) is None:
-            time.sleep(_POLL)
-        found = json.loads(text)
+        while not self.membership.store.wait([key], _MEETING):
+            pass
+        found = json.loads(self.membership.store.get(key) or "")
         if "end" in found:
             if found["end"]:
                 raise DistflowError(found["end"])
@@ -91,7 +92,8 @@ class ElasticAgent:
                        or each != self.rendezvous.block]:
             self.standbys.pop(number).stop()
         if self.rank == 0:
-            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
+            host = os.environ.get(HOST) or self.store.own_host
+            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous, host)
         self._set_environment()
         self._serve_replicas()
         return self.rendezvous
@@ -168,6 +170,11 @@ class ElasticAgent:
             self.serve_shard(taken[0])
             self.leaves_at = time.monotonic() + _LINGERING
         return time.monotonic() < self.leaves_at
+    def check_links(self, attempt: int) -> None:
+        """Have the machines that train see whether they reach each other; each one's first rank does it."""
+        if self.rank == 0 and self.rendezvous.block < self.membership.vital:
+            self.membership.check_links(self.rendezvous.number, self.rendezvous.block, self.rendezvous.blocks, attempt)
+        self.poll()
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""

@@ -30,7 +30,7 @@ from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store.interface import Store
+from distflow.store.interface import Store, paused
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
@@ -41,6 +41,7 @@ _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock
 _PATIENCE = 10.0
 _SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
+_SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
 
@@ -64,6 +65,8 @@ class RolloutChannel:
     standbys: dict[int, DockProcess] = field(default_factory=dict)
     patience: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
+    known_over: bool = False
+    look_at: float = 0.0
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
@@ -100,10 +103,11 @@ class RolloutChannel:
     def add_version_set(self, versions: dict[str, int]) -> None:
         """Record the published versions of the roles' weights, under a number that no other set has."""
         self.version_set = self.store.add("version sets")
-        self.store.put(f"versions/{self.version_set}", json.dumps(versions))
+        self.store.put(_SLOT.format(self.version_set % _SETS), json.dumps([self.version_set, versions]))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
-        return json.loads(self.store.get(f"versions/{version_set}") or "{}")
+        number, versions = json.loads(self.store.get(_SLOT.format(version_set % _SETS)) or "[0, {}]")
+        return versions if number == version_set else {}
 
     def newest_versions(self) -> dict[str, int]:
         return self.versions_of(self.store.add("version sets", 0))
@@ -144,7 +148,10 @@ class RolloutChannel:
 
     @property
     def over(self) -> bool:
-        return self.store.has(_OVER)
+        """Whether nothing more is to be sampled; many ranks look less often than they ask."""
+        if (now := time.monotonic()) >= self.look_at and not self.known_over:
+            self.known_over, self.look_at = self.store.has(_OVER), now + paused(0.0, self.ranks)
+        return self.known_over
 
     def leave(self) -> None:
         """Announce that this rank needs the dock no more. A rank with a storage shard waits for the others."""

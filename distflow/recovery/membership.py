@@ -10,11 +10,14 @@ next round. No process decides: whoever sees a loss proposes a round, and the st
     in the store
     local, run             what all machines must agree on, as the first one said
     round                  the number of the present round
-    N/began                JSON: why round N began and which machines are expected, or that the run has ended
+    N/began                JSON: why round N began, which machines are expected and which have been cut off, or that
+                           the run has ended
     N/came, N/waits/K      how many machines have come to round N; heartbeat and name of the K-th while it waits
     N/members              JSON: the machines that it began with, by block
     N/holder/B             the machine that has taken over block B since; vacant: it has left B for another block
     N/heartbeat/B, N/left/B  heartbeat of block B's machine; that the machine has left
+    N/address/B            where others can see whether they reach block B's machine (`links`)
+    N/unreached/A/B        JSON: whose machines block B's machine does not reach, after attempt A of the ranks
     N/replicas/R           where rank R's supervisor takes copies of another machine's state, or why not
 """
 
@@ -24,13 +27,15 @@ import itertools
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from distflow.errors import DistflowError, InvalidInput
+from distflow.recovery.links import LinkTarget, most_cut_off, unreached
 from distflow.recovery.worker_process import WorkerContext
-from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.interface import Store, StoreUnavailable, paused
 from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import spawn
 
@@ -39,6 +44,10 @@ HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and betwe
 _NO_BLOCK = -1  # of a machine that waits for one
 _VACANT = "vacant"  # holder of a block whose machine has taken over another one
 _PATIENCE = 5.0  # seconds after which a machine that waits for others says so
+_ANSWER, _REPORTS = 5.0, 10.0
+"""Seconds within which a machine must be reached (a packet that is lost is sent again after one second, and after
+three), and within which all machines must have said which others they reach."""
+_WATCHED = 3  # machines whose heartbeats a machine looks at
 
 
 class MembershipChanged(Exception):
@@ -63,6 +72,10 @@ class ElasticMember(Protocol):
 
     def poll(self) -> None:
         """Raises MembershipChanged: all machines begin a later round."""
+
+    def check_links(self, attempt: int) -> None:
+        """Have the machines that train see whether they reach each other, after an attempt in which all ranks only
+        missed others."""
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raises MembershipChanged if so."""
@@ -106,6 +119,8 @@ class Membership:
     grows: bool
     silence: float
     losses: int
+    began_with: dict[int, list[str]] = field(default_factory=dict)
+    """Machines by block of the rounds that this process has seen begin."""
 
     def agree(self, run: str) -> None:
         """Check that the store is this run's. Raises InvalidInput: it is not, or the run is done, or machines differ in
@@ -131,6 +146,10 @@ class Membership:
                 if began["end"]:
                     raise DistflowError(began["end"])
                 return None
+            if self.name in began.get("cut off", ()):
+                raise DistflowError("this machine and others that train do not reach each other, though all reach the "
+                                    "store, and the run goes on without it. Look after the network between them (a "
+                                    "cable, a switch, the rules of a firewall), then start it here again")
             members = self._wait_for_members(number, began.get("expected", []))
             if members is None:
                 continue
@@ -138,17 +157,21 @@ class Membership:
             if found is not None:
                 return Rendezvous(number, *found, began.get("why", ""), began.get("silent", 0.0))
 
-    def propose(self, round: int, why: str, lost: int | None = None) -> None:
-        """Propose the next round, for this machine and all others but that of block `lost`."""
-        expected = [name for block, name in self.holders(round).items()
-                    if block != lost and not self.left(round, block, name)]
-        expected += [self.name] if self.name not in expected else []
-        losses = self._round_record(round).get("losses", 0) + (lost is not None)
+    def propose(self, round: int, why: str, lost: int | None = None, cut_off: str = "") -> None:
+        """Propose the next round, for this machine and all others but that of block `lost`. `cut_off`: its name, if it
+        lives and must not come again."""
+        blocks = range(self.most)
+        expected = [name for block, (name, left, _) in zip(blocks, self.signs(round, blocks))
+                    if name and block != lost and not left]
+        expected += [self.name] if self.name not in (*expected, cut_off) else []
+        before = self._round_record(round)
+        losses = before.get("losses", 0) + (lost is not None)
         if losses > self.losses:
             self.finish(round, f"{why}. That is machine {losses} that is lost, and robust.restarts is {self.losses}")
             return
-        silent = 0.0 if lost is None else self.silence
-        self._propose(round, {"why": why, "silent": silent, "expected": expected, "losses": losses})
+        self._propose(round, {"why": why, "silent": 0.0 if lost is None or cut_off else self.silence,
+                              "expected": expected, "losses": losses,
+                              "cut off": [*before.get("cut off", ()), *filter(None, [cut_off])]})
 
     def finish(self, round: int, failure: str = "") -> None:
         """End the run on all machines: because of a failure, or because all is done."""
@@ -163,10 +186,8 @@ class Membership:
 
     def holders(self, round: int) -> dict[int, str]:
         """Return the machine of each block that has, or had, one."""
-        members = json.loads(self.store.get(f"{round}/members") or "[]")
-        holders = self.store.get_all([f"{round}/holder/{block}" for block in range(self.most)])
-        found = {block: holder or "".join(members[block : block + 1]) for block, holder in enumerate(holders)}
-        return {block: name for block, name in found.items() if name not in ("", _VACANT)}
+        blocks = range(self.most)
+        return {block: name for block, (name, _, _) in zip(blocks, self.signs(round, blocks)) if name}
 
     def successor(self, block: int) -> int:
         """Return the block whose machine takes over another one, which trains, when that is lost; -1: none does."""
@@ -174,29 +195,55 @@ class Membership:
 
     def take_over(self, round: int, block: int, lost: str, mine: int) -> None:
         """Take the block of a lost machine, and leave this machine's own to another."""
-        if self._take(round, block, lost):
+        if self._take(round, block, lost) is not None:
             self.store.put(f"{round}/holder/{mine}", _VACANT)
 
     def holds(self, round: int, block: int) -> bool:
         """Return whether a block is still this machine's: while it sent no heartbeat, another may have taken it."""
         return self.store.get(f"{round}/holder/{block}") in (None, self.name)
 
-    def left(self, round: int, block: int, name: str) -> bool:
-        """Return whether the machine `name`, which had the block, has ended by itself."""
-        return self.store.get(f"{round}/left/{block}") == name
-
     def send_heartbeat(self, round: int, block: int, count: int) -> None:
         self.store.put(f"{round}/heartbeat/{block}", f"{self.name} {count}")
 
-    def last_heartbeat(self, round: int, block: int, name: str) -> str:
-        """Return the last heartbeat of a block's machine `name`; empty if the last one there is another's."""
-        return _heartbeat_of(name, self.store.get(f"{round}/heartbeat/{block}") or "")
+    def check_links(self, round: int, block: int, blocks: int, attempt: int) -> None:
+        """Connect to all machines that train, and report which are not reached; once all have, propose to go on without
+        the one that has the most broken links, if there are any."""
+        training = range(min(self.vital, blocks))
+        names = {each: name for each, (name, left, _) in zip(training, self.signs(round, training)) if name and
+                 not left}
+        texts = zip(names, self.store.get_all([f"{round}/address/{each}" for each in names]))
+        mine = unreached({each: tuple(json.loads(text)) for each, text in texts if text and each != block},
+                         _ANSWER)
+        keys = [f"{round}/unreached/{attempt}/{each}" for each in names]
+        self.store.put(f"{round}/unreached/{attempt}/{block}", json.dumps(mine))
+        self.store.wait(keys, _REPORTS)
+        reports = {each: json.loads(text) for each, text in zip(names, self.store.get_all(keys)) if text}
+        if (found := most_cut_off(reports)) is not None:
+            lost, count = found
+            why = f"{self.named(lost, names[lost])} and {count} of {len(reports) - 1} others that train do not reach " \
+                  "each other, though all reach the store"
+            self.propose(round, why, lost, cut_off=names[lost])
 
-    def signs(self, round: int) -> list[tuple[str, str]]:
-        """Return for each block which machine has ended by itself there, and the last heartbeat."""
-        keys = [f"{round}/{kind}/{block}" for kind in ("left", "heartbeat") for block in range(self.most)]
-        found = self.store.get_all(keys)
-        return list(zip(found[: self.most], found[self.most :]))
+    def named(self, block: int, name: str) -> str:
+        return f"machine {host_of(name)} (ranks {block * self.local} to {(block + 1) * self.local - 1})"
+
+    def signs(self, round: int, blocks: Sequence[int]) -> list[tuple[str, bool, str]]:
+        """Return for each of the blocks its machine, whether that has ended by itself, and its last heartbeat; empty
+        where there is none, or the last one there is another machine's."""
+        members = self._members(round) or []
+        keys = [f"{round}/{kind}/{block}" for kind in ("holder", "left", "heartbeat") for block in blocks]
+        found, count = self.store.get_all(keys), len(blocks)
+        signs = list[tuple[str, bool, str]]()
+        for block, holder, left, heartbeat in zip(blocks, found, found[count:], found[2 * count :]):
+            name = "" if holder == _VACANT else holder or "".join(members[block : block + 1])
+            signs.append((name, bool(name) and left == name, heartbeat if heartbeat.startswith(f"{name} ") else ""))
+        return signs
+
+    def _members(self, round: int) -> list[str] | None:
+        """Return the machines that a round began with, by block; None before it has begun."""
+        if round not in self.began_with and (text := self.store.get(f"{round}/members")) is not None:
+            self.began_with[round] = json.loads(text)
+        return self.began_with.get(round)
 
     def _propose(self, round: int, began: dict) -> None:
         self.store.put_if(f"{round + 1}/began", json.dumps(began), None)
@@ -216,16 +263,18 @@ class Membership:
     def _wait_for_members(self, round: int, expected: list[str]) -> list[str] | None:
         """Wait until a round begins, and return its machines; None if a later round has begun first."""
         seen: dict[int, tuple[str, Silence]] = {}
-        names, reported, since, mine, count = list[str](), list[str](), time.monotonic(), 0, 0
-        while (members := self.store.get(f"{round}/members")) is None:
+        names, reported, since, mine, count = list[str](), False, time.monotonic(), 0, 0
+        while (members := self._members(round)) is None:
             if self.is_superseded(round):
                 return None
-            if names != reported and time.monotonic() - since > _PATIENCE:
-                reported, why = names, self._round_record(round).get("why", "")
-                print(f"{f'{why}; ' if why else ''}waiting for machines: {len(names)} have come, and {self.least} are "
-                      "enough", flush=True)
+            if not reported and time.monotonic() - since > _PATIENCE:
+                self._report_waiting(round)
+            reported = time.monotonic() - since > _PATIENCE
             mine = mine or self.store.add(f"{round}/came")
             self.store.put(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
+            if not self._is_first(round, mine, seen):  # that one looks at the others
+                self.store.wait([f"{round}/members"], paused(min(_POLL, self.silence / 4), mine))
+                continue
             if (waiting := self._waiting(round, seen)) != names:
                 names, since = waiting, time.monotonic()
             quiet = time.monotonic() - since > self.silence
@@ -235,17 +284,32 @@ class Membership:
                                                           if name in expected else names.index(name)))
                 self.store.put_if(f"{round}/members", json.dumps(ordered[: self.most]), None)
             time.sleep(_POLL)
-        return json.loads(members)
+        return members
+
+    def _report_waiting(self, round: int) -> None:
+        why, count = self._round_record(round).get("why", ""), self.store.add(f"{round}/came", 0)
+        print(f"{f'{why}; ' if why else ''}waiting for machines: {count} have come, and {self.least} are enough",
+              flush=True)
+
+    def _is_first(self, round: int, mine: int, seen: dict[int, tuple[str, Silence]]) -> bool:
+        """Return whether all machines that came before the one with number `mine` are silent. Of these only the last
+        ones are looked at, and those before them once they are silent. `seen`: as in `_waiting`."""
+        for last in range(mine - 1, 0, -_WATCHED):
+            numbers = range(last, max(0, last - _WATCHED), -1)
+            for each, waits in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
+                if seen.setdefault(each, (waits, Silence(self.silence / 2)))[1].of(waits) <= self.silence:
+                    return False
+        return True
 
     def _waiting(self, round: int, seen: dict[int, tuple[str, Silence]]) -> list[str]:
         """Return the machines that wait for a round to begin, in the order in which they came: those whose heartbeat
         goes on. `seen`: the first heartbeat of each that this machine has seen, and how long it has been silent."""
-        found = []
-        for each in range(1, self.store.add(f"{round}/came", 0) + 1):
-            if (waits := self.store.get(f"{round}/waits/{each}")) is not None:
-                heartbeat, name = waits.split(" ", 1)
-                first, silence = seen.setdefault(each, (heartbeat, Silence(self.silence / 2)))
-                lives = silence.of(heartbeat) <= self.silence and (heartbeat != first or name == self.name)
+        found, numbers = list[str](), range(1, self.store.add(f"{round}/came", 0) + 1)
+        for each, waits in zip(numbers, self.store.get_all([f"{round}/waits/{each}" for each in numbers])):
+            if waits:
+                _, name = waits.split(" ", 1)
+                first, silence = seen.setdefault(each, (waits, Silence(self.silence / 2)))
+                lives = silence.of(waits) <= self.silence and (waits != first or name == self.name)
                 found += [name] if lives else []
         return found
 
@@ -253,21 +317,22 @@ class Membership:
         """Wait for a free block; return it, the number of blocks, and whether it was another machine's. None if a later
         round has begun."""
         blocks = len(members) if self.grows else self.most
+        if self.name in members and self.holds(round, members.index(self.name)):
+            return members.index(self.name), blocks, False
         for block, holder in self.holders(round).items():
             if holder == self.name:
-                return block, blocks, members[block : block + 1] != [holder]
+                return block, blocks, True
         if self.grows and len(members) < self.most:
             self.propose(round, f"machine {host_of(self.name)} has come")
             return None
         silences = {block: Silence(self.silence / 2) for block in range(self.most)}
-        reported, since = set[str](), time.monotonic()
+        reported, since, free = set[str](), time.monotonic(), range(self.vital, blocks)
         while not self.is_superseded(round):
-            for block in range(self.vital, blocks):
-                before = self._holder(round, block, members)
-                silent = silences[block].of((before, self.last_heartbeat(round, block, before))) > self.silence
-                free = before in ("", _VACANT) or silent or self.left(round, block, before)
-                if free and not self.is_superseded(round) and self._take(round, block, before):
-                    return block, blocks, bool(before)
+            for block, (before, left, heartbeat) in zip(free, self.signs(round, free)):
+                silent = silences[block].of((before, heartbeat)) > self.silence
+                if (not before or silent or left) and not self.is_superseded(round) and \
+                        (replaces := self._take(round, block, before)) is not None:
+                    return block, blocks, replaces
             _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
             if time.monotonic() - since > _PATIENCE:
                 print(f"other machines have all {blocks} blocks of ranks; this one waits until one of them is lost",
@@ -276,17 +341,13 @@ class Membership:
             time.sleep(_POLL)
         return None
 
-    def _take(self, round: int, block: int, before: str) -> bool:
+    def _take(self, round: int, block: int, before: str) -> bool | None:
+        """Take the block that machine `before` had, if any. Return whether one had it; None if another was faster."""
         key = f"{round}/holder/{block}"
         holder = self.store.get(key)
-        return holder in (None, before) and self.store.put_if(key, self.name, holder) == self.name
-
-    def _holder(self, round: int, block: int, members: list[str]) -> str:
-        return self.store.get(f"{round}/holder/{block}") or (members[block] if block < len(members) else "")
-
-
-def _heartbeat_of(name: str, heartbeat: str) -> str:
-    return heartbeat if heartbeat.startswith(f"{name} ") else ""
+        if holder not in (None, before or _VACANT) or self.store.put_if(key, self.name, holder) != self.name:
+            return None
+        return bool(before or holder)
 
 
 def host_of(name: str) -> str:
@@ -298,20 +359,26 @@ class MachineHeartbeat:
     """Process that sends this machine's heartbeat in one round, and misses those of others. The supervisor cannot: it
     may be busy for a while, and has no threads."""
 
-    def __init__(self, membership: Membership, rendezvous: Rendezvous):
-        self.process = spawn(partial(_watch, membership, rendezvous))
+    def __init__(self, membership: Membership, rendezvous: Rendezvous, host: str):
+        """`host`: address at which other machines reach this one."""
+        self.process = spawn(partial(_watch, membership, rendezvous, host))
 
     def end(self) -> None:
         self.process.end()
 
 
-def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
+def _watch(membership: Membership, rendezvous: Rendezvous, host: str) -> None:
     """Send and check heartbeats until this machine's part of the round ends, or there is no store any more."""
     silences, reported = {block: Silence(membership.silence / 2) for block in range(rendezvous.blocks)}, set[str]()
+    target, announced = LinkTarget(host), False
     for count in itertools.count(1):
+        target.clear()
         try:
             if membership.is_superseded(rendezvous.number) or not membership.holds(rendezvous.number, rendezvous.block):
                 return
+            if target.address and not announced:
+                membership.store.put(f"{rendezvous.number}/address/{rendezvous.block}", json.dumps(target.address))
+                announced = True
             membership.send_heartbeat(rendezvous.number, rendezvous.block, count)
             _report_losses(membership, rendezvous, silences, reported)
         except StoreUnavailable as error:
@@ -322,25 +389,44 @@ def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
 
 def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dict[int, Silence],
                    reported: set[str]) -> None:
-    """Replace each machine that trains and is silent, or propose the next round; say once which others are silent."""
-    signs, holders = membership.signs(rendezvous.number), membership.holders(rendezvous.number)
-    members = {block: name for block, name in holders.items() if signs[block][0] != name}
-    silent = {block: silences[block].of((name, _heartbeat_of(name, signs[block][1])))
-              for block, name in members.items() if block != rendezvous.block}
-    samplers = [block for block in members if block >= membership.vital and silent.get(block, 0) <= membership.silence]
-    for block, seconds in silent.items():
-        name, first, successor = holders[block], block * membership.local, membership.successor(block)
-        if name in reported or seconds <= membership.silence:
-            continue
-        what = (f"machine {host_of(name)} (ranks {first} to {first + membership.local - 1}) has given no sign "
-                f"of life for {membership.silence:g} s")
-        if block < membership.vital and successor in samplers and len(samplers) > 1 and \
-                seconds <= 2 * membership.silence:
-            if successor == rendezvous.block:
-                membership.take_over(rendezvous.number, block, name, rendezvous.block)
-            continue
-        if block < membership.vital:
-            membership.propose(rendezvous.number, what, lost=block)
-        elif rendezvous.block == 0:
-            print(f"{what}; the others sample on, and another may take its place", flush=True)
-        reported.add(name)
+    """Propose the next round for each machine that trains and is silent, unless one that samples takes its place; the
+    first block's says once which others are. Every other machine looks at those whose place it would take and at the
+    next ones in a ring, and at those after them once these are silent."""
+    first, blocks = rendezvous.block == 0, rendezvous.blocks
+    ring = [(rendezvous.block + step) % blocks for step in range(1, blocks + (rendezvous.block == _NO_BLOCK))]
+    width = max(1, len(ring)) if first else _WATCHED
+    heir_of = [block for block in ring if membership.successor(block) == rendezvous.block and block < membership.vital]
+    for near in (heir_of, *(ring[at : at + width] for at in range(0, len(ring), width))):
+        lives = False
+        for block, (name, left, heartbeat) in zip(near, membership.signs(rendezvous.number, near)):
+            if not name or left or name in reported:
+                continue
+            seconds = silences[block].of((name, heartbeat))
+            if seconds <= membership.silence:
+                lives = True
+                continue
+            if seconds <= 2 * membership.silence and _is_taken_over(membership, rendezvous, block, name, silences):
+                continue
+            what = f"{membership.named(block, name)} has given no sign of life for {membership.silence:g} s"
+            if block < membership.vital:
+                membership.propose(rendezvous.number, what, lost=block)
+            elif first:
+                print(f"{what}; the others sample on, and another may take its place", flush=True)
+            reported.add(name)
+        if lives and near is not heir_of:
+            return
+
+
+def _is_taken_over(membership: Membership, rendezvous: Rendezvous, block: int, name: str,
+                   silences: dict[int, Silence]) -> bool:
+    """Return whether a machine that samples takes the place of a silent one that trains, while another one samples on.
+    This one does so, if it is that machine."""
+    samplers, successor = range(membership.vital, rendezvous.blocks), membership.successor(block)
+    signs = membership.signs(rendezvous.number, samplers) if block < membership.vital else []
+    living = [each for each, (sampler, left, heartbeat) in zip(samplers, signs) if sampler and not left
+              and (each == rendezvous.block or silences[each].of((sampler, heartbeat)) <= membership.silence)]
+    if successor not in living or len(living) < 2:
+        return False
+    if successor == rendezvous.block:
+        membership.take_over(rendezvous.number, block, name, rendezvous.block)
+    return True

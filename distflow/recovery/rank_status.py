@@ -31,7 +31,8 @@ class RankStatus:
     def missing(self) -> str:
         """Return which ranks do something else than this one, and for how long; empty if that is unknown."""
         try:
-            elsewhere = [line for rank in range(self.ranks) if (line := self._elsewhere(rank))]
+            found = self.store.get_all([f"status/{rank}" for rank in range(self.ranks)])
+            elsewhere = [line for rank, status in enumerate(found) if (line := self._elsewhere(rank, status))]
         except StoreUnavailable:
             return ""  # the store ended with the machine that hosted it
         if not elsewhere:
@@ -39,8 +40,8 @@ class RankStatus:
         more = f"; and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""
         return "; ".join(elsewhere[:_SHOWN]) + more
 
-    def _elsewhere(self, rank: int) -> str:
-        if (status := self.store.get(f"status/{rank}")) is None:
+    def _elsewhere(self, rank: int, status: str) -> str:
+        if not status:
             return f"rank {rank} has not begun"
         since, _, activity = status.partition(" ")
         return f"rank {rank} {activity}, for {time.time() - float(since):.0f} s" if activity != self.activity else ""

@@ -5,21 +5,22 @@ the next attempt; the store takes the first proposal, and all others follow it.
 
     in the store, below restarts/GROUP
     N                     attempt N, as JSON
-    N/failed/R, N/done/R  the failure of rank R in attempt N; that rank R has nothing left to do
-    N/failures            how many failures there were
+    N/failures            how many failures there were in attempt N
+    N/failed/K            the K-th of them
+    N/done/R, N/done      that rank R has nothing left to do; that no rank has
     before TAKEOVER       the newest attempt when a machine took the place of another one
 """
 
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass, replace
 
 from distflow.store.interface import Store
 
-_SETTLE, _POLL = 5.0, 0.02
-"""Seconds that a rank which only missed another waits for that rank's own failure, and between two looks."""
+_SETTLE, _READ = 5.0, 64
+"""Seconds that a rank which only missed another waits for that rank's own failure; failures of an attempt that a rank
+reads."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +123,32 @@ class RestartCoordinator:
         self.store.put(f"{attempt.number}/done/{self.rank}", "")
 
     def all_done(self, attempt: Attempt) -> bool:
-        return self.store.has(*(f"{attempt.number}/done/{rank}" for rank in self.restart_group.ranks))
+        """Return whether all ranks are done. The first one alone looks at each of them."""
+        ranks, done = self.restart_group.ranks, f"{attempt.number}/done"
+        if self.rank != ranks.start:
+            return self.store.has(done)
+        if not self.store.has(*(f"{done}/{rank}" for rank in ranks)):
+            return False
+        self.store.put(done, "")
+        return True
 
     def _fail(self, attempt: Attempt, failure: Failure) -> None:
         failure = replace(failure, order=self.store.add(f"{attempt.number}/failures"))
-        self.store.put(f"{attempt.number}/failed/{self.rank}", json.dumps(asdict(failure)))
-        until = time.monotonic() + _SETTLE
-        while failure.symptom and not self.is_superseded(attempt) and time.monotonic() < until:
-            time.sleep(_POLL)
+        self.store.put(f"{attempt.number}/failed/{failure.order}", json.dumps(asdict(failure)))
+        if failure.symptom:
+            self.store.wait([str(attempt.number + 1)], _SETTLE)
         if self.is_superseded(attempt):
             return
         before = (replace(each, details="") for each in attempt.failures)  # they were shown
-        failures = (*before, self._first(attempt))
+        failures = (*before, self._first(attempt, failure))
         end = verdict(failures, self.budget)
         self.store.put_if(str(attempt.number + 1), Attempt(attempt.number + 1, failures, end).pack(), None)
 
-    def _first(self, attempt: Attempt) -> Failure:
-        found = [Failure(**json.loads(text)) for text in self.store.list(f"{attempt.number}/failed/").values()]
+    def _first(self, attempt: Attempt, mine: Failure) -> Failure:
+        """Return the first cause among the first failures and `mine`: a later rank with a cause of its own proposes."""
+        count = min(_READ, self.store.add(f"{attempt.number}/failures", 0))
+        texts = self.store.get_all([f"{attempt.number}/failed/{order}" for order in range(1, count + 1)])
+        found = [mine, *(Failure(**json.loads(text)) for text in texts if text)]
         return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.order))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from distflow.errors import Disagreement
-from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.interface import Store, StoreUnavailable, paused
 from distflow.store.tcp import TCPStoreClient, store_on
 
 _SHOWN, _SLICE = 8, 0.2  # ranks that a message names, and seconds between two polls of what else may have happened
@@ -53,42 +54,49 @@ class RunStore:
             if value is None:  # or all ranks would wait
                 raise TypeError(f"rank 0 broadcasts {topic} without a value")
             self.store.put(topic, value)
-        self._wait(topic, {0: topic})
+        self._wait(topic, [topic], {0: topic})
         return self.store.get(topic) or ""
 
     def gather(self, topic: str, value: str, ranks: Sequence[int]) -> list[str]:
         """Return each `value` of `ranks` on every rank. Raises Disagreement: one has not come within the wait limit."""
-        keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        if self.rank in keys:
-            self.store.put(keys[self.rank], value)
-        self._wait(topic, keys)
-        return self.store.get_all(list(keys.values()))
+        return json.loads(self._collected(topic, value, ranks, json.dumps))
 
     def agree(self, topic: str, value: str, cause: str) -> None:
         """Require the same `value` on all ranks. Raises Disagreement: on every rank, with those that differ from rank 0
         and the probable `cause`, or with those that have not come within the wait limit."""
         expected = self.broadcast(topic, value)
-        if value != expected:
-            self.store.put(f"{topic}/differs/{self.rank}", value)
-            self.store.put(f"{topic}/differs", "")
-        self.store.put(f"{topic}/seen/{self.rank}", "")
-        self._wait(topic, {rank: f"{topic}/seen/{rank}" for rank in self.present})
-        elastic = self.poll is not None  # where machines come and go, what others had may be long past
-        if self.store.has(f"{topic}/differs") and (value != expected or not elastic):
-            found = self.store.list(f"{topic}/differs/")
-            others = sorted((int(key.rpartition("/")[2]), other) for key, other in found.items())
-            shown = _listed([f"rank {rank} has {other}" for rank, other in others])
+        differ = dict(json.loads(self._collected(topic, value, self.present, lambda values: json.dumps(
+            [(rank, each) for rank, each in zip(self.present, values) if each != expected]))))
+        if value != expected:  # perhaps on a machine that came later
+            differ[self.rank] = value
+        if differ:
+            shown = _listed([f"rank {rank} has {other}" for rank, other in sorted(differ.items())])
             raise Disagreement(f"the ranks do not have the same {topic}: {shown}, rank 0 has {expected}. {cause}")
 
-    def _wait(self, topic: str, keys: dict[int, str]) -> None:
-        until = time.monotonic() + self.wait_limit
-        while not self.store.wait(list(keys.values()), _SLICE if self.poll else self.wait_limit):
+    def _collected(self, topic: str, value: str, ranks: Sequence[int], combine: Callable[[list[str]], str]) -> str:
+        """Return on every rank what the first of `ranks` makes of the values of all of them: it alone reads them."""
+        values, result = {rank: f"{topic}/{rank}" for rank in ranks}, f"{topic}/of all"
+        if self.rank in values:
+            self.store.put(values[self.rank], f"={value}")  # which is never empty
+        if self.rank != ranks[0]:
+            self._wait(topic, [result], values)
+            return self.store.get(result) or ""
+        keys = list(values.values())
+        self._wait(topic, keys, values)
+        self.store.put(result, found := combine([each[1:] for each in self.store.get_all(keys)]))
+        return found
+
+    def _wait(self, topic: str, keys: Sequence[str], values: dict[int, str]) -> None:
+        """Wait for `keys`. Raises Disagreement: they are not there, since ranks have not put their `values`."""
+        until, pause = time.monotonic() + self.wait_limit, paused(_SLICE, self.ranks)
+        while not self.store.wait(keys, pause if self.poll else self.wait_limit):
             if self.poll:
                 self.poll()
             if time.monotonic() >= until:
-                missing = _listed([str(rank) for rank, key in keys.items() if not self.store.has(key)])
-                raise Disagreement(f"waiting for the {topic}: rank {missing} did not come. Its machine may be down, or "
-                                   "its output may say why.")
+                found = zip(values, self.store.get_all(list(values.values())))
+                missing = [rank for rank, value in found if not value] or [next(iter(values))]
+                raise Disagreement(f"waiting for the {topic}: rank {_listed([str(rank) for rank in missing])} did not "
+                                   "come. Its machine may be down, or its output may say why.")
 
 
 def _store_of_torchrun(wait_limit: float) -> Store:

@@ -45,7 +45,7 @@ from distflow.recovery.worker_process import (
     become_worker,
     read_exit_report,
 )
-from distflow.store.interface import StoreUnavailable
+from distflow.store.interface import StoreUnavailable, paused
 from distflow.telemetry import events
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
@@ -118,7 +118,7 @@ class Supervisor:
                  live_config: LiveConfig | None = None, hooks: Callable[[When, Attempt], None] | None = None,
                  elastic: ElasticMember | None = None, leave_out: Callable[[], bool] = lambda: False,
                  restart_required_processes: Callable[[], Mapping[int, str]] = dict, lock: RunLock | None = None):
-        self.rank, self.group = store.rank, restart_group
+        self.rank, self.ranks, self.group = store.rank, store.ranks, restart_group
         self.restarts = RestartCoordinator(store.store, restart_group, store.rank,
                                            settings.restarts if settings.restart == "role" else None)
         self.work, self.folder, self.hooks, self.live_config, self.elastic = work, folder, hooks, live_config, elastic
@@ -223,6 +223,9 @@ class Supervisor:
 
     def _next_attempt(self, attempt: Attempt, end: Failure | _WorkerEnd) -> Attempt | None:
         following = self.restarts.next(attempt, end if isinstance(end, Failure) else None)
+        causes = following.failures[len(attempt.failures) :]
+        if self.elastic and self.group.group != ROLLOUT and causes and causes[-1].symptom:
+            self.elastic.check_links(attempt.number)
         if self.elastic and following.end and following.failures[-1].code != INVALID:
             self.elastic.wait_for_loss()
         left_out = bool(following.end) and not following.failures[-1].hopeless and self.leave_out()
@@ -320,7 +323,7 @@ class Supervisor:
         for descriptor in (worker.ended, *self.required_processes):
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
         self.monitor.begin(self.heartbeat)
-        answered = time.monotonic()
+        answered, look_at = time.monotonic(), 0.0
         while True:
             ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
             lost = [self.required_processes[each] for each in ready if each in self.required_processes]
@@ -329,10 +332,11 @@ class Supervisor:
             if worker.ended in ready:
                 return _WorkerEnd.DONE
             try:
-                with self.store.within(_GLANCE):
-                    if end := self._due_end(attempt):
-                        return end
-                answered = time.monotonic()
+                if (now := time.monotonic()) >= look_at:
+                    with self.store.within(_GLANCE):
+                        if end := self._due_end(attempt):
+                            return end
+                    answered, look_at = time.monotonic(), now + paused(_POLL, self.ranks) - _POLL
             except StoreUnavailable as error:  # nothing is decided, and the worker goes on
                 if error.gone or time.monotonic() - answered > self.store.deadline.seconds:
                     raise

@@ -26,6 +26,15 @@ class StoreUnavailable(DistflowError):
                          f"machine may have {'ended' if gone else 'been stopped or cut off'}")
 
 
+_LOOKS = 5000.0  # a second, of all clients together
+
+
+def paused(seconds: float, clients: int) -> float:
+    """Return the seconds between two looks at the store by each of `clients`: more, where they would be its whole work.
+    """
+    return max(seconds, clients / _LOOKS)
+
+
 @dataclass
 class Deadline:
     """Seconds within which the store must answer a call."""

@@ -31,7 +31,7 @@ _VALIDATE, _SET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _DELETE, _MULTI_GET, _CANCEL
     bytes([number]) for number in (0, 1, 2, 4, 5, 6, 8, 10, 12, 13, 17))
 _MAGIC, _NONCE, _ROOT = 0x3C85F7CE, 0x44464C57, "/"  # torch's number of its protocol; ours to PING; its prefix of keys
 _STOP, _ABSENT = 0, "\0absent"
-_CHUNK = 1 << 16
+_CHUNK, _BACKLOG = 1 << 16, 4096  # bytes read at once; connections that wait to be taken: all ranks come together
 T = TypeVar("T")
 
 
@@ -237,7 +237,7 @@ def _text(text: str) -> bytes:
 def store_on(host: str, port: int = 0) -> TCPStore:
     """Host a TCPStore at one address of the machine. `port` 0: the system chooses. Raises OSError: it cannot listen."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(address, family=family) as listening:
+    with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
         port = listening.getsockname()[1]
         return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                         master_listen_fd=listening.detach())

@@ -3,24 +3,36 @@
 Each holder keeps an entry of its own, with a heartbeat counter. A reader whose clock sees a counter stand still for
 too long takes the holder for dead and removes its entry; a holder that was only slow writes it again. Nothing here
 grows with the model: manifests are served by the holders.
+
+    published              JSON: the trainer's present attempt, and the keys of the newest versions
+    head/KEY, next/KEY     what was published; that a newer version was
+    relays, relay/NAME     how many relays there ever were, and the number of each
+    holder/N, trainer/R    entry of the relay with that number, and of trainer rank R
+
+A reader looks at some relays, drawn again each time, and at the trainer ranks with the first parts that it misses: what
+it asks of the store does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.interface import Store, StoreUnavailable, paused
 from distflow.telemetry.heartbeat import Silence
-from distflow.weights.manifest import PublishedVersion
+from distflow.weights.manifest import PublishedVersion, version_of
 
 HEARTBEAT_SECONDS, DEAD_SECONDS = 0.5, 3.0
 """Seconds between two heartbeats, and without one after which a holder counts as dead."""
-_PUBLISHED = "published"
+SEEN = 64
+"""Relays, and trainer ranks, that a reader looks at."""
+_PUBLISHED, _RELAYS = "published", "relays"
 _KEPT = 3
 """Versions that the store remembers: when no process has all of the newest, the one before may be available."""
 Address = tuple[str, int]
@@ -55,22 +67,35 @@ class SourceEntry:
 
     def pack(self) -> str:
         held = [list(astuple(each)) for each in self.held]
-        return json.dumps([self.address, self.rank, held, self.source, self.serving, self.heartbeat])
+        return json.dumps([self.who, self.address, self.rank, held, self.source, self.serving, self.heartbeat])
 
     @classmethod
-    def unpack(cls, who: str, text: str) -> SourceEntry:
-        (host, port), rank, held, source, serving, heartbeat = json.loads(text)
+    def unpack(cls, text: str) -> SourceEntry:
+        who, (host, port), rank, held, source, serving, heartbeat = json.loads(text)
         return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, heartbeat)
+
+
+class Holders(dict[str, SourceEntry]):
+    """Entries by name. whole: of all holders that live, and not of some."""
+
+    whole = True
+
+    def only(self, keeps: Callable[[SourceEntry], bool]) -> Holders:
+        found = Holders({who: entry for who, entry in self.items() if keeps(entry)})
+        found.whole = self.whole
+        return found
 
 
 class Directory:
     """A process's view of the directory, and its own entry there."""
 
-    def __init__(self, store: Store, entry: SourceEntry, dead: float = DEAD_SECONDS):
+    def __init__(self, store: Store, entry: SourceEntry, dead: float = DEAD_SECONDS, ranks: int = 1):
+        """`ranks`: of the trainer, as far as this process knows."""
         self.store, self.mine, self.dead = store.below("weights"), entry, dead
+        self.own_key, self.relays, self.ranks = "", 0, ranks
         self.silences: dict[str, Silence] = {}
-        self.last: dict[str, SourceEntry] = {}
-        self.read_at = 0.0
+        self.last, self.last_parts, self.read_at = Holders(), (), 0.0
+        self.known: dict[str, PublishedVersion] = {}
         self.lock, self.over = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._send_heartbeats, name="weights heartbeat", daemon=True)
 
@@ -84,8 +109,22 @@ class Directory:
             if self.over.is_set():  # the last pullers are being hung up on
                 return
             if changed != self.mine or not self.mine.heartbeat:
-                self.mine = replace(changed, heartbeat=self.mine.heartbeat + 1)
-                self.store.put(f"holder/{self.mine.who}", self.mine.pack())
+                self.mine = changed
+                self._put()
+
+    def _put(self) -> None:
+        self.own_key = self.own_key or self._find_key()
+        self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
+        self.store.put(self.own_key, self.mine.pack())
+
+    def _find_key(self) -> str:
+        """Return the key of this process's entry: a relay that starts again has the same one."""
+        if self.mine.rank >= 0:
+            return f"trainer/{self.mine.rank}"
+        name = f"relay/{self.mine.who}"
+        number = self.store.get(name) or self.store.put_if(name, str(self.store.add(_RELAYS)), None)
+        self.relays = max(self.relays, int(number))
+        return f"holder/{number}"
 
     def update_later(self, **changes: Any) -> None:
         """Change this process's entry with the next heartbeat."""
@@ -96,10 +135,22 @@ class Directory:
         """Return the key of the newest version; "" if there is none."""
         return next(iter(self._published()[2]), "")
 
+    def newest_of(self, attempt: str) -> int:
+        """Return the newest version that an attempt of the trainer has published; -1 if there is none."""
+        return next((version_of(key) for key in self._published()[2] if key.partition(".")[2] == attempt), -1)
+
     def heads(self) -> list[PublishedVersion]:
         """Return the versions that were published last, the newest first."""
         keys = self._published()[2]
-        return [PublishedVersion.unpack(text) for text in self.store.get_all([f"head/{key}" for key in keys]) if text]
+        if unknown := [key for key in keys if key not in self.known]:
+            texts = self.store.get_all([f"head/{key}" for key in unknown])
+            self.known |= {key: PublishedVersion.unpack(text) for key, text in zip(unknown, texts) if text}
+        self.known = {key: self.known[key] for key in keys if key in self.known}
+        return list(self.known.values())
+
+    def wait_for_next(self, key: str) -> None:
+        """Wait until a version newer than `key` is published, or a while."""
+        self.store.wait([f"next/{key}"], self._interval)
 
     @property
     def attempt(self) -> str:
@@ -122,8 +173,10 @@ class Directory:
                 self.store.delete(f"head/{head.key}")
                 return False
             if self._publish(before, attempt, [head.key, *keys][:_KEPT]):
+                self.store.put(f"next/{next(iter(keys), '')}", "")
                 for forgotten in keys[_KEPT - 1 :]:
                     self.store.delete(f"head/{forgotten}")
+                    self.store.delete(f"next/{forgotten}")
                 return True
 
     def _published(self) -> tuple[str | None, str, list[str]]:
@@ -136,40 +189,51 @@ class Directory:
         text = json.dumps([attempt, keys])
         return self.store.put_if(_PUBLISHED, text, before) == text
 
-    def holders(self, age: float = 0.0) -> dict[str, SourceEntry]:
-        """Return the entries of the other living holders, by name, at most `age` seconds old."""
-        if time.monotonic() - self.read_at > age:
-            self.last, self.read_at = self._holders(), time.monotonic()
+    def holders(self, parts: Sequence[int] = (), age: float = 0.0) -> Holders:
+        """Return the entries of other living holders, by name, at most `age` seconds old: of relays, and of the trainer
+        ranks that have `parts`; of many relays or parts only some."""
+        parts = tuple(parts)
+        if self.last_parts != parts or time.monotonic() - self.read_at > age:
+            self.last, self.last_parts, self.read_at = self._holders(parts), parts, time.monotonic()
         return self.last
 
-    def _holders(self) -> dict[str, SourceEntry]:
-        found: dict[str, SourceEntry] = {}
-        for key, text in self.store.list("holder/").items():
-            if (who := key.removeprefix("holder/")) == self.mine.who:
+    def _holders(self, parts: Sequence[int]) -> Holders:
+        self.relays, self.ranks, found = self.store.add(_RELAYS, 0), max(self.ranks, len(parts)), Holders()
+        numbers = range(1, self.relays + 1)
+        found.whole = len(numbers) <= SEEN and len(parts) <= SEEN
+        keys = [f"holder/{number}" for number in random.sample(numbers, min(SEEN, len(numbers)))]
+        keys += [f"trainer/{rank}" for rank in parts[:SEEN]]
+        dead = self.dead / HEARTBEAT_SECONDS * self._interval
+        for key, text in zip(keys, self.store.get_all(keys) if keys else ()):
+            if not text or key == self.own_key:
                 continue
-            entry = SourceEntry.unpack(who, text)
-            if self.silences.setdefault(who, Silence()).of(entry.heartbeat) > self.dead:
-                self.forget(who)
-                continue
-            found[who] = entry
+            entry = SourceEntry.unpack(text)
+            if self.silences.setdefault(key, Silence()).of(entry.heartbeat) > dead:
+                self._forget(key)
+            else:
+                found[entry.who] = entry
         return found
 
-    def forget(self, who: str) -> None:
-        self.silences.pop(who, None)
-        self.store.delete(f"holder/{who}")
+    @property
+    def _interval(self) -> float:
+        return paused(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
+
+    def _forget(self, key: str) -> None:
+        self.silences.pop(key, None)
+        self.store.delete(key)
 
     def close(self) -> None:
         self.over.set()
         self.thread.join()
         with contextlib.suppress(StoreUnavailable), self.lock:
-            self.forget(self.mine.who)
+            if self.own_key:
+                self._forget(self.own_key)
 
     def _send_heartbeats(self) -> None:
-        while not self.over.wait(HEARTBEAT_SECONDS):
+        while not self.over.wait(self._interval):
             try:
                 with self.lock:
-                    self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
-                    self.store.put(f"holder/{self.mine.who}", self.mine.pack())
+                    self._put()
             except StoreUnavailable as error:
                 if error.gone:  # and with it the run
                     return

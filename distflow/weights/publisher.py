@@ -237,7 +237,7 @@ class Publisher:
         who = f"trainer-{rank}"
         self.source = SourceServer(token, who, host, available, patience,
                                    lambda serving: self.directory.update(serving=serving))
-        self.directory = Directory(store, SourceEntry(who, self.source.address, rank))
+        self.directory = Directory(store, SourceEntry(who, self.source.address, rank), ranks=ranks)
         self.attempt = self._meet(meeting)
         self.host_copy = HostCopy()
         self.held: list[ChunkStore] = []
@@ -275,7 +275,7 @@ class Publisher:
         self.source.close()
 
     def _withdraw(self) -> None:
-        newest = next((head.version for head in self.directory.heads() if head.attempt == self.attempt), -1)
+        newest = self.directory.newest_of(self.attempt)
         for chunks in [held for held in self.held if held.version < newest]:
             self.source.withdraw(chunks.key, self.patience)
             self.held.remove(chunks)

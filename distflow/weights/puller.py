@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy
@@ -24,7 +24,7 @@ from distflow.store.interface import Store
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, IncomingChunks, Weights
-from distflow.weights.directory import Directory, HeldChunks, SourceEntry
+from distflow.weights.directory import Directory, HeldChunks, Holders, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, version_of
 from distflow.weights.publisher import SourceServer
@@ -96,12 +96,13 @@ class ChunkPuller:
                                    f"corrupt {_TRIES} times, from {', '.join(self.received)}: see weights_corrupt in "
                                    "events.jsonl. Memory or network of one of these machines may be defective")
 
-    def _alive(self, age: float = 0.0) -> dict[str, SourceEntry]:
-        return {who: entry for who, entry in self.directory.holders(age).items()
-                if self.failed_sources.get(who) != entry.heartbeat}
+    def _alive(self, missing: Sequence[int] = (), age: float = 0.0) -> Holders:
+        parts = [*missing, *sorted({*range(len(self.head.shares))} - {*missing})]
+        found = self.directory.holders(parts, age)
+        return found.only(lambda entry: self.failed_sources.get(entry.who) != entry.heartbeat)
 
     def _candidates(self, missing: list[int]) -> list[SourceEntry]:
-        found = order_sources(self._alive(_FRESH), self.head.key, self.me, self.chunks.count, missing)
+        found = order_sources(self._alive(missing, _FRESH), self.head.key, self.me, self.chunks.count, missing)
         return sorted(found, key=lambda entry: entry.who in self.corrupt_sources)
 
     def _missing_parts(self) -> list[int]:
@@ -245,7 +246,7 @@ class ChunkPuller:
         if self.refusals and max(self.refusals.values()) >= _REFUSALS:
             raise WeightsError(f"{self.me} is refused again and again; give all processes of the run the same token. "
                                f"{self.last_error}")
-        if not is_available(self._alive(), self.head.key, missing) and \
+        if not is_available(self._alive(missing), self.head.key, missing) and \
                 time.monotonic() - self.progressed_at > self.deadline:
             raise WeightsLost(f"no living process has all of version {self.head.version}: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.last_error}")
@@ -288,6 +289,10 @@ class Puller:
     def newest_key(self) -> str:
         """Return the key of the newest version; it differs where another attempt of the trainer reused the number."""
         return self.directory.newest()
+
+    def wait_for_newer(self, key: str) -> None:
+        """Wait a moment for a version that follows the one with this key."""
+        self.directory.wait_for_next(key)
 
     def wait(self, version: int, seconds: float) -> int:
         """Return the newest version once it is at least as new as this. Raises `WeightsLate`."""
@@ -352,7 +357,7 @@ class Puller:
                 raise WeightsLost(f"version {version} is not published any more; the store has {known}")
             return found
         mine = self.whole.version if self.whole else -1
-        alive = self.directory.holders()
+        alive = self.directory.holders(range(max((len(head.shares) for head in heads), default=0)))
         return [head for number, head in enumerate(heads) if (self.whole is not None and self.whole.key == head.key) or
                 ((not number or head.version > mine) and is_available(alive, head.key, range(len(head.shares))))]
 

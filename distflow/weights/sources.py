@@ -10,7 +10,7 @@ import random
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -20,14 +20,14 @@ from distflow.rpc.errors import RpcError
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, unpack_masks
 from distflow.weights.delta import DeltaChoice, decode
-from distflow.weights.directory import HeldChunks, SourceEntry
+from distflow.weights.directory import SEEN, HeldChunks, Holders, SourceEntry
 from distflow.weights.errors import NoTransport
 from distflow.weights.manifest import Chunk, PublishedVersion, Run, digest
 from distflow.weights.transport import Transport
 from distflow.weights.transport.ends import Header, PullerEnd
 
 
-def order_sources(entries: Mapping[str, SourceEntry], key: str, me: str, mine: int,
+def order_sources(entries: Holders, key: str, me: str, mine: int,
                   missing: Collection[int]) -> list[SourceEntry]:
     """Return the holders of a version, in the order in which to ask them.
 
@@ -57,8 +57,9 @@ def _holders(entries: Mapping[str, SourceEntry], key: str) -> list[tuple[SourceE
     return [(entry, held) for entry in entries.values() if (held := entry.of(key)) is not None]
 
 
-def is_supplied(entry: SourceEntry, key: str, me: str, entries: Mapping[str, SourceEntry]) -> bool:
-    """Return whether a holder has all its chunks, or gets them from one that has, and not from us."""
+def is_supplied(entry: SourceEntry, key: str, me: str, entries: Holders) -> bool:
+    """Return whether a holder has all its chunks, or gets them from one that has, and not from us. Where not all
+    holders are known, one that is not counts as supplied."""
     served = {other.serving: other for other in entries.values() if other.serving}
     passed = {me}
     while entry.who not in passed:
@@ -67,15 +68,18 @@ def is_supplied(entry: SourceEntry, key: str, me: str, entries: Mapping[str, Sou
             return held is not None
         passed.add(entry.who)
         above = entries.get(entry.source) if entry.source != me else None
+        if above is None and entry.source not in ("", me) and not entries.whole:
+            return True
         entry = above or served.get(entry.who, entry)
     return False
 
 
-def is_available(entries: Mapping[str, SourceEntry], key: str, ranks: Collection[int]) -> bool:
-    """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts."""
+def is_available(entries: Holders, key: str, ranks: Sequence[int]) -> bool:
+    """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts, as far as they
+    are known."""
     holders = _holders(entries, key)
     return any(entry.rank < 0 and held.complete and held.have >= held.expected for entry, held in holders) or \
-        {entry.rank for entry, _ in holders} >= set(ranks)
+        {entry.rank for entry, _ in holders} >= {*ranks[: len(ranks) if entries.whole else SEEN]}
 
 
 LOST = (OSError, RpcError, ConnectionEnded)

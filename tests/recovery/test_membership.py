@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from stores import CountingStore, hosted
 
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery import membership
+from distflow.recovery.links import LinkTarget
 from distflow.recovery.membership import Membership, Rendezvous, _report_losses, host_of
 from distflow.store.etcd import EtcdStore
 from distflow.telemetry.heartbeat import Silence
@@ -78,22 +81,71 @@ def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
     rounds = joined(pool, *machines)
     lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
     lost.send_heartbeat(0, 1, 7)
-    assert machines[0].last_heartbeat(0, 1, lost.name) == f"{lost.name} 7"
+    assert machines[0].signs(0, [1]) == [(lost.name, False, f"{lost.name} 7")]
     machine(store, "c").send_heartbeat(0, 1, 8)  # it died before it had the block
-    assert machines[0].last_heartbeat(0, 1, lost.name) == ""
+    assert machines[0].signs(0, [1]) == [(lost.name, False, "")]
     spare = machine(store, "d", most=2, silence=1.0)
     assert spare._take(0, 1, lost.name)
-    assert machines[0].last_heartbeat(0, 1, spare.name) == "", "it has the block before its first heartbeat"
+    assert machines[0].signs(0, [1]) == [(spare.name, False, "")], "it has the block before its first heartbeat"
 
 
-def test_a_look_at_all_machines_costs_the_store_the_same_however_many_there_are(store):
-    for machines in (2, 64):
+def test_a_look_at_other_machines_costs_a_machine_the_same_however_many_there_are(store):
+    for machines in (4, 64):
         counting = CountingStore(store.port)
-        mine = Membership(counting.below(str(machines)), "a", 1, 2, machines, 1, False, LONG, 20)
+        mine = Membership(counting.below(str(machines)), "b", 1, 2, machines, 1, False, LONG, 20)
         counting.put(f"{machines}/0/members", json.dumps([f"machine-{number}" for number in range(machines)]))
-        counting.operations.clear()
-        _report_losses(mine, Rendezvous(0, 0, machines), {block: Silence() for block in range(machines)}, set())
-        assert len(counting.operations) <= 3
+        mine.signs(0, [0])
+        counting.operations.clear(), counting.keys.clear()
+        _report_losses(mine, Rendezvous(0, 1, machines), {block: Silence() for block in range(machines)}, set())
+        assert (len(counting.operations), sum(counting.keys)) == (2, 12), "of the next three, and of the one whose place it would take"
+
+
+def test_where_the_next_machines_are_silent_those_after_them_are_watched(store):
+    names = [f"run host-{number} 1 1" for number in range(12)]
+    mine = Membership(store, names[3], 1, 2, 12, 12, True, 0.0, 20)
+    store.put("0/members", json.dumps(names))
+    silences, alive = {block: Silence() for block in range(12)}, Membership(store, names[11], 1, 2, 12, 12, True, 0, 20)
+    for count in range(3):
+        alive.send_heartbeat(0, 11, count)
+        mine.losses = 100
+        _report_losses(mine, Rendezvous(0, 3, 12), silences, set())
+    began = json.loads(store.get("1/began"))
+    assert "host-4 " in began["why"]
+    assert silences[9].counter is not None
+    assert silences[1].counter is None, "machine 11 lives"
+
+
+def test_of_many_that_wait_one_looks_at_all(store, pool):
+    stores = [CountingStore(store.port) for _ in range(6)]
+    rounds = joined(pool, *(Membership(each, f"m{number}", 1, 6, 6, 6, True, LONG, 20)
+                            for number, each in enumerate(stores)))
+    assert sorted(round.block for round in rounds) == [*range(6)]
+    lists = [sum(count > membership._WATCHED for count in each.keys) for each in stores]
+    assert sum(count > 0 for count in lists) == 1, lists
+
+
+def test_the_machine_that_others_do_not_reach_is_lost_and_does_not_come_again(store, pool, monkeypatch):
+    """Its port takes no connection, as behind a firewall."""
+    monkeypatch.setattr(membership, "_ANSWER", 0.5)
+    machines = [machine(store, f"run host-{name} 7 7", most=3, grows=True) for name in "abc"]
+    rounds = joined(pool, *machines)
+    by_block = {round.block: each for round, each in zip(rounds, machines)}
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as waiting:
+        for _ in range(4):
+            waiting.enter_context(each := socket.socket()).setblocking(False)
+            each.connect_ex(full.getsockname())
+        target = LinkTarget("127.0.0.1")
+        for block in by_block:
+            store.put(f"0/address/{block}", json.dumps(full.getsockname() if block == 1 else target.address))
+        for check in [pool.submit(each.check_links, 0, block, 3, 0) for block, each in by_block.items()]:
+            check.result(30)
+    lost = by_block.pop(1)
+    with pytest.raises(DistflowError, match="this machine and others that train do not reach each other"):
+        lost.join()
+    again = joined(pool, *by_block.values())
+    assert {round.why for round in again} == {f"machine {host_of(lost.name)} (ranks 1 to 1) and 2 of 2 others that "
+                                              "train do not reach each other, though all reach the store"}
+    assert (sorted(round.block for round in again), {round.silent for round in again}) == ([0, 1], {0.0})
 
 
 def test_those_that_are_left_begin_again_in_their_order(store, pool):
@@ -226,11 +278,11 @@ def test_who_took_the_place_of_one_that_left_keeps_it(store, pool):
     gone.leave(0, 1)
     assert joined(pool, machine(store, "c", most=2)) == [Rendezvous(0, 1, 2, True)]
     late = pool.submit(machine(store, "d", most=2).join)
-    assert machines[0].holders(0)[1] == "c"
+    assert machines[0].signs(0, [1])[0][0] == "c"
     machines[0].propose(0, "over")
     machines[0].finish(1)
     assert late.result(30) is None
-    assert machines[0].holders(0)[1] == "c"
+    assert machines[0].signs(0, [1])[0][0] == "c"
 
 
 def test_losses_are_not_without_end(store, pool):

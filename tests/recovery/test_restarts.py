@@ -95,7 +95,7 @@ def test_the_cause_is_chosen_and_not_its_symptom(store, monkeypatch):
     symptom, cause = failed(rank=0, symptom=True), failed(rank=1)
 
     def late():
-        while not first.store.has("0/failed/0"):
+        while not first.store.has("0/failed/1"):
             time.sleep(0.01)
         return second.next(Attempt(), cause)
 
@@ -133,9 +133,9 @@ def test_a_kill_from_outside_is_the_cause_of_what_fails_with_it(store):
     """The rank that lost another rank raised an error of its own first."""
     first, second = (rank_of(store, rank) for rank in range(2))
     kill = failed(rank=1, outside=True)
-    store.put("restarts/trainer/0/failed/0", json.dumps(asdict(failed(rank=0))))
-    assert second.next(Attempt(), kill).failures == (replace(kill, order=1),)
-    assert first.next(Attempt(), None).failures == (replace(kill, order=1),)
+    first.store.put(f"0/failed/{first.store.add('0/failures')}", json.dumps(asdict(failed(rank=0, order=1))))
+    assert second.next(Attempt(), kill).failures == (replace(kill, order=2),)
+    assert first.next(Attempt(), None).failures == (replace(kill, order=2),)
 
 
 def test_a_symptom_alone_is_not_waited_on_for_ever(store, monkeypatch):

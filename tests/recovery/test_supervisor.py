@@ -28,7 +28,7 @@ from distflow.config.run import Robust
 folder = Path(sys.argv[1])
 
 class RunStore:
-    rank, store = int(os.environ.get("RANK_OF_SUPERVISOR", 0)), None
+    rank, ranks, store = int(os.environ.get("RANK_OF_SUPERVISOR", 0)), 2, None
 
 def write(name, text=""):
     new = folder / f"{name}.of-{os.getpid()}"

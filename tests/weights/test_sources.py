@@ -4,8 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from stores import CountingStore
 
-from distflow.weights.directory import Directory, HeldChunks, SourceEntry
+from distflow.weights.directory import SEEN, Directory, HeldChunks, Holders, SourceEntry
 from distflow.weights.manifest import ManifestDigest, PublishedVersion
 from distflow.weights.sources import is_available, is_supplied, order_sources
 
@@ -17,7 +18,7 @@ def entry(who, have=10, rank=-1, **more):
 
 
 def entries(*given):
-    return {each.who: each for each in given}
+    return Holders({each.who: each for each in given})
 
 
 def order(*given, mine=0):
@@ -44,6 +45,13 @@ def test_neither_we_nor_a_ring_count_as_supply():
     assert {who for who, each in ring.items() if is_supplied(each, KEY, "me", ring)} == {"d", "t"}
 
 
+def test_one_whose_source_is_not_among_those_that_were_looked_at_counts_as_supplied():
+    some = entries(entry("a", have=1, source="unseen"), entry("dry", have=1))
+    some.whole = False
+    assert {who for who, each in some.items() if is_supplied(each, KEY, "me", some)} == {"a"}
+    assert order_sources(some, KEY, "me", 0, [0])[0].who == "a"
+
+
 def test_whether_a_version_can_be_had():
     assert is_available(entries(entry("full")), KEY, [0, 1])
     assert is_available(entries(entry("t0", rank=0), entry("t1", rank=1)), KEY, [0, 1])
@@ -58,6 +66,23 @@ def pair(store):
         one.over.set()
 
 
+def test_a_reader_of_many_holders_looks_at_some(store):
+    """And at the trainer ranks that it asks for first."""
+    for number in range(3 * SEEN):
+        Directory(store, entry(f"relay {number}")).update()
+        Directory(store, entry(f"trainer-{number}", rank=number)).update()
+    counting = CountingStore(store.port)
+    ours, seen = Directory(counting.below(store.prefix[:-1]) if store.prefix else counting, entry("me")), set()
+    counting.operations.clear()
+    for _ in range(20):
+        found = ours.holders([150, *range(150)])
+        assert (len(found), found.whole) == (2 * SEEN, False)
+        assert {each.rank for each in found.values() if each.rank >= 0} == {150, *range(SEEN - 1)}
+        seen |= {who for who, each in found.items() if each.rank < 0}
+    assert len(counting.operations) == 40
+    assert len(seen) > 2 * SEEN, "others each time"
+
+
 def test_who_shows_no_sign_of_life_disappears(pair):
     ours, theirs = pair
     theirs.update()
@@ -65,7 +90,7 @@ def test_who_shows_no_sign_of_life_disappears(pair):
     end = time.monotonic() + 60
     while ours.holders():
         assert time.monotonic() < end
-    assert ours.store.get("holder/b") is None
+    assert ours.store.get(theirs.own_key) is None
     theirs.update(serving="a")
     assert ours.holders()["b"].serving == "a", "it was only slow"
 

@@ -12,7 +12,6 @@ from distflow.weights.errors import WeightsLate
 from distflow.weights.manifest import version_of
 from distflow.weights.puller import Puller
 
-_POLL_INTERVAL = 0.05  # seconds between two checks for a new version
 _PULL_TIMEOUT = 5.0  # seconds of pulling after which a version is recorded as late
 _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried again
 
@@ -58,8 +57,8 @@ class WeightUpdates:
             if self._is_newer(newest):
                 heartbeat.current().notify("pulling")
                 self._pull_one(newest)
-            with self.changed:
-                self.changed.wait_for(lambda: self.closed, timeout=_POLL_INTERVAL)
+            else:
+                self.puller.wait_for_newer(newest)
 
     def _is_newer(self, newest: str) -> bool:
         """A restarted trainer may use a version again. With a lower one it is catching up: prompts enqueued before are
