@@ -267,13 +267,13 @@ class Supervisor:
             if self.is_obsolete():
                 return False
             self._poll()
-            time.sleep(_POLL)
+            time.sleep(paused(_POLL, self.ranks))
         return True
 
     def _wait_for_run_end(self) -> int:
         while not self.is_obsolete():
             self._poll()
-            time.sleep(_POLL)
+            time.sleep(paused(_POLL, self.ranks))
         return 0
 
     def _update_config(self, attempt: Attempt) -> None:
@@ -413,7 +413,7 @@ class Supervisor:
             if self.restarts.is_superseded(attempt):
                 return False
             self._poll()
-            time.sleep(_POLL / 4)
+            time.sleep(paused(_POLL / 4, self.ranks))
         return True
 
     def _report(self, attempt: Attempt, following: Attempt, left_out: bool = False) -> None:

@@ -321,7 +321,7 @@ class Publisher:
         earlier attempt have other nonces. Whoever agrees last begins it."""
         store, mine, agreed, deadline = self.directory.store, secrets.token_hex(8), "", time.monotonic() + limit
         store.put(f"meeting/{self.rank}", mine)
-        pause, present = _LOOK * (1 + self.ranks / 100) if self.rank == 0 else _PATIENCE, list[str]()
+        pause, present = (_LOOK if self.rank == 0 else _PATIENCE) * (1 + self.ranks / 100), list[str]()
         while time.monotonic() < deadline:
             if self.rank == 0:
                 present = self._propose(present)

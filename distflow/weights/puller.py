@@ -164,7 +164,7 @@ class ChunkPuller:
     def _is_worthwhile(self, client: SourceClient) -> bool:
         if self.chunks.is_missing(client.have):
             return True
-        alive = self._alive() if client.grows else {}
+        alive = self._alive() if client.grows else Holders()
         return client.who in alive and is_supplied(alive[client.who], self.head.key, self.me, alive)
 
     def _release(self, client: SourceClient) -> None:

@@ -564,7 +564,7 @@ def work(context):
             while not (folder / '1 in 0').exists():
                 time.sleep(0.01)
             raise RankMissing('rank 1 does not come')
-        while not store.has('restarts/the run/0/failed/0'):
+        while not store.has('restarts/the run/0/failed/1'):
             time.sleep(0.01)
         raise ValueError('the cause')""", 2),
 ], ids=["done and dead", "both", "symptom"])

@@ -1,0 +1,509 @@
+"""SIMULATION of the ranks, not of the store: what the control plane costs at 64 to 10,000 ranks.
+
+The project's own code runs for each rank in a thread, or where nothing waits one after the other, against a real
+TCPStore, and a real etcd where it is installed, in a process of its own. Nothing is trained; no weights move. Counted
+for each rank are the operations on the store, their bytes and the connections to it; of the store's process the CPU
+seconds. Half of the ranks train; a machine has eight.
+
+    start     all that `join_run` asks of the store: the ranks agree on the plan, the folder, the device and the token
+    join      a machine's part of a rendezvous round, where machines come and go: some by the second that it waits
+    step      what a rank publishes of its activity in a step of ten nodes
+    version   a trainer rank's part of making a version the newest, and a rollout's of finding its sources
+    meeting   a trainer rank's part of beginning an attempt of publishing
+    restart   a rank's failure or that of others, the next attempt, and a look whether all are done
+    second    what heartbeats and looks cost a rank in each second of a run
+
+Beside them stand the CPU and memory that a rank needs to know where the rows of all go, and the connections of gloo
+(real groups of few ranks). Power: the slope of the logarithms over the number of ranks; 0 is constant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402 - needs the path above
+from distflow.recovery import supervisor  # noqa: E402
+from distflow.recovery.membership import HEARTBEAT_SECONDS, Membership, Rendezvous, _report_losses  # noqa: E402
+from distflow.recovery.rank_status import RankStatus  # noqa: E402
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup  # noqa: E402
+from distflow.recovery.store import RunStore  # noqa: E402
+from distflow.store.etcd import EtcdStore  # noqa: E402
+from distflow.store.interface import Store, paused  # noqa: E402
+from distflow.store.tcp import TCPStoreClient, _Connection  # noqa: E402
+from distflow.telemetry.heartbeat import Silence  # noqa: E402
+from distflow.weights import directory as directories  # noqa: E402
+from distflow.weights.directory import Directory, HeldChunks, SourceEntry  # noqa: E402
+from distflow.weights.manifest import ManifestDigest, key  # noqa: E402
+from distflow.weights.publisher import Publisher  # noqa: E402
+
+SIZES, QUICK, ETCD = (64, 256, 1024, 4096, 10_000), (16, 64), (16, 64)
+LOCAL, NODES, LIMIT, SAMPLED = 8, 10, 3000.0, 64
+PARTS = ("start", "join", "step", "version", "meeting", "restart", "second")
+AUDIT = {
+    "start": "`agree`: up to 33 min at 10,000 ranks",
+    "second": "3 M² operations by M machines: the whole store at 128 machines; above some 450 no loss is noticed",
+    "version": "a list of all keys of the store by each rollout",
+    "meeting": "4 to 5 N² operations: no start above some 1,500 trainer ranks",
+    "routing": "7.0 s and 2.6 GiB of each rank at 10,000",
+}
+"""What an audit counted at commit 426f40b, before the first of these parts was mended."""
+BEFORE = {
+    "start": (25.51, 110.44, 2.24, 1.37), "join": (343.14, 31.52, 0.61, 2.47), "step": (25.0, 1.67, 0.32, 1.0),
+    "version": (8.5, 376.67, 3.0, 1.66), "meeting": (6.78, 1.26, 0.11, 0.86), "restart": (16.86, 87.36, 0.47, 1.39),
+    "second": (27.75, 5.22, 0.34, 0.77),
+}
+"""The same counts at commit 08408ff with 1,024 ranks: operations and KiB of a rank, the store's seconds and their power
+from 64 ranks on; this benchmark measured them there in the same way."""
+
+
+@dataclass
+class Counts:
+    """Of one rank."""
+
+    operations: int = 0
+    bytes: int = 0
+    connections: int = 0
+
+
+class CountedTCP(TCPStoreClient):
+    """A rank's client. In this process's first thread, where ranks take turns, all share one connection."""
+
+    shared: Any = None
+
+    def __init__(self, port: int):
+        Store.__init__(self, f"127.0.0.1:{port}", LIMIT)
+        self.host, self.port, self.server, self.counts = "127.0.0.1", port, None, Counts()
+        self.connections = threading.local()
+
+    def _call(self, query, read):
+        self.counts.operations += 1
+        self.counts.bytes += len(query)
+
+        def counted(reply):
+            found = read(reply)
+            self.counts.bytes += reply.used
+            return found
+
+        return super()._call(query, counted)
+
+    def wait(self, keys, seconds):
+        self.counts.operations += 1
+        self.counts.bytes += len(self._keys(keys))
+        return super().wait(keys, seconds)
+
+    def _connection(self):
+        if threading.current_thread() is threading.main_thread():
+            if CountedTCP.shared is None or CountedTCP.shared.address != self.address:
+                CountedTCP.shared = _Connection(self.host, self.port, LIMIT)
+            return CountedTCP.shared
+        before = getattr(self.connections, "own", None)
+        found = super()._connection()
+        self.counts.connections += found is not before
+        return found
+
+
+class CountedEtcd(EtcdStore):
+    def __init__(self, address: str):
+        self.counts = Counts()
+        super().__init__(address, LIMIT)
+
+    def _call(self, what, **body):
+        answer = super()._call(what, **body)
+        self.counts.operations += 1
+        self.counts.bytes += len(json.dumps(body)) + len(json.dumps(answer))
+        return answer
+
+    def _watch(self, key, revision, seconds):
+        self.counts.operations += 1
+        super()._watch(key, revision, seconds)
+
+
+@dataclass
+class Kept:
+    """A store's process, and how a rank becomes its client."""
+
+    process: subprocess.Popen
+    client: Callable[[], Any]
+
+    @property
+    def cpu(self) -> float:
+        user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def tcp_store() -> Iterator[Kept]:
+    code = ("from distflow.store.tcp import store_on\nstore = store_on('127.0.0.1')\nprint(store.port, flush=True)\n"
+            "input()")
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": str(ROOT)})
+    port = int(process.stdout.readline())
+    try:
+        yield Kept(process, lambda: CountedTCP(port))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def etcd_store() -> Iterator[Kept]:
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            ["etcd", "--data-dir", folder, "--listen-client-urls", client, "--advertise-client-urls", client,
+             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            yield Kept(process, lambda: CountedEtcd(f"etcd://127.0.0.1:{ports[0]}/run"))
+        finally:
+            process.kill()
+            process.wait()
+
+
+@dataclass
+class Cost:
+    """Of one part: of a rank in the middle, and of the one that has most; and of the store's process for all."""
+
+    operations: float
+    most: float
+    bytes: float
+    seconds: float
+    connections: float = 0.0
+
+
+@dataclass
+class Part:
+    """Measures what ranks do on a store. `scale`: what stands for all, where only some ranks were measured."""
+
+    kept: Kept
+    clients: Sequence[Any]
+    scale: float = 1.0
+    cost: Cost = field(default_factory=lambda: Cost(0, 0, 0, 0))
+
+    def __enter__(self) -> Part:
+        for client in self.clients:
+            client.counts.operations = client.counts.bytes = client.counts.connections = 0
+        self.before = self.kept.cpu
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds = self.kept.cpu - self.before
+        operations = [client.counts.operations for client in self.clients]
+        self.cost = Cost(statistics.mean(operations), max(operations),
+                         statistics.mean(client.counts.bytes for client in self.clients), seconds * self.scale,
+                         statistics.mean(client.counts.connections for client in self.clients))
+
+
+def together(ranks: Sequence[Any], work: Callable[[int, Any], object]) -> None:
+    """Call `work(number, client)` in a thread for each rank."""
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number, ranks[number])
+        except BaseException as error:  # noqa: BLE001 - a rank that fails ends the measurement
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not failed:
+            thread.join(1.0)
+    if failed:
+        raise failed[0]
+
+
+def start(ranks: int, number: int, client: Store) -> None:
+    store = RunStore(LIMIT, client)
+    store.rank, store.ranks, store.present = number, ranks, range(ranks)
+    first = number == 0
+    store.agree("plan", "a digest", "")
+    store.broadcast("folder", "runs/grpo" if first else None)
+    store.broadcast("resume", "yes" if first else None)
+    store.agree("device", "cuda", "")
+    store.broadcast("token", "f" * 64 if first else None)
+    store.agree("DISTFLOW_TOKEN", "a checksum", "")
+    shard = json.dumps(["10.0.0.1", 29400] if number % LOCAL == 0 else None)
+    store.gather("dock", shard, range(ranks // 2))
+    store.broadcast("dock met", "yes" if first else None)
+
+
+def machine(client: Store, number: int, machines: int, silence: float = LIMIT) -> Membership:
+    return Membership(client.below("machines"), f"run host-{number:05} 1 1", LOCAL, machines, machines,
+                      machines // 2, False, silence, 20)
+
+
+class FakePublisher(Publisher):
+    """A trainer rank's publisher without memory and connections."""
+
+    def __init__(self, client: Store, rank: int, ranks: int):
+        self.rank, self.ranks = rank, ranks
+        self.directory = Directory(client.below("weights/actor"), SourceEntry(f"trainer-{rank}", ("10.0.0.1", 1), rank))
+
+
+def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> None:
+    attempts[number] = FakePublisher(client, number, ranks)._meet(LIMIT)
+
+
+def publish(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
+    made = FakePublisher(client, number, ranks)
+    made.attempt, made.held = attempt, []
+    made._withdraw()
+    held = HeldChunks(version, key(version, attempt), 1, 1)
+    made.directory.update(held=(held,))
+    made._count_in(version, ManifestDigest("f" * 32, 1, 1))
+
+
+def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
+    """What a pull asks of the store that finds its source at once."""
+    mine = Directory(client.below("weights/actor"), SourceEntry(f"rollout {number}", ("10.0.0.2", 1)))
+    mine.update()
+    sought = key(version, attempt)
+    assert mine.newest() == sought
+    head = mine.heads()[0]
+    assert head.key == sought
+    mine.holders(range(ranks))
+    mine.update(held=(HeldChunks(version, sought, 0, 1),))
+    mine.holders(range(ranks))
+    mine.update(source="another")
+    mine.update(held=(HeldChunks(version, sought, 1, 1, True),), source="")
+
+
+def restart(ranks: int, number: int, client: Store) -> None:
+    group = RestartGroup("trainer", range(ranks), "trainer")
+    restarts = RestartCoordinator(client, group, number, 3)
+    failure = Failure(number, "it was killed", "training", 7, 7, symptom=number != ranks // 2, outside=True)
+    attempt = restarts.next(Attempt(), failure)
+    restarts.done(attempt)
+    restarts.all_done(attempt)
+
+
+def step(client: Store, number: int, ranks: int) -> None:
+    status = RankStatus(client, number, ranks)
+    for node in range(NODES):
+        status.set(f"waiting for rows of node {node}")
+        status.set(f"computing node {node}", "training", str(node))
+    for part in ("finishing", "taking the snapshot", "publishing the weights", "validating and saving"):
+        status.set(part)
+
+
+def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
+    """A supervisor's looks, a machine's heartbeat, a holder's heartbeat and a rollout's looks for a new version, each
+    as often as in a second."""
+    machines, few = ranks // LOCAL, clients[:SAMPLED]
+    seen = {number: Silence() for number in range(machines)}
+    attempt, group = Attempt(), RestartGroup("trainer", range(ranks), "trainer")
+    costs = list[tuple[float, Cost]]()
+
+    def measured(rate: float, look: Callable[[int, Any], object]) -> None:
+        with Part(kept, few, ranks / len(few)) as part:
+            for number, client in enumerate(few):
+                look(number, client)
+        costs.append((rate, part.cost))
+
+    def supervise(number: int, client: Any) -> None:
+        RestartCoordinator(client, group, number, 3).is_superseded(attempt)
+        mine = machine(client, number // LOCAL, machines)
+        mine.is_superseded(0)
+        mine.holds(0, number // LOCAL)
+
+    def beat(number: int, client: Any) -> None:
+        mine = machine(client, number, machines)
+        mine.is_superseded(0)
+        mine.holds(0, number)
+        mine.send_heartbeat(0, number, 1)
+        _report_losses(mine, Rendezvous(0, number, machines), seen, set())
+
+    def hold(number: int, client: Any) -> None:
+        client.below("weights/actor/weights").put(f"holder/{number + 1}", "x" * 150)
+
+    def look(number: int, client: Any) -> None:
+        mine = Directory(client.below("weights/actor"), SourceEntry("x", ("x", 1)))
+        mine.newest()
+        mine.store.wait(["next/of another"], 0.001)
+
+    measured(1 / paused(supervisor._POLL, ranks), supervise)
+    few = clients[: min(SAMPLED, machines)]
+    measured(1 / HEARTBEAT_SECONDS / LOCAL, beat)
+    few, interval = clients[:SAMPLED], paused(directories.HEARTBEAT_SECONDS, ranks // 2)
+    measured(1 / interval, hold)
+    measured(0.5 / interval, look)
+    total = [sum(rate * getattr(cost, name) for rate, cost in costs)
+             for name in ("operations", "most", "bytes", "seconds")]
+    return Cost(*total)
+
+
+def measure(kept: Kept, ranks: int) -> dict[str, Cost]:
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
+    clients, machines, training = [kept.client() for _ in range(ranks)], ranks // LOCAL, ranks // 2
+    found: dict[str, Cost] = {}
+
+    def part(name: str, members: Sequence[Any], work: Callable[[int, Any], object]) -> None:
+        with Part(kept, members) as counted:
+            together(members, work)
+        found[name] = counted.cost
+
+    part("start", clients, lambda number, client: start(ranks, number, client))
+    with contextlib.redirect_stdout(None):  # they say that they wait
+        part("join", clients[:machines], lambda number, client: machine(client, number, machines).join())
+    with Part(kept, clients[:SAMPLED], ranks / SAMPLED) as counted:
+        for number, client in enumerate(clients[:SAMPLED]):
+            step(client, number, ranks)
+            client.get("")  # the store has all of it
+    found["step"] = counted.cost
+    attempts: dict[int, str] = {}
+    part("meeting", clients[:training], lambda number, client: meet(training, attempts, number, client))
+    found["version"] = version(kept, clients, training, attempts[0])
+    part("restart", clients[:training], lambda number, client: restart(training, number, client))
+    found["second"] = second(kept, clients, ranks)
+    return found
+
+
+def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> Cost:
+    trainers, rollouts, number = clients[:training], clients[training:], 1
+    for rank, client in enumerate(trainers):
+        publish(training, attempt, number, rank, client)
+    for rank, client in enumerate(rollouts):  # the version before: all have it
+        Directory(client.below("weights/actor"), SourceEntry(f"rollout {rank}", ("10.0.0.2", 1))).update(
+            held=(HeldChunks(number, key(number, attempt), 1, 1, True),))
+    with Part(kept, trainers) as published:
+        for rank, client in enumerate(trainers):
+            publish(training, attempt, number + 1, rank, client)
+    few = rollouts[:SAMPLED]
+    with Part(kept, few, len(rollouts) / len(few)) as pulled:
+        for rank, client in enumerate(few):
+            pull(training, attempt, number + 1, rank, client)
+    one, other = published.cost, pulled.cost
+    return Cost((one.operations + other.operations) / 2, max(one.most, other.most), (one.bytes + other.bytes) / 2,
+                one.seconds + other.seconds)
+
+
+def power(values: dict[int, float]) -> float:
+    """The slope of the logarithms, by least squares."""
+    found = [(math.log(ranks), math.log(value)) for ranks, value in values.items() if value > 0]
+    if len(found) < 2:
+        return 0.0
+    return statistics.linear_regression(*zip(*found)).slope
+
+
+def routing(ranks: int) -> tuple[float, float]:
+    """CPU seconds and MiB of a rank that learns where the rows of all go; in a process of its own."""
+    code = ("import resource, sys\nfrom benchmarks.simulated_scale import _route\n"
+            "_route(8, 16, 0)\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+            f"print(_route({ranks}, 16, 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
+    said = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True,
+                          capture_output=True, text=True).stdout.split()
+    return float(said[0]), float(said[1]) / 1024
+
+
+GLOO = """
+import datetime, os, sys, threading, time
+import torch, torch.distributed as dist
+ranks, store = int(sys.argv[1]), dist.HashStore()
+def run(rank):
+    group = dist.ProcessGroupGloo(store, rank, ranks, datetime.timedelta(seconds=60))
+    group.allreduce([torch.zeros(1)]).wait()
+    made[rank] = group
+made, began = {}, time.monotonic()
+threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+sockets = [each for each in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{each}") and
+           os.readlink(f"/proc/self/fd/{each}").startswith("socket")]
+print(len(sockets) / ranks, time.monotonic() - began)
+os._exit(0)
+"""
+
+
+def gloo(ranks: int, lazy: bool) -> tuple[float, float]:
+    """Sockets of a rank after a group's first collective, and the seconds until then."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": str(int(lazy))}
+    said = subprocess.run([sys.executable, "-c", GLOO, str(ranks)], env=environment, check=True, capture_output=True,
+                          text=True).stdout.split()
+    return float(said[0]), float(said[1])
+
+
+def table(name: str, found: dict[int, dict[str, Cost]]) -> Iterator[str]:
+    yield f"SIMULATION: {name}"
+    yield "  part     ranks  operations of a rank (most)     KiB of a rank  store CPU s, of all   power of these"
+    for part in PARTS:
+        costs = {ranks: cost[part] for ranks, cost in found.items()}
+        powers = [power({ranks: getattr(cost, what) for ranks, cost in costs.items()})
+                  for what in ("operations", "bytes", "seconds")]
+        for ranks, cost in costs.items():
+            last = "  ".join(f"{each:.2f}" for each in powers) if ranks == max(costs) else ""
+            yield (f"  {part:8} {ranks:5}  {cost.operations:12.2f} ({cost.most:8.1f})  {cost.bytes / 1024:16.2f}  "
+                   f"{cost.seconds:19.2f}   {last}")
+    connections = ", ".join(f"{cost['start'].connections:.1f}" for cost in found.values())
+    yield f"  connections to the store that the thread of a rank made at its start: {connections}"
+
+
+def measured(name: str, store: Callable[[], contextlib.AbstractContextManager[Kept]],
+             sizes: Sequence[int]) -> dict[int, dict[str, Cost]]:
+    found = {}
+    for ranks in sizes:
+        with store() as kept:
+            found[ranks] = measure(kept, ranks)
+        print(f"{name}: {ranks:,} ranks are measured", file=sys.stderr, flush=True)
+    print("\n".join(table(name, found)), flush=True)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__, repeats=None)
+    parser.add_argument("--most", type=int, default=SIZES[-1], help="ranks")
+    given = parsed(parser, arguments)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    threading.stack_size(256 * 1024)
+    sys.setswitchinterval(1.0)  # ten thousand threads that take turns by force would do little else
+    sizes = [size for size in (QUICK if given.quick else SIZES) if size <= given.most]
+    found = measured("torch's TCPStore", tcp_store, sizes)
+    if shutil.which("etcd"):
+        measured("etcd, one member", etcd_store, ETCD[:1] if given.quick else ETCD)
+    for part, (operations, kib, busy, slope) in BEFORE.items():
+        print(f"  before (08408ff), TCPStore, 1,024 ranks: {part:8} {operations:7.2f} operations, {kib:7.2f} KiB of a"
+              f" rank, {busy:.2f} s of the store, power {slope:.2f}")
+    for part, said in AUDIT.items():
+        print(f"  audit (426f40b): {part}: {said}")
+    for ranks in sizes:
+        seconds, memory = routing(ranks)
+        print(f"  routing at {ranks:6,} ranks: {1000 * seconds:,.0f} ms of CPU, {memory:,.0f} MiB more")
+    for ranks in (4, 8) if given.quick else (4, 8, 16):
+        print(f"  gloo, {ranks} ranks: " + "; ".join(
+            f"{'lazy' if lazy else 'at once'}: {sockets:.1f} sockets of a rank, {seconds:.2f} s"
+            for lazy in (False, True) for sockets, seconds in [gloo(ranks, lazy)]))
+    starts = sum(found[sizes[-1]][part].seconds for part in ("start", "join", "meeting"))
+    print(f"  start of {sizes[-1]:,} ranks: {starts:.1f} s of the store's CPU (goal: under 60 s)")
+    powers = [power({ranks: cost[part].operations for ranks, cost in found.items()}) for part in PARTS
+              if part != "join"]
+    conclude(f"SIMULATION: power of the growth of a rank's operations on the store, {sizes[0]} to {sizes[-1]:,} ranks",
+             Spread(max(powers), min(powers), max(powers)), 0.05, unit="power", holds=starts < 60.0, at_least=False)
+
+
+if __name__ == "__main__":
+    main()
