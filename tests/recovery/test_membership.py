@@ -97,7 +97,8 @@ def test_a_look_at_other_machines_costs_a_machine_the_same_however_many_there_ar
         mine.signs(0, [0])
         counting.operations.clear(), counting.keys.clear()
         _report_losses(mine, Rendezvous(0, 1, machines), {block: Silence() for block in range(machines)}, set())
-        assert (len(counting.operations), sum(counting.keys)) == (2, 12), "of the next three, and of the one whose place it would take"
+        cost = len(counting.operations), sum(counting.keys)
+        assert cost == (2, 12), "of the next three, and of the one whose place it would take"
 
 
 def test_where_the_next_machines_are_silent_those_after_them_are_watched(store):

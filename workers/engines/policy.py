@@ -2,7 +2,8 @@
 
 The prompt's keys and values are computed once and shared by its responses, with gradients: for G responses of R tokens
 to a prompt of P tokens, P + G·R tokens pass through the model instead of G·(P + R). They are packed into one row,
-without padding; where layers have windows, and with images, prompts and responses are padded.
+without padding; where layers have windows, with images, and on a CPU where it costs less, prompts and responses are
+padded.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from workers.engines.vocabulary import score, scored
 
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings of models that do something to logits after the head."""
+_PADDING = 1.25  # computed tokens for each true one, from which on packing is faster on a CPU
 
 
 class SharedPrompt(nn.Module):
@@ -62,7 +64,8 @@ class SharedPrompt(nn.Module):
         if self.context:
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
                                        response_lengths, temperature)
-        if self.packs and not images:
+        if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
+                                          self._wastes(prompts, prompt_lengths, response_lengths)):
             return _forward_packed(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, temperature)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
@@ -83,6 +86,12 @@ class SharedPrompt(nn.Module):
             order_of.append((starts[rows, None] + steps)[valid])
         back = torch.argsort(torch.cat(order_of))
         return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
+
+    def _wastes(self, prompts: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> bool:
+        """Return whether padding costs more than packing does on a CPU."""
+        parts = response_lengths.sort().values.chunk(min(self.chunks, len(response_lengths)))
+        padded = prompts.numel() + sum(len(part) * int(part[-1]) for part in parts)
+        return padded > _PADDING * int(prompt_lengths.sum() + response_lengths.sum())
 
     def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
                       cache: Cache) -> Tensor:

@@ -39,7 +39,7 @@ def test_packed_rows_give_the_outputs_and_gradients_of_padded_ones(model, head, 
     assert not padded.packs
     expected, gradients = outputs_and_gradients(padded, inputs)
     model.set_attn_implementation(attention.NAME)
-    packed = head(model)
+    packed = head(model, chunks=1)
     assert packed.packs
     found, own = outputs_and_gradients(packed, inputs)
     assert [len(part) for part in found] == [len(part) for part in expected]
@@ -82,7 +82,7 @@ def test_the_memory_plan_counts_what_layers_keep(architecture, dtype):
 
 def test_a_model_that_does_not_pass_on_its_packing_is_refused(model, monkeypatch):
     model.set_attn_implementation(attention.NAME)
-    policy = Policy(model)
+    policy = Policy(model, chunks=1)
     forward = model.model.layers[0].forward
     monkeypatch.setattr(model.model.layers[0], "forward", lambda *inputs, packing, **more: forward(*inputs, **more))
     with pytest.raises(EngineError, match="Qwen3Attention is not told how its rows are packed"):
