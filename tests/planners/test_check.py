@@ -72,7 +72,8 @@ def test_a_value_head_weighs_what_it_is(plan_of, folder) -> None:
     made = planned(plan_of, folder(CLASSIFIER, **untied), {"head": "value"})
     found = {item.name: item.bytes for item in made.memory}
     assert found["critic: weights"] == -(-(shape_of(CONFIG).parameters + 8) * 4 // 2)
-    assert found["critic: activations"] == 16384 * (17 * 4 * 8 + 12 * 1)
+    norms, attention, forward = 2 * 8 * (4 + 2 * 4), 4 * (3 * 8 + 2 * 4), 4 * 4 * 16
+    assert found["critic: activations"] == 16384 * (norms + attention + forward + 12 * 1)
 
 
 def test_the_shape_of_a_value_model_is_that_of_the_model_itself() -> None:
