@@ -235,7 +235,7 @@ def _until_one(futures: list[Future]) -> Iterator[Future]:
 
 
 def test_where_all_train_one_more_begins_again_with_all(store, pool):
-    one = machine(store, "a", least=1, most=2, grows=True, silence=0.2)
+    one = machine(store, "a", least=1, most=2, grows=True, silence=1.0)
     assert joined(pool, one) == [Rendezvous(0, 0, 1)]
     two = pool.submit(machine(store, "run host-b 7 7", least=1, most=2, grows=True).join)
     assert pool.submit(_when_begun, one).result(30) == Rendezvous(1, 0, 2, False, "machine host-b has come")
