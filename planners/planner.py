@@ -131,5 +131,6 @@ def _inputs(spec: Spec) -> str:
     run = spec.run.model_dump(mode="json", exclude={"output": True, "data": {"train"}, "validation": {"data"}})
     for role in run["roles"].values():
         role["model"] = {**role["model"], "path": bool(role["model"]["path"])} if role["model"] else None
+    run["data"]["turns"] = spec.run.data.turns  # their names may differ between machines
     said = json.dumps({"dag": spec.dag.model_dump(mode="json"), "run": run}, sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:16]

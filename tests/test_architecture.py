@@ -46,7 +46,7 @@ KNOWN_CIRCLES = [
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.contracts.detectors",
-    "distflow.data.missing_rows", "distflow.recovery.links", "distflow.telemetry.progress",
+    "distflow.data.missing_rows", "distflow.telemetry.progress",
     "distflow.weights.transport.tcp", "workers.engines",
     "workers.isolation.sandbox.landlock", "workers.profiler"}
 

@@ -170,6 +170,7 @@ class ElasticAgent:
             self.serve_shard(taken[0])
             self.leaves_at = time.monotonic() + _LINGERING
         return time.monotonic() < self.leaves_at
+
     def check_links(self, attempt: int) -> None:
         """Have the machines that train see whether they reach each other; each one's first rank does it."""
         if self.rank == 0 and self.rendezvous.block < self.membership.vital:

@@ -43,7 +43,7 @@ from workers.engines.sampling import key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
 from workers.roles import RoleEngines
-from workers.rollout_channel import REPORT, RolloutChannel, report_column, rows_for_trainer
+from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_trainer
 from workers.rollout_validation import RolloutValidation
 
 TOKENS, LOGPROBS, VERSIONS, FINISHED = (f"partial/{name}" for name in ("tokens", "logprobs", "versions", "finished"))
@@ -137,7 +137,7 @@ class RolloutContext:
         the dock."""
         self.engines, self.room = engines, threading.Semaphore(self.max_prompts)
         self.failure: BaseException | None = None
-        self.leases: dict[int, tuple[Lease, float]] = {}  # by number, and when each was last renewed
+        self.leases: dict[tuple[str, int], tuple[Lease, float]] = {}  # by consumer and number; when last renewed
         self.under_way: dict[int, Prompt] = {}  # by the number of its lease
         self.complete: queue.SimpleQueue[Prompt | None] = queue.SimpleQueue()  # None comes last
         self.ended = self.stopped = False  # no more is sampled; and that is because `over` returned true
@@ -224,16 +224,16 @@ class RolloutContext:
         if self.validation is None:
             return _MOMENT
         if request := self.validation.lease(dock):
-            self.leases[request.number] = request, time.monotonic()
+            self.leases[VALIDATION, request.number] = request, time.monotonic()
             answered = self.pool.submit(self.validation.answer, request)
-            answered.add_done_callback(lambda job: self.leases.pop(request.number, None))
+            answered.add_done_callback(lambda job: self.leases.pop((VALIDATION, request.number), None))
             answered.add_done_callback(self._notice)
         if not self.validation.holds_weights:
             return _MOMENT
         return None if self.validation.is_passed_by() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
-        self.leases[lease.number] = (lease, time.monotonic())
+        self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())
         saved, turns = dock.saved(lease) if self.saves_partial else (_NOTHING, lease.turns[:0])
         metrics = Metrics()
         with recording(metrics):
@@ -331,7 +331,7 @@ class RolloutContext:
         with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
             dock.put(rows)
         for lease in (prompt.lease for prompt in prompts):
-            self.leases.pop(lease.number, None)
+            self.leases.pop((ROLLOUT, lease.number), None)
             try:
                 dock.commit(lease)
                 if self.dedicated:

@@ -116,14 +116,22 @@ class RolloutChannel:
         """Let a rollout validate weights at least as new as `version`, those of `step`; return the request's number."""
         number = self.store.add("validation requests")
         self.store.put(f"validations/{number}", json.dumps([step, version]))
+        self.put_validation(dock, number, version)
+        return number
+
+    def put_validation(self, dock: DockClient, number: int, version: int) -> None:
+        """Put a request into the dock; one that is there already stays."""
         ids = self.rows_of(torch.tensor([_REQUESTS[0] + number]))
         dock.put(Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)}), version=version)
-        return number
 
     def validations(self) -> dict[int, tuple[int, int]]:
         """Return the step and the version of each request that the trainer waits for, by its number."""
         found = self.store.below("validations").list("")
         return {int(number): tuple(json.loads(text)) for number, text in found.items()}
+
+    def is_validating(self, dock: DockClient) -> bool:
+        """Return whether a rollout has a request to validate; if it ends or hangs, it loses the lease."""
+        return any(shard["indexes"].get(VALIDATION, {}).get("leases") for shard in dock.status())
 
     def forget_validation(self, number: int) -> None:
         self.store.delete(f"validations/{number}")
@@ -263,8 +271,11 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
         shard_process.take_over(layout.moved(place.takes, shard_process.address), place.takes)
     elif store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         shard_process = start(token, host=host)
-    gathered = store.gather(_DOCK, json.dumps(shard_process.address if shard_process else None), training)
-    shards = _shards(training, gathered)
+    if shard_process:
+        store.store.put(_shard_key(store.rank), json.dumps(shard_process.address))
+    if not taken:
+        store.gather(_DOCK, "", training)  # all have put theirs
+    shards = _shards(training, store.store.get_all([_shard_key(rank) for rank in training]))
     layout = layout_at(tuple(shards.values()))
     channel = RolloutChannel(store.store, token, [*shards.values()], host, rows, prompts, plan.ranks, shard_process,
                              layout, [*shards] if place.silence else (), place.standbys,
@@ -281,11 +292,12 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
 
 def _shards(training: range, gathered: Sequence[str]) -> dict[int, Address]:
     """Return the address of each shard, by the rank that has started it."""
-    return {rank: (address[0], address[1]) for rank, address in zip(training, map(json.loads, gathered)) if address}
+    found = {rank: json.loads(text) for rank, text in zip(training, gathered) if text}
+    return {rank: (host, port) for rank, (host, port) in found.items()}
 
 
 def _shard_key(rank: int) -> str:
-    return f"{_DOCK}/{rank}"
+    return f"shard/{rank}"
 
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:

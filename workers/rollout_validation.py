@@ -102,10 +102,12 @@ class ValidationRequests(Validations):
     def _take_over(self, reader: RunReader, every: int, resumed_at: int) -> list[int]:
         """Go on with what an earlier attempt has asked for; return the steps up to here that have a result or request.
         The step that the trainer goes on from is not lost: its weights are there."""
+        assert self.dock is not None
         recorded = [int(line["step"]) for line in reader.steps() if is_validation(line)]
         for number, (step, version) in self.channel.validations().items():
             if step <= resumed_at and step not in recorded:
                 self.asked[number] = step, version
+                self.channel.put_validation(self.dock, number, version)  # its shard may have been lost
             else:
                 self.channel.forget_validation(number)
         known = sorted({step for step in recorded if step <= resumed_at} | {step for step, _ in self.asked.values()})

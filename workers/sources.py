@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.dataloader import Dataloader
-from distflow.dock import DockError
+from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
 from distflow.plan import ROLLOUT, TRAINER, Plan, Task
 from distflow.telemetry import events
@@ -59,8 +59,7 @@ class AsyncSource(Dataloader):
         until = time.monotonic() + self.limit
         if self.fusion is not None:
             self.fusion.run(self.dock, number, until)
-        lease = self.dock.lease(TRAINER, self.batch * self.channel.rows, wait=max(until - time.monotonic(), 0.0),
-                                step=number, share=self.rank, shares=self.plan.ranks)
+        lease = self._leased(number, until)
         self.leases.append(lease)
         self.rows = self.dock.fetch(lease)
         for report in reports_of(self.rows):
@@ -83,6 +82,17 @@ class AsyncSource(Dataloader):
         if last > first:
             self.channel.enqueue_prompts(self.dock, first * self.batch, last * self.batch - 1)
             self.enqueued = last
+
+    def _leased(self, number: int, until: float) -> Lease:
+        """Return this rank's rows of a step. A rollout that validates keeps its weights, and may be waited for."""
+        while True:
+            try:
+                return self.dock.lease(TRAINER, self.batch * self.channel.rows, wait=max(until - time.monotonic(), 0.0),
+                                       step=number, share=self.rank, shares=self.plan.ranks)
+            except TimedOut:
+                if not self.channel.is_validating(self.dock):
+                    raise
+                until = time.monotonic() + self.limit
 
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what nodes of the rollout group wrote for these prompts, and what was computed while they came."""

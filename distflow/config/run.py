@@ -254,7 +254,8 @@ class Data(Document):
     train: dict[str, PositiveFloat] = Field(min_length=1)
     """The file or folder; or several, each with its weight, as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts
     come from the first. Each is shuffled by itself and begins again when it is through. Records have the name of their
-    file as field `source`, if they have none: name it in `columns` to see it in samples."""
+    file as field `source`, with its folder where two have one name, unless they have such a field: name it in
+    `columns` to see it in samples."""
     batch: PositiveInt = 32
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"

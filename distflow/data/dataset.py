@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,9 +103,14 @@ def open_records(path: Path) -> Records:
 
 def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dict[str, Records]:
     """Open what a run trains on; `path_of` finds a set by its name in the run file. Raises `InvalidInput`."""
-    found = {name: open_records(path_of(name) or Path(name)) for name in data.train}
-    return found if len(found) == 1 else {name: LabelledRecords(records, Path(name).stem)
-                                          for name, records in found.items()}
+    paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
+    found = {name: open_records(path) for name, path in paths.items()}
+    if len(found) == 1:
+        return found
+    root = Path(os.path.commonpath([path.parent for path in paths.values()]))
+    alike = len({path.stem for path in paths.values()}) < len(paths)
+    return {name: LabelledRecords(records, str(paths[name].relative_to(root).with_suffix("")) if alike
+                                  else paths[name].stem) for name, records in found.items()}
 
 
 class LabelledRecords:

@@ -12,8 +12,10 @@ rollback. A standby that ends, or stands still, is not waited for; it gets all r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +40,14 @@ class Follower:
     def __init__(self, connection: Connection, backlog: Iterable[Message]):
         self.connection, self.backlog = connection, backlog
         self.posted: queue.SimpleQueue[tuple[Message, threading.Event]] = queue.SimpleQueue()
+        self.complete, self.heard = False, time.monotonic()
+
+    def wait(self, copied: threading.Event) -> None:
+        """Wait for an event of `post`, unless the standby has not all rows yet; break with one that answers nothing."""
+        while self.complete and not copied.wait(_PROBE):
+            if time.monotonic() - self.heard > PATIENCE:
+                self.connection.hang_up()
+                return
 
     def post(self, message: Message) -> threading.Event:
         """Send a message soon; return an event that is set when the standby has it, or has ended."""
@@ -47,8 +57,9 @@ class Follower:
 
     def stream(self) -> None:
         """Send messages until the connection breaks: raises `OSError` or `ConnectionEnded`. Or raises `TakenOver`."""
-        for message in (*self.backlog, ({"complete": True}, [])):
+        for message in itertools.chain(self.backlog, [({"complete": True}, [])]):
             self._send(message)
+        self.complete = True
         while True:
             try:
                 message, copied = self.posted.get(timeout=_PROBE)
@@ -63,6 +74,7 @@ class Follower:
     def _send(self, message: Message) -> None:
         if self.connection.ask(*message).get("over"):
             raise TakenOver
+        self.heard = time.monotonic()
 
     def end(self) -> None:
         """Release all that wait for the standby. Nothing is posted any more."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.index import ConsumerIndex
-from distflow.dock.replication import PATIENCE, TakenOver
+from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.storage import read_ids, unpack
@@ -144,10 +144,9 @@ class StorageShardServer:
             self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
                                 len(self.state.storage.rows) > known)
             put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
-            copies = self.state.replicate((put, [payload.numpy().data])) if len(stored) else []
+            copies = self.state.replicate((put, [payload.numpy().data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
-            if not copied.wait(PATIENCE):
-                follower.connection.hang_up()
+            follower.wait(copied)
         return {"stored": len(stored)}, []
 
     def follow(self, request: ClientRequest) -> Reply:

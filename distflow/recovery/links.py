@@ -67,8 +67,10 @@ def unreached(addresses: Mapping[int, Address], seconds: float) -> list[int]:
 
 def most_cut_off(reports: Mapping[int, list[int]]) -> tuple[int, int] | None:
     """Return the machine with the most broken links, and how many those are; of several the one that came last. None if
-    no link is broken. `reports`: whom each machine has not reached; one end of a link may be the only one to see it."""
-    links = {frozenset((one, other)) for one, others in reports.items() for other in others}
+    no link between two that report is broken. `reports`: whom each machine has not reached; one end may see it alone.
+    """
+    links = {frozenset((one, other)) for one, others in reports.items() for other in others
+             if other in reports}  # whoever is dead reports nothing: heartbeats show that
     broken = {block: sum(block in link for link in links) for block in reports}
     block = max(broken, key=lambda block: (broken[block], block), default=0)
     return (block, broken[block]) if broken.get(block) else None

@@ -395,7 +395,7 @@ def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dic
     first, blocks = rendezvous.block == 0, rendezvous.blocks
     ring = [(rendezvous.block + step) % blocks for step in range(1, blocks + (rendezvous.block == _NO_BLOCK))]
     width = max(1, len(ring)) if first else _WATCHED
-    heir_of = [block for block in ring if membership.successor(block) == rendezvous.block and block < membership.vital]
+    heir_of = [block for block in ring if membership.successor(block) == rendezvous.block >= membership.vital > block]
     for near in (heir_of, *(ring[at : at + width] for at in range(0, len(ring), width))):
         lives = False
         for block, (name, left, heartbeat) in zip(near, membership.signs(rendezvous.number, near)):

@@ -127,7 +127,7 @@ def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children
 
 
 def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, token, children, monkeypatch):
-    monkeypatch.setattr("distflow.dock.shard.PATIENCE", 0.2)
+    monkeypatch.setattr("distflow.dock.replication.PATIENCE", 0.2)
     at = dock(1, CONSUMERS)
     second = children(layout=at.layout, number=0, standby_of=at.addresses[0])
     until(lambda: at.status()[0]["standbys"])

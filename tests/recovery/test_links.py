@@ -37,7 +37,8 @@ def test_a_machine_that_is_known_by_an_address_of_another():
     ({0: [], 1: [2], 2: []}, (2, 1)),  # one end alone sees it
     ({0: [1], 1: [], 2: [1]}, (1, 2)),
     ({0: [1, 2], 1: [0], 2: [0]}, (0, 2)),
-    ({0: [3], 1: []}, (0, 1)),  # the third one has not reported: it may be dead
+    ({0: [3], 1: [3], 2: [3]}, None),  # the last one has not reported: it is dead, which heartbeats show
+    ({0: [3, 1], 1: [3]}, (1, 1)),
 ])
 def test_the_one_with_the_most_broken_links_is_lost(reports, lost):
     assert most_cut_off(reports) == lost

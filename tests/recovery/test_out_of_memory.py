@@ -26,8 +26,8 @@ def test_the_cause_of_a_kill_is_no_more_than_is_known(monkeypatch, before, now, 
 def test_what_the_kernel_ends_for_its_memory_is_not_ended_by_somebody_else(tmp_path, monkeypatch, now, outside):
     """The same batch would not fit the next time either."""
     store = hosted()
-    supervisor = Supervisor(SimpleNamespace(rank=0, ranks=1, store=store), RestartGroup("the run", range(1), "ranks"), print,
-                            tmp_path, Robust(), {})
+    supervisor = Supervisor(SimpleNamespace(rank=0, ranks=1, store=store), RestartGroup("the run", range(1), "ranks"),
+                            print, tmp_path, Robust(), {})
     supervisor.kills_before = 3
     monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
     assert supervisor._failure_of_exit(-signal.SIGKILL, b"").outside is outside

@@ -113,21 +113,22 @@ class FSDPEngine(Trainer):
             model.requires_grad_(False)
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), parameters <= _SMALL
+        recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.policy = HEADS[head](model, chunks=4 if self.small else 1, context=context)
         self.pads = not self.policy.packs
-        self.sharded = self._shard(layers, parameters, set(whole))
+        self.sharded = self._shard(layers, recomputes, set(whole))
         self.optimizer = self._optimizer() if trained else None
 
-    def _shard(self, layers: nn.ModuleList, parameters: int, whole: set[nn.Parameter]) -> FSDPModule:
+    def _shard(self, layers: nn.ModuleList, recomputes: bool, whole: set[nn.Parameter]) -> FSDPModule:
         half = is_half(self.settings, self.device.type)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
         for layer in layers if self.settings.compile else ():
             compiled(layer)
-        for layer in layers if self.settings.recomputes(parameters) else ():
+        for layer in layers if recomputes else ():
             recompute(layer)
         for module in (self.policy,) if self.small else (*layers, self.policy):  # one at a time is there as a whole
             convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
