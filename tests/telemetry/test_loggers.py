@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,16 +73,25 @@ def history(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def sent_in_a_second_of_its_own() -> None:
+    """W&B names the folder of an offline run by the second in which it begins."""
+    began = int(time.time())
+    while int(time.time()) == began:
+        time.sleep(0.01)
+
+
 def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     pytest.importorskip("wandb")
     settings = {"project": "tests", "mode": "offline"}
     assert send(RunReader(folder), "wandb", settings, at_once) == 3
     write(folder, range(4, 6))
+    sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
     with (folder / "metrics.jsonl").open("a") as metrics:
         for line in ({"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.1}, {"step": 6, "validation/held": 0.6},
                      {"step": 7, "validation/held": 0.7}):
             metrics.write(json.dumps(line) + "\n")
+    sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
     steps = history(folder)
     assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7, 8]
