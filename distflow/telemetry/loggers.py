@@ -75,6 +75,7 @@ class WandbLogger(Logger):
 
     def close(self) -> None:
         self.run.finish()
+        self.wandb.teardown()  # only then all is in its file
 
 
 class MlflowLogger(Logger):
