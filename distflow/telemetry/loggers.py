@@ -166,7 +166,7 @@ def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable
     with _only_one(folder, name):
         logger = LOGGERS[name](folder, run.settings(), **settings)
         metrics, samples, rows = run.tail("metrics"), run.tail("samples"), dict[int, list[Row]]()
-        sent = _known(folder).get(f"{name} sent", {})  # a step and a count, in runs of older versions
+        sent: Any = _known(folder).get(f"{name} sent", {})  # a step and a count, in runs of older versions
         sent = sent if isinstance(sent, dict) else dict.fromkeys(("steps", "validation"), sent[0])
         last: dict[str, int] = {"steps": -1, "validation": -1, **sent}
         over = False
