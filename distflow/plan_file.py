@@ -65,8 +65,7 @@ class PlacedTask(Document):
 
 class PlacedPlan(Document):
     """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans, and
-    over those of the layouts that the exact solver considered; `rest_seconds`, what runs have taken beside their tasks,
-    are added to each."""
+    over those of the layouts that the exact solver considered; `rest_seconds`, of runs beside tasks, are added."""
 
     made_for: Digests
     solver: str

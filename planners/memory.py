@@ -75,8 +75,7 @@ def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
 
 
 def gathered_at_once(shape: Shape) -> int:
-    """Return how many parameters FSDP gathers at once: the model's if it is small, else two layers and what is outside
-    of layers."""
+    """Return how many parameters FSDP gathers at once: a small model's all, else two layers and what is outside."""
     outside = shape.vocabulary * shape.hidden + shape.vocabulary_head
     layers = 2 * -(-max(shape.parameters - outside, 0) // shape.layers)
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
@@ -96,8 +95,7 @@ def activation_bytes(shape: Shape, width: int) -> int:
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
              training: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains and
-    infers."""
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)

@@ -133,8 +133,7 @@ class RolloutContext:
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
             finish_prompts: Callable[[], None]) -> None:
         """Run both functions in threads, and the engines, of which this thread drives the first, until no prompts are
-        leased. Prompts under way are given back then, with the rows that they have so far; complete ones are put into
-        the dock."""
+        leased. Prompts under way are given back then, with the rows that they have; complete ones go into the dock."""
         self.engines, self.room = engines, threading.Semaphore(self.max_prompts)
         self.failure: BaseException | None = None
         self.leases: dict[tuple[str, int], tuple[Lease, float]] = {}  # by consumer and number; when last renewed

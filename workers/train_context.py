@@ -209,8 +209,7 @@ class TrainContext:
         return self.stopping
 
     def finish(self) -> bool:
-        """End the run after its last step and the validations that are under way, and write the models. Return
-        True."""
+        """End the run after its last step and the validations under way, and write the models. Return True."""
         with Watch(self.status, "waiting for the last validation", "at the end of the run"), peer_errors():
             if self.weights is not None and not self.weights.published and self.sink.late:
                 self.weights.publish()  # it was done before this worker

@@ -68,8 +68,7 @@ class Validations(ABC):
 
     @abstractmethod
     def results(self, step: int, wait: float = 0.0) -> Iterable[ValidationResult]:
-        """Return the results that have come since the last call; wait so long for one. Each is settled once the next is
-        wanted."""
+        """Return the results that have come since the last call; wait so long for one. The next settles the one before."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing open
         """Close connections."""

@@ -14,8 +14,7 @@ from distflow.errors import InvalidInput
 from distflow.rpc.run_token import TOKEN, token_checksum
 
 _POLL, _LINGER, _ANSWER = 0.5, 10.0, 30.0
-"""Seconds between two polls, for which the store stays after the end, so that all machines see it, and within
-which it answers."""
+"""Seconds between two polls, for which the store stays after the end, for all to see, and within which it answers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,8 +46,7 @@ class DockProcess:
         return host, port
 
     def take_over(self, layout: DockLayout, number: int) -> None:
-        """Have a standby become shard `number`, at its own address; returns when it serves. Raises `DockError`: it has
-        ended."""
+        """Have a standby become shard `number`, at its own address; returns when it serves. Raises `DockError`."""
         if self.serves:
             return
         self.address  # noqa: B018 - its first line

@@ -85,8 +85,7 @@ def scaling(*, every: int) -> Callable[[P], P]:
 
 
 def autoscale(folder: Path, least: int, most: int) -> None:
-    """Ask all policies as the run's steps are done, for `least` to `most` rollouts; never returns while there are
-    policies."""
+    """Ask all policies as the run's steps are done, for `least` to `most` rollouts; returns without policies."""
     done = _RecentSteps(folder / "metrics.jsonl", max((every for every, _ in POLICIES), default=0))
     while POLICIES:
         for step in done.new():

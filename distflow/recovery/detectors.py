@@ -148,8 +148,7 @@ def stalled(observation: Observation, *, seconds: float = 300.0, busy: float = 1
 def no_tokens(observation: Observation, *, seconds: float = 60.0, answer: float = 10.0,
               stuck: float = 600.0) -> str | None:
     """Detect that no token was sampled for `seconds` by a worker that does not answer, or for `stuck` seconds by one
-    that does: ranks that share a model wait in a collective for one of them. Waiting for prompts, tools or weights is
-    another phase."""
+    that does: ranks that share a model wait in a collective for one. Waiting for prompts or tools is another phase."""
     if observation.phase != "generating" or observation.silent <= seconds:
         return None
     if observation.mute > answer:
@@ -246,8 +245,7 @@ StepDetector = Callable[[Sequence[StepReport]], Alert | None]
 def straggler(steps: Sequence[StepReport], *, factor: float = 2.0, during: float = 5.0,
               share: float = 0.1) -> Alert | None:
     """Warn of a rank that takes `factor` times as long for a phase as the median of the others, also per row, in each
-    of the last `during` steps, if that costs at least this share of the step. A restart would not help: a slow machine
-    stays slow."""
+    of the last `during` steps, if that costs at least this share of the step. A restart would not help."""
     recent = steps[-max(1, math.ceil(during)):]
     if len(recent) < during:
         return None

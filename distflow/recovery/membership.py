@@ -74,8 +74,7 @@ class ElasticMember(Protocol):
         """Raises MembershipChanged: all machines begin a later round."""
 
     def check_links(self, attempt: int) -> None:
-        """Have the machines that train see whether they reach each other, after an attempt in which all ranks only
-        missed others."""
+        """Have the machines that train see whether they reach each other, when all ranks missed others."""
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raises MembershipChanged if so."""
@@ -123,8 +122,7 @@ class Membership:
     """Machines by block of the rounds that this process has seen begin."""
 
     def agree(self, run: str) -> None:
-        """Check that the store is this run's. Raises InvalidInput: it is not, or the run is done, or machines differ in
-        number of ranks."""
+        """Raise InvalidInput: the store is another run's, the run is done, or machines differ in ranks."""
         for what, mine, wrong in (
             ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file or "
              f"--machines differ; or {self.store.for_another_run}"),
@@ -314,8 +312,7 @@ class Membership:
         return found
 
     def _claim_block(self, round: int, members: list[str]) -> tuple[int, int, bool] | None:
-        """Wait for a free block; return it, the number of blocks, and whether it was another machine's. None if a later
-        round has begun."""
+        """Wait for a free block; return it, the number of blocks, and whether it had a machine; None in a later round."""
         blocks = len(members) if self.grows else self.most
         if self.name in members and self.holds(round, members.index(self.name)):
             return members.index(self.name), blocks, False

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 
 SCORE = 500
-"""Score of a worker (`spawn`): of processes of the same size the kernel ends workers before their supervisors, which
-hold the snapshots."""
+"""Score of a worker (`spawn`): of processes of one size the kernel ends workers before supervisors, which hold snapshots."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 

@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from distflow.store.interface import Store
 
 _SETTLE, _READ = 5.0, 64
-"""Seconds that a rank which only missed another waits for that rank's own failure; failures of an attempt that a rank
-reads."""
+"""Seconds that a rank which missed another waits for that one's failure; failures of an attempt that a rank reads."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt of a restart group. failures: of the attempts before. end: why there is none after these; empty while
-    there is one."""
+    """An attempt of a restart group. failures: of the attempts before. end: why there is none after these."""
 
     number: int = 0
     failures: tuple[Failure, ...] = ()

@@ -73,8 +73,7 @@ _POLL = 0.2  # seconds between two looks at the store and at the worker's heartb
 _GLANCE = 0.5  # seconds within which the store must answer while a worker is watched
 _GRACE = 5.0  # seconds that a worker has to clean up after it was told to end
 _EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that come from outside; a program's own mistake ends it by others, as SIGSEGV, or by the kernel's SIGKILL
-when memory is full."""
+"""Signals that come from outside; a program's own mistake ends it by others, or by the kernel's SIGKILL."""
 _SAME_SIGNAL = 1.0
 """Seconds in which a second signal counts as the first: a process group and its parent may both be sent it."""
 _FAILED = "failed"  # key in the store: a restart group has failed for good, and torchrun ends the others

@@ -45,8 +45,7 @@ class WorkerContext:
 
     def ready(self, **seconds: float) -> None:
         """Report that the worker is ready, with the `seconds` of each part of its start. From here on only its
-        supervisor ends it: a SIGTERM to all processes of a run (scancel, a container's stop) asks for an end after the
-        step under way."""
+        supervisor ends it: a SIGTERM to all processes of a run asks for an end after the step under way."""
         self.heartbeat.ready(**seconds)
         if self.supervisor_pid:
             defy(signal.SIGTERM)

@@ -28,8 +28,7 @@ USER, _CA, _CERT, _KEY = (f"DISTFLOW_ETCD_{name}" for name in ("USER", "CA", "CE
 _PER_MEMBER, _PAUSE, _WATCH = 3.0, 0.1, 10.0  # seconds for an answer, before the next member is asked, and of a watch
 _OPERATIONS = 100  # of one transaction; etcd takes 128
 _EXPIRED, _BUSY, _UNABLE = 401, 429, 500
-"""Statuses of HTTP: the user's token has expired; the member has too much to do, or no space; it has no leader now, or
-worse."""
+"""Statuses of HTTP: the user's token has expired; the member has too much to do, or no space; it has no leader now."""
 _OLD = "revision of auth store is old", "user name is empty"
 """What etcd answers, with status 400, to a token from before a change of its users."""
 

@@ -144,8 +144,7 @@ def _run(function: Callable[[], int | None], prepare: Callable[[], None], sessio
 
 
 def defy(number: int) -> None:
-    """Let a signal have no effect on this process. Unlike an ignored signal, one that is handled does end programs that
-    this process executes."""
+    """Let a signal have no effect on this process; it still ends programs that this process executes."""
     signal.signal(number, lambda *_: None)
     signal.siginterrupt(number, False)
 

@@ -78,8 +78,7 @@ def _check(name: str, shard: DTensor) -> None:
 
 
 def _cuts(shard: DTensor) -> list[tuple[int, int]]:
-    """Return (mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tensor parallelism
-    has left of a tensor."""
+    """Return (mesh dimension, tensor dimension) of each cut, the last one made first: FSDP cuts what tp has left."""
     return [(index, placement.dim)  # type: ignore[reportAttributeAccessIssue]: of Shard, and of FSDP's strided one
             for index, placement in enumerate(shard.placements) if not placement.is_replicate()]
 

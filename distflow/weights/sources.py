@@ -75,8 +75,7 @@ def is_supplied(entry: SourceEntry, key: str, me: str, entries: Holders) -> bool
 
 
 def is_available(entries: Holders, key: str, ranks: Sequence[int]) -> bool:
-    """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts, as far as they
-    are known."""
+    """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts."""
     holders = _holders(entries, key)
     return any(entry.rank < 0 and held.complete and held.have >= held.expected for entry, held in holders) or \
         {entry.rank for entry, _ in holders} >= {*ranks[: len(ranks) if entries.whole else SEEN]}

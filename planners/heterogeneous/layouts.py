@@ -158,8 +158,7 @@ class LayoutSearch:
         return self._best[key]
 
     def estimate(self, task: int, subset: DeviceSubset) -> tuple[float, DeviceGroups]:
-        """Return a cheap estimate and where it is: the ideal and the slowest links of the device groups that suit the
-        task best."""
+        """Return a cheap estimate and where it is: the ideal and the slowest links of the groups that suit it best."""
         task = self._like[task]
         best = self.parts(task, subset)[0]
         return self.costs.estimate(task, best), device_groups_of(best)

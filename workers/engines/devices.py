@@ -1,5 +1,4 @@
-"""Device and kernels of a process, meshes of layouts (one for all roles with the same layout), and the precision of a
-role."""
+"""Device and kernels of a process, meshes of layouts (one for all roles with one), and the precision of a role."""
 
 from __future__ import annotations
 
