@@ -68,7 +68,7 @@ class Validations(ABC):
 
     @abstractmethod
     def results(self, step: int, wait: float = 0.0) -> Iterable[ValidationResult]:
-        """Return the results that have come since the last call; wait so long for one. The next settles the one before."""
+        """Return the results that have come since the last call; wait so long for one. The next settles the last."""
 
     def close(self) -> None:  # noqa: B027 - most keep nothing open
         """Close connections."""

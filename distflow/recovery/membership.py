@@ -312,7 +312,7 @@ class Membership:
         return found
 
     def _claim_block(self, round: int, members: list[str]) -> tuple[int, int, bool] | None:
-        """Wait for a free block; return it, the number of blocks, and whether it had a machine; None in a later round."""
+        """Wait for a free block; return it, the number of blocks, and whether it had a machine. None: a round later."""
         blocks = len(members) if self.grows else self.most
         if self.name in members and self.holds(round, members.index(self.name)):
             return members.index(self.name), blocks, False

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 SCORE = 500
-"""Score of a worker (`spawn`): of processes of one size the kernel ends workers before supervisors, which hold snapshots."""
+"""Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 

@@ -286,7 +286,7 @@ class Objective:
         return self._network.weights(sources, targets).seconds(edge.nbytes)
 
     def seconds(self, grouping: Grouping, durations: Durations, sites: Sites | None = None) -> float:
-        """Return in mode sync when the last task is done and the weights are where they are used; in async a group's longest period."""
+        """Return in mode sync when tasks are done and weights where they are used; in async the longest period."""
         group_of = groups_of(grouping)
         if self.problem.mode != SYNC:
             return max(self._periods(group_of, durations, sites), default=0.0)

@@ -209,7 +209,7 @@ _ENUMERATED = 5000  # placements of all groupings that are gone through if there
 
 @dataclass(frozen=True)
 class Progress:
-    """Best placement so far (None: none fits yet), a lower bound for any, and how many layouts and placements were costed."""
+    """Best placement so far (None: none fits yet), a lower bound for any, and how many layouts and placements."""
 
     placement: Placement | None
     bound: float

@@ -32,7 +32,7 @@ from workers.engines.sampling import pick, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
-"""The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled for an eighth at a time."""
+"""The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled by eighths."""
 _PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 

@@ -101,7 +101,7 @@ def group_advantage(rewards: Tensor, group: Tensor, *, epsilon: NonNegativeFloat
 
 @node(writes="advantages", keep_together="group")
 def leave_one_out_advantage(rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract from each reward the mean of its group's others (RLOO: Kool et al. 2019; Ahmadian et al. 2024); 0 for one row."""
+    """Subtract from each reward the mean of its group's others (RLOO: Kool et al. 2019; Ahmadian et al. 2024)."""
     centred_B, size_B, _ = _centred(rewards, group)
     return (centred_B * size_B / (size_B - 1).clamp(min=1)).to(_result_dtype(rewards))
 
