@@ -1,5 +1,25 @@
-"""The dock of `docks.py`."""
+"""The dock of `docks.py`, and its processes."""
 
+import pytest
 from docks import dock, token
 
-__all__ = ["dock", "token"]
+from distflow.dock.process import DockProcess, start
+
+__all__ = ["children", "dock", "token"]
+
+
+@pytest.fixture
+def children(token):
+    """`children(**arguments)` starts a process of the dock; all end with the test."""
+    started: list[DockProcess] = []
+
+    def make(**arguments) -> DockProcess:
+        started.append(start(token, **arguments))
+        return started[-1]
+
+    yield make
+    for child in started:
+        if child.process.stdin.closed:
+            continue
+        child.stop()
+        assert child.process.status is not None

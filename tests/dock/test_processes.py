@@ -15,7 +15,6 @@ import torch
 
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, TimedOut
-from distflow.dock.process import DockProcess, start
 from distflow.rpc.errors import Unreachable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,23 +45,6 @@ with DockClient([address], token, "trainer") as dock, open(journal, "a", bufferi
 
 def tokens(ids):
     return Batch(torch.tensor(list(ids)), {"tokens": Ragged.from_rows([torch.full((row % 5,), row) for row in ids])})
-
-
-@pytest.fixture
-def children(token):
-    """`children(**arguments)` starts a process of the dock; all end with the test."""
-    started: list[DockProcess] = []
-
-    def make(**arguments) -> DockProcess:
-        started.append(start(token, **arguments))
-        return started[-1]
-
-    yield make
-    for child in started:
-        if child.process.stdin.closed:
-            continue
-        child.stop()
-        assert child.process.status is not None
 
 
 def consumer(address, token, journal, limit=3.0, pause=0.004):

@@ -11,26 +11,12 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, LeaseLost
-from distflow.dock.process import DockProcess, start
+from distflow.dock.process import DockProcess
 from distflow.rpc.errors import Unreachable
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
              Consumer("trainer", ("tokens",), (), group_size=2, step_rows=ROWS, can_roll_back=True))
-
-
-@pytest.fixture
-def children(token):
-    started: list[DockProcess] = []
-
-    def make(**arguments) -> DockProcess:
-        started.append(start(token, **arguments))
-        return started[-1]
-
-    yield make
-    for child in started:
-        if not child.process.stdin.closed:
-            child.stop()
 
 
 def rows(ids, column: str, value: int = 1) -> Batch:
