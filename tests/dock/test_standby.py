@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, LeaseLost
 from distflow.dock.process import DockProcess
+from distflow.rpc.connection import connect
 from distflow.rpc.errors import Unreachable
 
 ROWS = 4
@@ -95,6 +97,21 @@ def test_a_put_is_acknowledged_when_the_standby_has_it(children, token):
             lose(first, second, moved, at)
             assert at.status()[0]["rows"] == 2 * last
             first = second
+
+
+def test_a_standby_counts_once_it_has_all_rows(dock, token):
+    at = dock(1, CONSUMERS)
+    at.put(rows(range(4), "order"))
+    with contextlib.closing(connect(at.addresses[0], token, 20)) as standby:
+        standby.ask({"op": "hello", "who": "standby", "session": ""})
+        standby.send({"op": "follow"})
+        header: dict = {}
+        while not header.get("complete"):
+            header, size = standby.receive()
+            standby.payload(size)
+            assert at.status()[0]["standbys"] == 0
+            standby.send({})
+        until(lambda: at.status()[0]["standbys"] == 1)
 
 
 def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children, token):
