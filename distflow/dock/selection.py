@@ -220,7 +220,9 @@ class Room:
 
 
 def deal(groups: list[RowGroup], shares: int) -> list[RowGroup]:
-    """Share groups between the ranks that work on one step, about as many tokens to each; return each share's rows."""
+    """Share groups between the ranks that work on one step, about as many tokens to each; return each share's rows.
+    The same groups are shared alike in whatever order they have come, so that their training rounds alike."""
+    groups = sorted(groups, key=lambda group: group[0].id // len(group))
     if shares == 1:
         return [[row for group in groups for row in group]]
     weights = torch.tensor([sum(max(row.tokens, 1) for row in group) for group in groups], dtype=torch.int64)

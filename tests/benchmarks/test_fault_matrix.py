@@ -25,16 +25,8 @@ def run(folder: Path, lines: list[dict], weights: bytes = b"weights") -> Path:
     (CALM[:2], b"weights", ["a step is missing, or was counted twice"]),
     ([*CALM, CALM[2]], b"weights", ["a step is missing, or was counted twice"]),
     ([*CALM[:2], CALM[2] | {"response/fingerprint": 1}], b"weights", ["step 3 has other samples"]),
-    ([*CALM[:2], CALM[2] | {"loss": 0.500002}], b"weights", ["step 3 has another loss"]),
+    ([*CALM[:2], CALM[2] | {"loss": 0.50000001}], b"weights", ["step 3 has another loss"]),
     ([*CALM[:2], CALM[2] | {"loss": float("nan")}], b"weights", ["step 3 has another loss"])])
 def test_runs_that_differ(tmp_path, lines, weights, expected):
     calm, stormy = run(tmp_path / "calm", CALM), run(tmp_path / "stormy", lines, weights)
-    assert trouble(calm, stormy, exact=True) == expected
-
-
-def test_conversations_may_round_otherwise(tmp_path):
-    calm = run(tmp_path / "calm", CALM)
-    near, far = (run(tmp_path / f"{loss}", [line | {"loss": loss} for line in CALM], b"others")
-                 for loss in (0.500002, 0.6))
-    assert trouble(calm, near, exact=False) == []
-    assert trouble(calm, far, exact=False) == [f"step {step} has another loss" for step in (1, 2, 3)]
+    assert trouble(calm, stormy) == expected

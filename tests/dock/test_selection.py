@@ -92,3 +92,11 @@ def test_the_rows_of_a_group_live_in_one_shard():
 def test_dealt_by_tokens():
     groups = [[row] for row in rows({"tokens": 9}, {"tokens": 5}, {"tokens": 4}, {"tokens": 1})]
     assert [sum(row.tokens for row in share) for share in deal(groups, 2)] == [10, 9]
+
+
+def test_the_same_groups_are_dealt_alike_in_whatever_order_they_came():
+    groups = [[RowState(2 * number + half, {"x"}, tokens=3) for half in (0, 1)] for number in range(5)]
+    first = [sorted(row.id for row in share) for share in deal(groups, 2)]
+    for order in ([4, 1, 3, 0, 2], [3, 2, 1, 0, 4]):
+        came = [list(reversed(groups[number])) for number in order]
+        assert [sorted(row.id for row in share) for share in deal(came, 2)] == first
