@@ -31,7 +31,7 @@ from distflow.plan import Layout, Plan
 from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
-from workers.encode import prompted_role
+from planners.check import prompted_role
 from workers.engines.rollout import Samples
 from workers.engines.shared_engine import SharedEngine
 from workers.roles import RoleEngines
@@ -46,7 +46,7 @@ _LOST = "the run was interrupted before it was answered, and its weights are no 
 
 def validated_elsewhere(spec: Spec, plan: Plan) -> str | None:
     """Return the role that the rollouts of the run's `plan` validate; None: the trainer does, or nothing is."""
-    if not plan.groups or spec.run.validation is None or spec.run.trainer_validates:
+    if not plan.groups or not spec.run.rollouts_validate:
         return None
     name = prompted_role(spec, plan.tasks)
     return name if any(task.samples and task.role == name for task in plan.groups[1].plan.tasks) else None

@@ -24,8 +24,8 @@ from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.trajectories import trajectories
+from planners.check import prompted_role
 from workers.context import RankContext
-from workers.encode import prompted_role
 from workers.engines.sampling import key_of
 from workers.execution import SampledRows, TrainExecutor, Watch
 from workers.profiler import StepProfiler
