@@ -7,9 +7,9 @@ that could never happen. Notes name what is no mistake, but probably not meant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from distflow.config.dag import COMPUTE_ROLES
+from distflow.config.dag import COMPUTE_ROLES, Node
 from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
 from distflow.config.run import Fault, RoleRun, Run
@@ -18,7 +18,7 @@ from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.contracts.templates import with_template_columns
 from distflow.errors import Diagnostic, did_you_mean, listing, nearest
-from distflow.plan import TRAINER
+from distflow.plan import TRAINER, Task
 from planners.columns import NodeColumns
 from planners.learning import learning_notes
 from planners.settings import setting_value
@@ -213,6 +213,13 @@ def _check_run_roles(spec: Spec) -> list[Diagnostic]:
 def model_roles(spec: Spec) -> list[str]:
     """Return the roles that need a model, sorted."""
     return sorted({node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES} & set(spec.dag.roles))
+
+
+def prompted_role(spec: Spec, chain: Iterable[Task | Node]) -> str:
+    """Return the role that encodes prompts and is validated: the first trained with a vocabulary, else the first."""
+    tasks = [task for task in chain if task.type in ENGINE_TYPES]
+    trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
+    return next(trained, tasks[0].role)
 
 
 _SCORED, _LOGPROBS, _SETTING = "responses", "_logprobs", "temperature"

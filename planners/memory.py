@@ -24,6 +24,9 @@ vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memor
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
 `memory_gib` is not known only their weights are counted.
 
+A rollout that validates while it samples has a second cache (transformers), as its answers are sampled at another
+temperature.
+
 The dock's samples and the snapshots lie in host memory, which `memory_gib` says nothing of: they are shown and not
 added. A run whose snapshots exceed its machine's memory ends before the first one.
 """
@@ -94,15 +97,18 @@ def activation_bytes(shape: Shape, width: int) -> int:
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
-             training: bool = True) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains."""
+             training: bool = True, validated: str | None = None) -> tuple[MemoryItem, ...]:
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains;
+    `validated`: the role that these ranks validate while they sample."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
         if shape and settings and training:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
         elif shape and settings:
-            items += _rollout(spec, role, settings, shape, layouts[role, True].tp, _width(shape, settings), False)
+            tp, width = layouts[role, True].tp, _width(shape, settings)
+            items += _rollout(spec, role, settings, shape, tp, width, False)
+            items += _validation(spec, role, settings, shape, tp, width) if role == validated else []
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
 
 
@@ -181,6 +187,9 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
         return f"Lower  roles.{role}.micro_batch_tokens"
     if kind == "rollout cache":
         return f"Lower  roles.{role}.generation.batch_rows  or  roles.{role}.generation.max_new_tokens"
+    if kind == "validation cache":
+        return (f"Have the ranks that train validate:  validation.group: trainer  , or lower  "
+                f"roles.{role}.generation.batch_rows  or  validation.max_new_tokens")
     if kind == "rollout engine":
         return f"Lower  roles.{role}.generation.memory_share"
     if kind in ("training state", "weights"):
@@ -225,12 +234,23 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
             return weights
         return [MemoryItem(f"{role}: rollout engine", share,
                            f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
-    length = generation.max_new_tokens + spec.run.data.max_prompt_tokens
+    return [*weights, _cache(f"{role}: rollout cache", spec, settings, generation.max_new_tokens, shape, tp, width)]
+
+
+def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int) -> list[MemoryItem]:
+    """Return the second cache of a rollout that validates while its prompts are sampled: pages are of one for all."""
+    if settings.rollout in _PAGED or spec.run.validation is None:
+        return []
+    tokens = spec.run.validation.max_new_tokens or settings.generation.max_new_tokens
+    return [_cache(f"{role}: validation cache", spec, settings, tokens, shape, tp, width)]
+
+
+def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Shape, tp: int, width: int) -> MemoryItem:
+    length = new_tokens + spec.run.data.max_prompt_tokens
     length += length // 4  # room to grow
-    rows, per_token = generation.batch_rows, 2 * shape.kv_width * width
-    return [*weights, MemoryItem(f"{role}: rollout cache", rows * length * shape.layers * per_token // tp,
-                                 f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B"
-                                 f"{_by(tp=tp)}")]
+    rows, per_token = settings.generation.batch_rows, 2 * shape.kv_width * width
+    return MemoryItem(name, rows * length * shape.layers * per_token // tp,
+                      f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B{_by(tp=tp)}")
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,

@@ -11,7 +11,7 @@ from distflow.contracts.signature import Contract
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
-from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of
+from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
 from planners.groups import GroupCut, crossings, cut, joined, of_early, of_rollout, of_trainer
 from planners.learning import check_learning
@@ -72,7 +72,11 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
-    items = () if mistakes else memory.estimate(spec, roles, generating, engines, training)  # no layout, no shares
+    items = ()
+    if not mistakes:  # no layout, no shares
+        nodes = [spec.dag.nodes[node] for node in draft.chain]
+        validated = prompted_role(spec, nodes) if not training and spec.run.rollouts_validate else None
+        items = memory.estimate(spec, roles, generating, engines, training, validated)
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))

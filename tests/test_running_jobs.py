@@ -9,6 +9,9 @@ import pytest
 from harness import command, environment, metrics_of
 
 from distflow.cli import main
+from distflow.config.load import load
+from distflow.telemetry.run_folder import RunFolder
+from planners import plan
 
 HOOKS = '''
 import json
@@ -84,16 +87,23 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     (["scale", "sync", "rollout=1"], "mode=async"),
     (["scale", "apart", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
     (["scale", "apart", "rollout=0"], "supervisors for 2 rollouts, so give 1 to 2"),
+    (["scale", "both", "rollout=0"], "give 1 to 2. To have the ranks that train validate, stop the job, and  distflow "
+                                     "resume both --set validation.group=trainer"),
+    (["scale", "both", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
+    (["scale", "alone", "rollout=3"], "supervisors for 2 rollouts, so give 0 to 2"),
+    (["scale", "blind", "rollout=3"], "supervisors for 2 rollouts, so give 0 to 2"),
     (["inject", "apart", "kill", "--rank", "7"], "rank 7 has had no worker"),
     (["inject", "apart", "kill", "--rank", "1"], "has ended"),
     (["faults", "apart", "--window", "0"], "--window 0 is no time"),
 ])
 def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
     monkeypatch.chdir(tmp_path)
-    groups = {"sync": [], "apart": [{"name": "trainer", "replicas": 1}, {"name": "rollout", "replicas": 2}]}
-    for name, each in groups.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text(json.dumps({"ranks": 3, "groups": each, "mode": "async"}))
+    settings = {"sync": ["mode=sync"], "apart": ["mode=async"], "both": ["mode=semi_sync"],
+                "alone": ["mode=semi_sync", "validation.group=trainer"], "blind": ["mode=semi_sync", "validation=null"]}
+    for name, overrides in settings.items():
+        spec = load("grpo.yaml", None, ["groups.rollout=2", *overrides])
+        with RunFolder.created(tmp_path / name, spec, plan(spec, 3), []):
+            pass
         (tmp_path / name / "events.jsonl").write_text(
             json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "life": 0}) + "\n")
     assert main(line) == 2

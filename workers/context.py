@@ -249,7 +249,7 @@ def _autoscale(context: RankContext, rollouts: int) -> None:
     for module in context.spec.dag.imports:
         load_module(module)
     events.current().open(context.path / "events.jsonl", context.store.rank)
-    autoscaler.autoscale(context.path, 0 if context.spec.run.mode == "semi_sync" else 1, rollouts)
+    autoscaler.autoscale(context.path, context.spec.run.least_rollouts, rollouts)
 
 
 def _may_scale(module: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.config.run import Data
-from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.dataloader import ONE, Dataloader, Mixture, WithoutEmpty
 from distflow.data.dataset import Record, fields_of, open_images, open_training_sets
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
-from distflow.plan import Layout, Task
+from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens, require_template
 from workers.engines.vision import ImageProcessor
@@ -138,10 +137,3 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns)
     encode = encoder(role.tokenizer, data, image_encoder_of(role, data, data_file(spec, next(iter(data.train)))))
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)
-
-
-def prompted_role(spec: Spec, chain: Iterable[Task]) -> str:
-    """Return the role that encodes prompts and is validated: the first trained with a vocabulary, else the first."""
-    tasks = [task for task in chain if task.type in ENGINE_TYPES]
-    trained = (task.role for task in tasks if task.type == "MODEL_TRAIN" and spec.dag.roles[task.role].head == "lm")
-    return next(trained, tasks[0].role)

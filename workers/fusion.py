@@ -6,7 +6,6 @@ inter-stage fusion; MindSpeed RL, Table 2). The planner decides which nodes thes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import msgpack
@@ -24,7 +23,7 @@ from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import Metrics, current
 from workers.execution import TrainExecutor
 from workers.loop import run_chain
-from workers.rollout_channel import ReceivedColumns, RolloutChannel
+from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel
 
 
 class Fusion:
@@ -40,7 +39,6 @@ class Fusion:
         """`plan`: the trainer's, which has an `early` one; `limit`: seconds after which ranks take others for lost."""
         assert plan.early is not None
         self.plan, self.rank, self.loader, self.channel, self.executor = plan.early, rank, loader, channel, executor
-        self.patience = limit / 4  # seconds that rank 0 looks for rows at a time, while the others wait for it
         self.tasks = self.plan.chain(rank)
         self.step_tasks = [task for task in plan.tasks if task.layout.early]  # the same, as the step's plan has them
         self.received = ReceivedColumns(self.plan, channel.rows)
@@ -49,13 +47,13 @@ class Fusion:
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
         self.seconds = 0.0  # of computing for the draw
 
-    def run(self, dock: DockClient, draw: int, until: float) -> None:
-        """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come `until` then (`time.monotonic`)."""
+    def run(self, dock: DockClient, draw: int, patience: Patience) -> None:
+        """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come before `patience` was over."""
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
         while len(known) < count:
             missing = self.loader.batch - len(known) // self.channel.rows
-            ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, until)
+            ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, patience)
             new = ~torch.isin(ids, known)
             known = ids
             for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])).items():
@@ -70,24 +68,21 @@ class Fusion:
         for task in self.step_tasks:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
-    def _look(self, dock: DockClient, draw: int, least: int, until: float) -> tuple[Tensor, Tensor]:
+    def _look(self, dock: DockClient, draw: int, least: int, patience: Patience) -> tuple[Tensor, Tensor]:
         """Return the ids and the tokens of all rows that have come, at least so many; on all ranks what rank 0 saw."""
         seen = b""
         while not seen:
-            seen = gather(self._seen(dock, draw, least, until) if self.rank == 0 else b"")[0]
+            seen = gather(self._seen(dock, draw, least, patience) if self.rank == 0 else b"")[0]
         ids, tokens = msgpack.unpackb(seen)
         return torch.tensor(ids), torch.tensor(tokens)
 
-    def _seen(self, dock: DockClient, draw: int, least: int, until: float) -> bytes:
-        left = max(until - time.monotonic(), 0.0)
+    def _seen(self, dock: DockClient, draw: int, least: int, patience: Patience) -> bytes:
+        """Return the rows that are there; nothing if they are too few so far, as the other ranks wait for an answer."""
         try:
-            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
-                             wait=min(left, self.patience))
+            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=patience.wait)
         except TimedOut as error:
-            if left > self.patience:
-                return b""
-            error.add_note("That was the rest of `wait_limit`, within which all samples of a draw must come")
-            raise
+            patience.check(error)
+            return b""
         return msgpack.packb([column.tolist() for column in seen]) or b""
 
     def _assigned(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

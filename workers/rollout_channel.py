@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
-from distflow.dock import Consumer, DockClient, DockError
+from distflow.dock import Consumer, DockClient, DockError, TimedOut
 from distflow.dock.index import Lease
 from distflow.dock.process import DockProcess, start
 from distflow.dock.selection import DockLayout
@@ -42,6 +42,7 @@ _PATIENCE = 10.0
 _SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
+_LOOKS = 4  # at who validates, in the time that a wait for rollouts may take
 _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
 
 
@@ -191,6 +192,39 @@ class RolloutChannel:
     def close(self) -> None:
         if self.shard_process is not None:
             self.shard_process.stop()
+
+
+class Patience:
+    """Clock of a wait for rollouts, which stands still while one of them validates: its prompts come later then."""
+
+    def __init__(self, channel: RolloutChannel, dock: DockClient, limit: float):
+        self.channel, self.dock, self.limit = channel, dock, limit
+        self.renew()
+
+    def renew(self) -> None:
+        self.since = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        return max(self.since + self.limit - time.monotonic(), 0.0)
+
+    @property
+    def wait(self) -> float:
+        """Seconds to wait before the next look at who validates."""
+        return min(self.left, self.limit / _LOOKS)
+
+    def is_over(self) -> bool:
+        """Return whether `limit` seconds have passed since anybody was seen to validate."""
+        if self.channel.is_validating(self.dock):
+            self.renew()
+        return not self.left
+
+    def check(self, error: TimedOut) -> None:
+        """Raise the error of a wait if that is over."""
+        if self.is_over():
+            error.add_note(f"It was the last look in {self.limit:g} s (`wait_limit`), within which all samples of a "
+                           "draw must come, unless a rollout validates")
+            raise error
 
 
 class ReceivedColumns:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,20 +30,23 @@ from distflow.errors import EngineError
 from distflow.plan import Layout, Plan
 from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics, recording
-from distflow.telemetry.run_reader import RunReader, is_validation
-from workers.encode import prompted_role
+from distflow.telemetry.run_reader import Row, RunReader, is_validation
+from planners.check import prompted_role
 from workers.engines.rollout import Samples
 from workers.engines.shared_engine import SharedEngine
 from workers.roles import RoleEngines
-from workers.rollout_channel import ANSWERED, RESULT, VALIDATION, RolloutChannel, report_column, reports_of
-from workers.validation import ValidationResult, Validations, Validator
+from workers.rollout_channel import ANSWERED, RESULT, VALIDATION, Patience, RolloutChannel, report_column, reports_of
+from workers.validation import MISSING, ValidationResult, Validations, Validator
 
+_ASKED, _VOID = "validation asked", "validation void"
+_ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
+"""Events after which a request is no longer open, and where each has the step that has asked."""
 _LOST = "the run was interrupted before it was answered, and its weights are no longer there"
 
 
 def validated_elsewhere(spec: Spec, plan: Plan) -> str | None:
     """Return the role that the rollouts of the run's `plan` validate; None: the trainer does, or nothing is."""
-    if not plan.groups or spec.run.validation is None or spec.run.trainer_validates:
+    if not plan.groups or not spec.run.rollouts_validate:
         return None
     name = prompted_role(spec, plan.tasks)
     return name if any(task.samples and task.role == name for task in plan.groups[1].plan.tasks) else None
@@ -55,28 +58,32 @@ class ValidationRequests(Validations):
 
     late = True
 
-    def __init__(self, channel: RolloutChannel, role: RoleEngines, reader: RunReader, every: int, limit: float,
+    def __init__(self, channel: RolloutChannel, role: RoleEngines, reader: RunReader, limit: float,
                  resumed_at: int | None):
-        """`limit`: seconds without any result after which a request is given up."""
+        """`limit`: seconds without a result, or a rollout that works on one, after which a request is given up."""
         self.channel, self.role, self.limit = channel, role, limit
         self.steps: dict[int, int] = {}  # first step with each version of the weights, from the oldest request on
         self.asked: dict[int, tuple[int, int]] = {}  # on rank 0: step and version of each request
         self.answers: dict[int, tuple[Lease, dict[str, Any]]] = {}
-        self.lost: list[int] = []
-        self.dock, self.heard = None, time.monotonic()
-        known: list[int] = []
+        self.dock = None
+        known, lost = list[int](), list[int]()
         if dist.get_rank() == 0:
             self.dock = channel.dock("trainer 0, which validates")
-            known = self._take_over(reader, every, resumed_at or 0)
-        state = json.loads(gather(json.dumps([known, bool(self.asked or self.lost)]).encode())[0])
-        self.known, self.open = set[int](state[0]), bool(state[1])
+            self.patience = Patience(channel, self.dock, limit)
+            if resumed_at is not None:
+                known, lost = self._take_over(reader, resumed_at)
+        state = json.loads(gather(json.dumps([known, lost, bool(self.asked or lost)]).encode())[0])
+        self.known, self.lost, self.open = set[int](state[0]), set[int](state[1]), bool(state[2])
 
     def ask(self, step: int) -> None:
         self.known.add(step)
+        self.lost.discard(step)
         self.open = True
         if self.dock is not None:
-            self.heard = self.heard if self.asked else time.monotonic()
+            if not self.asked:
+                self.patience.renew()
             version = self.role.version
+            events.record(_ASKED, of_step=step, version=version)
             self.asked[self.channel.enqueue_validation(self.dock, step, version)] = step, version
 
     def results(self, step: int, wait: float = 0.0) -> Iterator[ValidationResult]:
@@ -84,11 +91,10 @@ class ValidationRequests(Validations):
         self.steps.setdefault(self.role.version, step)
         if not self.open:
             return
+        lost = [ValidationResult(each, each, missing=_LOST) for each in sorted(self.lost)]
+        self.lost = set()
         found = [*map(self._outcome, self._done(wait))] if self.dock is not None else []
-        found = [ValidationResult(lost, lost, missing=_LOST) for lost in self.lost] + found
-        left = len(self.lost) + len(self.asked) - len(found)
-        self.lost = []
-        plain = json.dumps([[asdict(each) for each in found], left > 0]).encode()
+        plain = json.dumps([[asdict(each) for each in lost + found], len(self.asked) > len(found)]).encode()
         outcomes, self.open = json.loads(gather(plain)[0])
         for each in outcomes:
             self.known.add(each["step"])
@@ -99,9 +105,9 @@ class ValidationRequests(Validations):
         if self.dock is not None:
             self.dock.close()
 
-    def _take_over(self, reader: RunReader, every: int, resumed_at: int) -> list[int]:
-        """Go on with what an earlier attempt has asked for; return the steps up to here that have a result or request.
-        The step that the trainer goes on from is not lost: its weights are there."""
+    def _take_over(self, reader: RunReader, resumed_at: int) -> tuple[list[int], list[int]]:
+        """Go on with what an earlier attempt has asked for. Return the steps up to here that have a result or a
+        request, and those whose request is lost."""
         assert self.dock is not None
         recorded = [int(line["step"]) for line in reader.steps() if is_validation(line)]
         for number, (step, version) in self.channel.validations().items():
@@ -111,9 +117,10 @@ class ValidationRequests(Validations):
             else:
                 self.channel.forget_validation(number)
         known = sorted({step for step in recorded if step <= resumed_at} | {step for step, _ in self.asked.values()})
-        newest = max(recorded, default=-1)
-        self.lost = [step for step in range(0, resumed_at, every) if newest < step and step not in known]
-        return known
+        lost = unanswered(reader.rows("events")) - {*known}
+        for step in (step for step in lost if step > resumed_at):
+            events.record(_VOID, of_step=step)  # it is done again, and asks again if it is still due
+        return known, [step for step in lost if step <= resumed_at]
 
     def _done(self, wait: float) -> Iterator[int]:
         """Yield the requests that are answered, or will not be, up to the first that is neither."""
@@ -122,10 +129,11 @@ class ValidationRequests(Validations):
             wait = 0.0
             number, content = self.channel.validation_of(lease), reports_of(self.dock.fetch(lease), RESULT)
             if number in self.asked:
-                self.answers[number], self.heard = (lease, json.loads(content[0])), time.monotonic()
+                self.answers[number] = lease, json.loads(content[0])
+                self.patience.renew()
             else:
                 self.dock.commit(lease)  # of an earlier attempt, or given up
-        late = time.monotonic() - self.heard > self.limit
+        late = self.patience.is_over()
         for number in sorted(self.asked):
             if number not in self.answers and not late:
                 return
@@ -151,8 +159,8 @@ class ValidationRequests(Validations):
         try:
             self.dock.lease(ANSWERED, self.channel.rows)
         except TimedOut as error:
-            return f"no rollout has answered within {self.limit:g} s (`wait_limit` of the run file): {error}"
-        return f"it has come later than {self.limit:g} s (`wait_limit` of the run file)"
+            return f"no rollout works on it, or has for {self.limit:g} s (`wait_limit` of the run file): {error}"
+        return f"it has come {self.limit:g} s (`wait_limit` of the run file) after a rollout had last worked on it"
 
     def _settle(self, step: int) -> None:
         for number in [number for number, (asked, _) in self.asked.items() if asked == step]:
@@ -160,6 +168,17 @@ class ValidationRequests(Validations):
             self.channel.forget_validation(number)
             if self.dock is not None and (answer := self.answers.pop(number, None)):
                 self.dock.commit(answer[0])
+
+
+def unanswered(rows: Iterable[Row]) -> set[int]:
+    """Return the steps that have asked for a validation that has not come to an end, as the events of a run say."""
+    found: set[int] = set()
+    for event in rows:
+        if event.get("event") == _ASKED:
+            found.add(event["of_step"])
+        elif name := _ENDED_BY.get(event.get("event", "")):
+            found.discard(event[name])
+    return found
 
 
 class RolloutValidation:

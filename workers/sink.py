@@ -32,8 +32,9 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.roles import RoleEngines
-from workers.validation import ValidationResult, Validations
+from workers.validation import MISSING, ValidationResult, Validations
 
+_ENDED_EARLY = "ended early"
 _MOMENT = 0.2  # seconds between two looks at validations that are awaited
 _ROOT = Path(__file__).resolve().parents[1]
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
@@ -59,7 +60,7 @@ class Sink:
         self.loggers = LogProcesses(path, loggers.keys() - {"tensorboard"} if self.folder else ())
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
-        self.best, self.worse = self._best_so_far()
+        self.best, self.worse, self.over = self._best_so_far()
         if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
@@ -69,15 +70,26 @@ class Sink:
         """Whether rollouts validate, so that results come some steps later."""
         return self.validator is not None and self.validator.late
 
-    def _best_so_far(self) -> tuple[float, int]:
-        """Return the best mean of the first validation set before this worker, and how many validations came since."""
-        means: list[float] = []
+    def _best_so_far(self) -> tuple[float, int, str]:
+        """Return the best mean of the first validation set before this worker, how many validations came since, and
+        why one of them has ended the run under these settings. Collective."""
+        means, why = dict[float, float](), ""
         if self.folder and self.resumed and self.run.validation:
-            name = f"validation/{next(iter(self.run.validation.data))}"
-            means = [line[name] for line in RunReader(self.path).steps() if name in line]
-        best, worse = json.loads(gather(json.dumps(
-            [max(means), len(means) - 1 - means.index(max(means))] if means else [-math.inf, 0]).encode())[0])
-        return best, worse
+            reader, name = RunReader(self.path), f"validation/{next(iter(self.run.validation.data))}"
+            means = {line["step"]: line[name] for line in reader.steps() if name in line}
+            why = next((event["why"] for event in reader.rows("events") if event.get("event") == _ENDED_EARLY
+                        and event["mean"] == means.get(event["of_step"]) and event["limits"] == self._limits), "")
+        values = [*means.values()]
+        best = max(values, default=-math.inf)
+        worse = len(values) - 1 - values.index(best) if values else 0
+        best, worse, why = json.loads(gather(json.dumps([best, worse, why]).encode())[0])
+        return best, worse, why
+
+    @property
+    def _limits(self) -> list[float | None]:
+        """What ends the run before its last step."""
+        settings = self.run.validation
+        return [settings.stop_at, settings.patience] if settings else []
 
     def start(self, step: int) -> bool:
         """Validate before the first step, or conclude the last again after a restart. Return whether the run ends."""
@@ -86,15 +98,17 @@ class Sink:
         if not self.unconcluded:
             for line in (f"{self.plan.name}: writing to {self.path}", *(f"note: {note}" for note in self.plan.notes)):
                 self._say(line)
+        if self.over:
+            self._say(f"{self.plan.name}  step {step}: it has ended before its last step: {self.over}")
         if not self.resumed:
             self._validate(step)
             self._note_validations(step)
         elif self.unconcluded:
             over = self.conclude(step)
-        elif self.late and self._is_due(step):
-            self._validate(step)  # it may have ended before it was answered
+        elif self.validator and self.late and (self._is_due(step) or step in self.validator.lost):
+            self._validate(step)  # the run may have ended before it was answered
         self.done, self.began = step, time.perf_counter()
-        return over
+        return over or bool(self.over)
 
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
         """Collect and write the metrics of a step, after `done` steps, and return them. Collective."""
@@ -125,7 +139,8 @@ class Sink:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
         if self._is_due(done):
             self._validate(done)  # before the save, after which a resume would not do it again
-        last, every = self._note_validations(done) or done == self.run.steps, self.run.checkpoint.every
+        self._note_validations(done)
+        last, every = bool(self.over) or done == self.run.steps, self.run.checkpoint.every
         if every and (last or done % every == 0):
             self.save(done)
         self.done, self.began = done, time.perf_counter()
@@ -194,30 +209,35 @@ class Sink:
             write_models(self.trained, self._candidate(step))
         self.validator.ask(step)
 
-    def _note_validations(self, step: int, wait: float = 0.0) -> bool:
-        """Note the validations that have come; return whether all ranks end the run for it. Collective."""
-        over = False
+    def _note_validations(self, step: int, wait: float = 0.0) -> None:
+        """Note the validations that have come. Collective."""
         for outcome in self.validator.results(step, wait) if self.validator else ():
-            over |= self._note(outcome)
-        return over
+            self._note(outcome)
 
-    def _note(self, outcome: ValidationResult) -> bool:
-        """Note a validation. Return whether all ranks end the run: at `stop_at`, or no better for `patience` times."""
-        settings, step = self.run.validation, outcome.step
+    def _note(self, outcome: ValidationResult) -> None:
+        """Note a validation, and whether it ends the run: at `stop_at`, or no better for `patience` times."""
+        settings = self.run.validation
         assert settings is not None
         if outcome.missing:
             self._report_missing(outcome)
-            return False
+            return
         self._write_validation(outcome)
-        reached = outcome.values.get(f"validation/{next(iter(settings.data))}", -math.inf)
-        better = reached > self.best
-        self.best, self.worse = (reached, 0) if better else (self.best, self.worse + 1)
+        mean = outcome.values.get(f"validation/{next(iter(settings.data))}", -math.inf)
+        better = mean > self.best
+        self.best, self.worse = (mean, 0) if better else (self.best, self.worse + 1)
         if settings.best:
             self._keep_best(outcome, better)
         if settings.patience and self.worse >= settings.patience:
-            self._say(f"{self.plan.name}  step {step}: no better mean than {self.best:.3f} in {self.worse} validations")
-            return True
-        return step > 0 and settings.stop_at is not None and reached >= settings.stop_at
+            self._end_early(outcome, mean, f"no better mean than {self.best:.3f} in {self.worse} validations")
+        elif outcome.step > 0 and settings.stop_at is not None and mean >= settings.stop_at:
+            self._end_early(outcome, mean, f"a mean of {mean:.3f} has reached `stop_at`, {settings.stop_at:g}")
+
+    def _end_early(self, outcome: ValidationResult, mean: float, why: str) -> None:
+        """End the run on all ranks alike. The event tells it to a worker that starts again before the end."""
+        if self.folder and not self.over:
+            events.record(_ENDED_EARLY, of_step=outcome.step, mean=mean, limits=self._limits, why=why)
+            self._say(f"{self.plan.name}  step {outcome.step}: {why}")
+        self.over = self.over or why
 
     def _write_validation(self, outcome: ValidationResult) -> None:
         step, values = outcome.step, outcome.values
@@ -235,7 +255,7 @@ class Sink:
 
     def _report_missing(self, outcome: ValidationResult) -> None:
         if self.folder:
-            events.record("validation missing", of_step=outcome.step, why=outcome.missing)
+            events.record(MISSING, of_step=outcome.step, why=outcome.missing)
             self._say(f"{self.plan.name}  step {outcome.step}: no result of its validation: {outcome.missing}")
             shutil.rmtree(self._candidate(outcome.asked), ignore_errors=True)
 

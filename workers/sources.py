@@ -23,7 +23,7 @@ from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.fusion import Fusion
-from workers.rollout_channel import ReceivedColumns, RolloutChannel, reports_of
+from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel, reports_of
 from workers.train_context import TrainContext
 
 
@@ -56,10 +56,10 @@ class AsyncSource(Dataloader):
             self.colocated.sample(len(self.leases))
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
-        until = time.monotonic() + self.limit
+        patience = Patience(self.channel, self.dock, self.limit)
         if self.fusion is not None:
-            self.fusion.run(self.dock, number, until)
-        lease = self._leased(number, until)
+            self.fusion.run(self.dock, number, patience)
+        lease = self._leased(number, patience)
         self.leases.append(lease)
         self.rows = self.dock.fetch(lease)
         for report in reports_of(self.rows):
@@ -83,16 +83,14 @@ class AsyncSource(Dataloader):
             self.channel.enqueue_prompts(self.dock, first * self.batch, last * self.batch - 1)
             self.enqueued = last
 
-    def _leased(self, number: int, until: float) -> Lease:
-        """Return this rank's rows of a step. A rollout that validates keeps its weights, and may be waited for."""
+    def _leased(self, number: int, patience: Patience) -> Lease:
+        """Return this rank's rows of a step."""
         while True:
             try:
-                return self.dock.lease(TRAINER, self.batch * self.channel.rows, wait=max(until - time.monotonic(), 0.0),
-                                       step=number, share=self.rank, shares=self.plan.ranks)
-            except TimedOut:
-                if not self.channel.is_validating(self.dock):
-                    raise
-                until = time.monotonic() + self.limit
+                return self.dock.lease(TRAINER, self.batch * self.channel.rows, wait=patience.wait, step=number,
+                                       share=self.rank, shares=self.plan.ranks)
+            except TimedOut as error:
+                patience.check(error)
 
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what nodes of the rollout group wrote for these prompts, and what was computed while they came."""

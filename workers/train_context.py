@@ -24,8 +24,8 @@ from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.trajectories import trajectories
+from planners.check import prompted_role
 from workers.context import RankContext
-from workers.encode import prompted_role
 from workers.engines.sampling import key_of
 from workers.execution import SampledRows, TrainExecutor, Watch
 from workers.profiler import StepProfiler
@@ -93,7 +93,7 @@ class TrainContext:
         if not (self.channel and run.validation and validated_elsewhere(self.spec, self.context.plan)):
             return Validator.of(self.spec, self.plan, self.prompted, self.roles)
         return ValidationRequests(self.channel, self.roles[self.prompted], RunReader(self.context.path),
-                                  run.validation.every, run.wait_limit, resumed_at)
+                                  run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"

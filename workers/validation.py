@@ -28,6 +28,7 @@ from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 from workers.roles import RoleEngines
 
+MISSING = "validation missing"  # event of a validation without a result
 _RIGHT = 1.0  # reward of an answer that counts as right in pass@k
 
 
@@ -57,10 +58,12 @@ class ValidationResult:
 
 class Validations(ABC):
     """Validations of a run's weights, after some of its steps; collective. `late`: others answer, so that results come
-    later; `open`: some are still to come; `known`: steps that need not be asked for any more."""
+    later; `open`: some are still to come; `known`: steps that need not be asked for any more; `lost`: those that an
+    earlier worker has asked for, and nobody answers."""
 
     late = open = False
     known: set[int]
+    lost: set[int]
 
     @abstractmethod
     def ask(self, step: int) -> None:
@@ -87,7 +90,7 @@ class Validator(Validations):
         self.leads = layout.leads(dist.get_rank())
         self.gather: Callable[[bytes], list[bytes]] = (lambda own: [own]) if alone else gather
         self.done: list[ValidationResult] = []
-        self.known = set()  # a step that is asked for again is validated again
+        self.known, self.lost = set(), set()  # a step that is asked for again is validated again
         self.answers: dict[str, list[dict[str, Any]]] = {}  # this rank's latest, as many rows as `samples.jsonl` has
         self.shown = spec.run.samples
         self.shares = {name: _share(spec, role, data_file(spec, path), layout)

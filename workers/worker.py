@@ -34,8 +34,9 @@ from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
+from planners.check import prompted_role
 from workers.context import RankContext
-from workers.encode import dataloader, prompted_role
+from workers.encode import dataloader
 from workers.engines.collectives import torch_name
 from workers.engines.devices import choose
 from workers.engines.shared_engine import SharedEngine

@@ -1,6 +1,6 @@
 """`distflow new`, `schema` and `completion`: begin an algorithm of your own, and help editors and shells.
 
-    new          a folder with a DAG, a run file, a reward and a test
+    new          a folder with a DAG, a run file, problems, a reward and a test
     schema       the JSON schema of DAG, run or cluster files
     completion   a script by which a shell completes verbs, options and names
 """
@@ -43,6 +43,8 @@ from pathlib import Path
 
 from {name} import {name}_reward
 
+HERE = Path(__file__).parent
+
 
 def test_the_right_number_earns_most():
     assert {name}_reward("6 * 7 = 42", "#### 42") == 1.0
@@ -52,9 +54,19 @@ def test_the_right_number_earns_most():
 
 def test_the_algorithm_is_valid():
     command = [sys.executable, "-m", "distflow", "validate", "{name}.yaml", "--run", "run.yaml"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_held_out_problems_are_not_trained_on():
+    trained, held_out = (set((HERE / f"{{file}}.jsonl").read_text().splitlines()) for file in ("train", "heldout"))
+    assert held_out
+    assert not trained & held_out
 '''
+_PROBLEMS = {"train": 2000, "heldout": 120}  # lines of the shipped files that are a beginning
+_RUN = {"steps": "50", "data": "{train: train.jsonl, batch: 32, max_prompt_tokens: 64, max_target_tokens: 64}",
+        "validation": "{data: {heldout: heldout.jsonl}, every: 10, reward: REWARD}", "checkpoint": "{every: 10}"}
+"""Settings of the shipped run file that a new algorithm has otherwise."""
 _MODELINE = "# yaml-language-server: $schema="
 
 
@@ -83,7 +95,10 @@ def new(options: argparse.Namespace) -> int:
         (folder / file).write_text(text, encoding="utf-8")
     print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {name}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
-                     f"The reward is in {name}.py. The model starts from random weights and learns slowly: after",
+                     f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
+                     "heldout.jsonl. Every 10 steps are saved: end the run at any time, and go on with it:",
+                     f"  distflow resume runs/{name}-1",
+                     "The model starts from random weights and learns slowly: after",
                      "`distflow demo` begin with its weak start instead:",
                      f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model=../runs/demo-sft-1/model"]))
     return 0
@@ -99,11 +114,17 @@ def _files(algorithm: str, name: str) -> dict[str, str]:
     dag = _SCORE.sub(f"function: score, with: {{reward: {name}_reward}},", _without_modeline(dag))
     dag = re.sub(r"^name: .*$", f"name: {name}\nimports: [{name}]", dag, flags=re.MULTILINE)
     run = _without_modeline((SHIPPED / "runs/embedded.yaml").read_text(encoding="utf-8"))
-    run = re.sub(r"^#.*\n", "# A tiny model and arithmetic problems, for two CPU cores.\n", run, count=1)
-    run = re.sub(r"^steps: .*$", "steps: 50", run, flags=re.MULTILINE)
+    run = re.sub(r"^#.*\n", "# A tiny model for two CPU cores; its problems are beside this file.\n", run, count=1)
+    for key, value in _RUN.items():
+        run = re.sub(rf"^{key}: .*$", f"{key}: {value}".replace("REWARD", f"{name}_reward"), run, flags=re.MULTILINE)
     return {f"{name}.yaml": dag + _modeline("dag"), "run.yaml": run + _modeline("run"),
             f"{name}.py": _REWARD.format(name=name), f"test_{name}.py": _TEST.format(name=name),
-            "pytest.ini": _PYTEST}
+            **{f"{kind}.jsonl": _problems(kind, count) for kind, count in _PROBLEMS.items()}, "pytest.ini": _PYTEST}
+
+
+def _problems(kind: str, count: int) -> str:
+    text = (SHIPPED / f"data/arithmetic/{kind}.jsonl").read_text(encoding="utf-8")
+    return "".join(text.splitlines(keepends=True)[:count])
 
 
 def _without_modeline(text: str) -> str:
@@ -155,7 +176,8 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 VERBS = {
-    "new": Verb("make a folder with an algorithm of your own: DAG, run file, reward and test", _add_new_arguments, new),
+    "new": Verb("make a folder with an algorithm of your own: DAG, run file, problems, reward and test",
+                _add_new_arguments, new),
     "schema": Verb("print the JSON schema of DAG, run or cluster files, for editors", _add_schema_arguments, schema),
     "completion": Verb("print a script by which a shell completes commands:  source <(distflow completion bash)",
                        _add_completion_arguments, completion),

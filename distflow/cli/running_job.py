@@ -136,9 +136,12 @@ def scale(options: argparse.Namespace) -> int:
     group, _, number = options.wanted.partition("=")
     if group != "rollout" or not number.isdecimal():
         raise InvalidInput(f"`{options.wanted}` does not say how many rollouts are wanted. Write  rollout=2")
-    replicas, trainers_sample = _rollout_replicas(folder)
-    least = 0 if trainers_sample else 1
-    if not least <= int(number) <= replicas:
+    replicas, run = _rollout_replicas(folder), reload_run(folder).run
+    if not int(number) and run.mode == "semi_sync" and run.least_rollouts:
+        raise InvalidInput("without a rollout no rank would validate this run (`validation: {group: rollout}`): "
+                           f"give 1 to {replicas}. To have the ranks that train validate, stop the job, and  distflow "
+                           f"resume {folder} --set validation.group=trainer")
+    if not (least := run.least_rollouts) <= int(number) <= replicas:
         raise InvalidInput(f"this run has supervisors for {replicas} rollouts, so give {least} to {replicas}. "
                            "torchrun's --nproc-per-node and groups.rollout of the run file say how many there are")
     before = autoscaler.read(folder, replicas)
@@ -147,14 +150,14 @@ def scale(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rollout_replicas(folder: Path) -> tuple[int, bool]:
-    """Return the rollouts at the start, and whether trainer ranks sample too. Raises InvalidInput: no rollouts."""
+def _rollout_replicas(folder: Path) -> int:
+    """Return the rollouts at the start. Raises InvalidInput: there are none."""
     planned = read_plan(folder)
     replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout"]
     if not replicas:
         raise InvalidInput(f"{folder} has no rollouts of its own: in mode sync all ranks sample and train. Start it "
                            "with  --set mode=async")
-    return replicas[0], planned["mode"] == "semi_sync"
+    return replicas[0]
 
 
 def _add_set_arguments(parser: argparse.ArgumentParser) -> None:

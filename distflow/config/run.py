@@ -551,6 +551,16 @@ class Run(Document):
         """Whether ranks that train answer the validation, and need an engine that samples for it."""
         return self.validation is not None and (self.mode == "sync" or self.validation.group == "trainer")
 
+    @property
+    def rollouts_validate(self) -> bool:
+        """Whether ranks that only sample answer the validation, beside the prompts that they sample."""
+        return self.validation is not None and not self.trainer_validates
+
+    @property
+    def least_rollouts(self) -> int:
+        """How many rollouts must work at least: one, where no other rank samples, or validates."""
+        return 0 if self.mode == "semi_sync" and not self.rollouts_validate else 1
+
     @field_validator("log")
     @classmethod
     def _is_installed(cls, value: list[LoggerSettings]) -> list[LoggerSettings]:

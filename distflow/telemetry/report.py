@@ -1,7 +1,8 @@
 """Writes a report of one or several runs: one HTML file that needs no network and no server.
 
     read_run       what a run's folder holds, whether the run goes on, has ended or was killed
-    write_report   report.html: figures, curves, time, failures, samples, the DAG and the configuration
+    write_report   report.html: what came of the run in plain sentences, figures, curves, time, failures, samples, the
+                   DAG and the configuration
 
 The page's data is JSON in the file itself, drawn by `report.html` with plotly, which is in the file too (compressed).
 """
@@ -39,11 +40,12 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     reader = RunReader.of(folder, "distflow report runs/grpo-1")
     steps, events, plan, answers = reader.steps(), reader.rows("events"), reader.plan, reader.rows("validation")
     samples, kinds = [*reader.rows("samples"), *answers], _shown_steps(steps)
-    spans = timeline.read(folder, kinds.keys(), _RANKS).spans
-    return {"name": folder.name, "path": str(folder), "metrics": _columns(steps), "summary": reader.summary,
+    spans, failures = timeline.read(folder, kinds.keys(), _RANKS).spans, _failures(events)
+    return {"name": folder.name, "path": str(folder), "verdict": _verdict(steps, failures, reader),
+            "metrics": _columns(steps), "summary": reader.summary,
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan, steps), "samples": _thinned(samples, characters),
-            "samples_total": len(samples), "failures": _failures(events), "ettr": _ettr(events),
+            "samples_total": len(samples), "failures": failures, "ettr": _ettr(events),
             "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(kinds, spans)}
 
 
@@ -63,6 +65,63 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     partial.write_text(text, encoding="utf-8", errors="replace")
     partial.replace(file)
     return file.stat().st_size
+
+
+def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: RunReader) -> dict[str, str]:
+    """Return what came of a run in plain sentences, and whether that is `good`, `bad` or `open`."""
+    done, state = [values for values in steps if "seconds" in values], reader.state
+    if not done:
+        return {"kind": "open", "text": f"No step is done; the run {state}."}
+    count, wanted = int(done[-1]["step"]), reader.settings().get("steps")
+    took = f"in {count:,} step{'s' * (count > 1)}{_and_time(done[-1].get('wall_seconds'))}"
+    kind, learned = _change(steps, took)
+    broken = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
+    if not failures:
+        faults = "Nothing has failed."
+    else:
+        faults = f"It has had {broken}." if state == "does not go on" else f"It has survived {broken}."
+    ended = "" if reader.summary else f" It {state}, after {count:,} of {wanted} steps."
+    return {"kind": kind, "text": f"{learned}{ended} {faults}"}
+
+
+def _change(steps: list[dict[str, float]], took: str) -> tuple[str, str]:
+    """Return whether answers to the first set of held-out problems have become better: by more than the confidence
+    intervals of their means."""
+    name = next((name for values in steps for name in values if name.startswith("validation/")), "")
+    found = [values for values in steps if name in values]
+    if len(found) < 2:
+        rewards = [values["reward/mean"] for values in steps if "reward/mean" in values]
+        went = f" The reward in training went from {rewards[0]:.3f} to {rewards[-1]:.3f} {took}." if rewards else ""
+        return "open", f"Whether it has learned is not known: it has no two validations.{went}"
+    before, after, best = found[0], found[-1], max(found, key=lambda values: values[name])
+    kind, says = ("good", "It has learned") if _is_above(after, before, name) else \
+        ("bad", "It has become worse") if _is_above(before, after, name) else ("open", "It has not clearly changed")
+    peak = f"; the best was {_with_interval(best, name)} after step {int(best['step']):,}" if \
+        _is_above(best, after, name) else ""
+    return kind, (f"{says}: the mean reward of held-out problems (`{name.partition('/')[2]}`) went from "
+                  f"{_with_interval(before, name)} to {_with_interval(after, name)} {took}{peak}.")
+
+
+def _bounds(values: dict[str, float], name: str) -> tuple[float | None, ...]:
+    return tuple(values.get(name.replace("validation/", f"validation_{end}/", 1)) for end in ("low", "high"))
+
+
+def _is_above(values: dict[str, float], others: dict[str, float], name: str) -> bool:
+    low, high = _bounds(values, name)[0], _bounds(others, name)[1]
+    return low is not None and high is not None and low > high
+
+
+def _with_interval(values: dict[str, float], name: str) -> str:
+    low, high = _bounds(values, name)
+    within = "" if low is None or high is None else f" (95% interval {low:.3f} to {high:.3f})"
+    return f"{values[name]:.3f}{within}"
+
+
+def _and_time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    unit, size = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 1.5 * each[1]), ("s", 1))
+    return f" and {seconds / size:.3g} {unit}"
 
 
 def _learned(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 from harness import ROOT, environment
 
 from distflow.cli import MODULES, main
+from distflow.config.load import load
 from distflow.config.shipped import SHIPPED
 
 ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
@@ -25,26 +26,37 @@ def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, cap
     assert "pytest" in capsys.readouterr().out
     folder = tmp_path / "my_algo"
     assert {file.name for file in folder.iterdir()} == {"my_algo.yaml", "run.yaml", "my_algo.py", "test_my_algo.py",
-                                                         "pytest.ini"}
+                                                         "pytest.ini", "train.jsonl", "heldout.jsonl"}
+    monkeypatch.chdir(folder)
+    run = load("my_algo.yaml", "run.yaml", []).run
+    assert (run.validation.reward, run.validation.every, run.checkpoint.every) == ("my_algo_reward", 10, 10)
+    assert {*run.data.train, *run.validation.data.values()} == {"train.jsonl", "heldout.jsonl"}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, env=ENVIRONMENT,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert "3 passed" in done.stdout
     schema, = (Path(line.partition("$schema=")[2]) for line in (folder / "run.yaml").read_text().splitlines()
                if "$schema=" in line)
     assert schema.is_file()
 
 
 @pytest.mark.run
-def test_a_new_algorithm_trains(tmp_path, monkeypatch) -> None:
+def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo", "my_algo"]) == 0
-    done = subprocess.run([sys.executable, "-m", "distflow", "run", "my_algo.yaml", "--run", "run.yaml", "--set",
-                           "steps=2", "--set", "validation=null"], cwd=tmp_path / "my_algo", env=ENVIRONMENT,
-                          capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 2/2" in done.stdout
-    assert '"my_algo/answered"' in (tmp_path / "my_algo/runs/my_algo-1/metrics.jsonl").read_text()
+    small = [part for text in ("steps=10", "data.batch=4") for part in ("--set", text)]
+    for line in (("run", "my_algo.yaml", "--run", "run.yaml", *small),
+                 ("resume", "runs/my_algo-1", "--set", "steps=11")):
+        done = subprocess.run([sys.executable, "-m", "distflow", *line], cwd=tmp_path / "my_algo", env=ENVIRONMENT,
+                              capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 11/11" in done.stdout
+    assert "step 10/11" not in done.stdout
+    folder = tmp_path / "my_algo/runs/my_algo-1"
+    text = (folder / "metrics.jsonl").read_text()
+    assert '"my_algo/answered"' in text
+    assert text.count('"validation/heldout"') == 3
+    assert "the mean reward of held-out problems (`heldout`) went from" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

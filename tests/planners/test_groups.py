@@ -7,6 +7,7 @@ import yaml
 from harness import ROOT
 
 from distflow.cli.plan_text import describe
+from distflow.config.cluster import Cluster
 from distflow.config.load import load
 from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Layout
@@ -64,8 +65,29 @@ def test_ranks_or_a_share_of_them_sample(share, ranks, training):
 def test_a_rank_needs_memory_for_what_its_group_has():
     _, made = planned()
     trainer, rollout = ({item.name for item in group.plan.memory} for group in made.groups)
-    assert rollout == {"actor: rollout weights", "actor: rollout cache"}
+    assert rollout == {"actor: rollout weights", "actor: rollout cache", "actor: validation cache"}
     assert {"actor: training state", "reference: weights"} <= trainer
+
+
+@pytest.mark.parametrize(("overrides", "share"), [
+    (("validation.max_new_tokens=null",), 1), (("mode=semi_sync",), 1), (("validation.max_new_tokens=8",), None),
+    (("validation=null",), 0), (("validation.group=trainer",), 0)])
+def test_a_rollout_that_validates_has_a_second_cache_while_it_samples(overrides, share):
+    spec, made = planned("grpo.yaml", 4, *overrides)
+    trainer, rollout = ({item.name: item.bytes for item in group.plan.memory} for group in made.groups)
+    sampling, validating = rollout["actor: rollout cache"], rollout.get("actor: validation cache", 0)
+    prompt, response = spec.run.data.max_prompt_tokens, spec.run.roles["actor"].generation.max_new_tokens
+    assert validating == (sampling * share if share is not None else pytest.approx(
+        sampling * (prompt + 8) / (prompt + response), rel=0.01))
+    assert "actor: validation cache" not in trainer
+
+
+def test_a_cache_of_validation_that_is_too_large_has_a_remedy():
+    spec = load("grpo.yaml", None, ["mode=async", "validation.max_new_tokens=100000"], None)
+    spec.cluster = Cluster(memory_gib=1)
+    with pytest.raises(InvalidInput, match="largest memory item is `actor: validation cache`") as error:
+        plan(spec, 2)
+    assert "validation.group: trainer" in str(error.value)
 
 
 def test_a_rank_that_does_both_needs_memory_for_both():

@@ -73,6 +73,46 @@ def test_what_is_read(run):
     assert found["settings"] == {"name": "grpo", "steps": "4", "roles.actor.learning_rate": "0.1"}
 
 
+def validated(folder: Path, *means: tuple[float, float, float]) -> dict[str, str]:
+    """The verdict of a run with these means of a validation and their bounds, after its last steps and before them."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = len(steps) + 1 - len(means)
+    kept = [{name: value for name, value in line.items() if name != "validation/held"} | {
+        "seconds": 1.0, "wall_seconds": 100.0 * line["step"]} for line in steps]
+    lines(folder / "metrics.jsonl", [*kept, *(
+        {"step": first + number, "validation/held": mean, "validation_low/held": low, "validation_high/held": high}
+        for number, (mean, low, high) in enumerate(means))])
+    return read_run(folder)["verdict"]
+
+
+BAD, GOOD, MIDDLE = (0.25, 0.2, 0.3), (0.8, 0.75, 0.85), (0.5, 0.28, 0.7)
+
+
+@pytest.mark.parametrize(("means", "kind", "said"), [
+    ((BAD, GOOD), "good", "It has learned: the mean reward of held-out problems (`held`) went from 0.250 (95% interval "
+     "0.200 to 0.300) to 0.800 (95% interval 0.750 to 0.850) in 4 steps and 6.67 min."),
+    ((GOOD, BAD), "bad", "It has become worse: "), ((BAD, MIDDLE), "open", "It has not clearly changed: "),
+    ((BAD, GOOD, MIDDLE), "open", "6.67 min; the best was 0.800 (95% interval 0.750 to 0.850) after step 3."),
+    ((BAD,), "open", "it has no two validations. The reward in training went from 0.125 to 0.500 in 4 steps")])
+def test_the_verdict_is_no_better_than_the_intervals(run, means, kind, said):
+    found = validated(run("one"), *means)
+    assert found["kind"] == kind
+    assert said in found["text"]
+
+
+def test_the_verdict_tells_of_failures_and_of_the_end(run):
+    folder = run("one")
+    assert validated(folder, BAD, GOOD)["text"].endswith(
+        "It does not go on, after 4 of 4 steps. It has had 1 failure.")
+    (folder / "summary.json").write_text('{"steps": 4}')
+    assert read_run(folder)["verdict"]["text"].endswith("6.67 min. It has survived 1 failure.")
+    (folder / "events.jsonl").unlink()
+    assert read_run(folder)["verdict"]["text"].endswith("6.67 min. Nothing has failed.")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "summary.json").unlink()
+    assert read_run(folder)["verdict"] == {"kind": "open", "text": "No step is done; the run does not go on."}
+
+
 def test_a_run_that_was_killed_is_read(run):
     """Its last lines are torn, and what comes at a run's end is missing."""
     folder = run("killed")
@@ -139,6 +179,7 @@ def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
     assert "<title>one, other · distflow report</title>" in page, "what a sample holds is no script"
     assert page.count('class="js-plotly-plot') + page.count("js-plotly-plot\"") >= 6
     assert page.count('class="sample"') == 4
+    assert page.index('<p class="verdict open">one: No step is done') < page.index('class="cards"')
     assert "Settings that differ (1 of 3)" in page
     assert "roles.actor.learning_rate" in page
     page, said = in_browser(file, "#search=answer%203")
@@ -203,6 +244,7 @@ def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
     page, said = in_browser(tmp_path / "report.html")
     assert said == ""
     assert "answer of step 6" in page
+    assert "It has not clearly changed: the mean reward of held-out problems (`held`) went from 0.111 to 0.667" in page
     assert "rank 1 · trainer" in page
     assert "Tokens by their age (updates)" in page
     label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)

@@ -7,7 +7,7 @@ from harness import ROOT, metrics_of
 
 from distflow.config.load import load
 from planners import plan
-from workers.encode import prompted_role
+from planners.check import prompted_role
 from workers.execution import streams_of
 
 

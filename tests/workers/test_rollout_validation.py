@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -12,9 +13,11 @@ from stores import hosted
 
 from distflow.data.batch import Batch
 from distflow.dock import StorageShardServer
+from distflow.telemetry.events import Events
 from distflow.telemetry.run_reader import RunReader
 from workers.rollout_channel import ORDER, RESULT, VALIDATION, RolloutChannel, consumers_of, report_column
-from workers.rollout_validation import RolloutValidation, ValidationRequests
+from workers.rollout_validation import RolloutValidation, ValidationRequests, unanswered
+from workers.validation import MISSING
 
 ROWS, PROMPTS, TOKEN, EVERY = 2, 2, bytes(32), 2
 
@@ -29,13 +32,22 @@ def channel():
 
 
 @pytest.fixture
+def events(tmp_path, monkeypatch):
+    """The events of a run whose folder this is."""
+    made = Events()
+    made.open(tmp_path / "events.jsonl", 0)
+    monkeypatch.setattr("distflow.telemetry.events._current", made)
+    return made
+
+
+@pytest.fixture
 def requests(channel, alone, tmp_path):
     """`requests(resumed_at, limit)`: those of a trainer whose weights are of version 10 times its steps."""
     opened = []
 
     def make(resumed_at: int | None = None, limit: float = 600.0) -> ValidationRequests:
         role = SimpleNamespace(version=10 * (resumed_at or 0))
-        opened.append(ValidationRequests(channel, role, RunReader(tmp_path), EVERY, limit, resumed_at))
+        opened.append(ValidationRequests(channel, role, RunReader(tmp_path), limit, resumed_at))
         return opened[-1]
 
     yield make
@@ -54,7 +66,7 @@ def after(requests: ValidationRequests, step: int):
 def answer(channel: RolloutChannel, version: int, value: float, who: str = "rollout 1"):
     """Lease the oldest request as a rollout does, and answer it with these weights."""
     with channel.dock(who) as dock:
-        lease = dock.lease(VALIDATION, ROWS)
+        lease = dock.lease(VALIDATION, ROWS, wait=10.0)
         content = {"version": version, "values": {"validation/held": value}, "who": who, "answers": {}, "seconds": 1.0}
         dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(content).encode()], ROWS)}))
         dock.commit(lease)
@@ -100,15 +112,19 @@ def test_training_rows_leave_the_dock_though_nobody_validates_them(channel):
         assert status["indexes"][VALIDATION]["ready"] == ROWS
 
 
-def test_what_does_not_come_is_missing_and_it_is_said_who_has_it(channel, requests):
-    mine = requests(limit=0.0)
+def test_only_what_nobody_works_on_is_missing_and_it_is_said_what_became_of_it(channel, requests):
+    mine = requests(limit=0.1)
     mine.ask(0)
     with channel.dock("rollout 7") as holder:
-        holder.report_activity("sampling")
         holder.lease(VALIDATION, ROWS)
-        outcome, = mine.results(0)
-        assert outcome.missing.startswith("no rollout has answered within 0 s (`wait_limit` of the run file)")
-        assert "are leased by rollout 7 (" in outcome.missing
+        begun = time.monotonic()
+        while time.monotonic() < begun + 0.3:
+            assert not list(mine.results(0)), "its holder works on it, three times as long as `wait_limit`"
+    while not (outcomes := list(mine.results(0))):
+        assert mine.open
+    outcome, = outcomes
+    assert outcome.missing.startswith("no rollout works on it, or has for 0.1 s (`wait_limit` of the run file)")
+    assert "are ready, and no process has leased them" in outcome.missing
     assert not mine.open
 
 
@@ -127,13 +143,35 @@ def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(
         assert validation.lease(dock) is None, "and nobody answers the request that was made for it before"
 
 
-def test_what_an_interrupted_run_has_not_answered_is_lost_but_for_its_last_step(requests, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "validation/held": 0.1}\n')
+def test_what_an_interrupted_run_has_not_answered_is_lost_but_for_its_last_step(requests, channel, tmp_path, events):
+    """Only what it has asked for, however often that was: steps of which nobody has wanted to know are not lost."""
+    before = requests()
+    for step in (0, 2, 4, 6, 8):
+        after(before, step)
+    assert [answer(channel, version, 0.5) for version in (0, 20)] == [0, 20]
+    assert [step for step, *_ in after(before, 9)] == [0, 2]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "validation/held": 0.5}}\n' for step in (0, 2)))
+    for number in channel.validations():
+        channel.forget_validation(number)  # with the store of a job that has ended
+    mine = requests(resumed_at=6)
+    assert mine.known == {0, 2}
+    assert mine.lost == {4, 6}
+    mine.ask(6)
+    outcome, = mine.results(7)
+    assert (outcome.step, mine.open) == (4, True)
+    assert "its weights are no longer there" in outcome.missing
+    assert unanswered(RunReader(tmp_path).rows("events")) == {4, 6}, "step 8 is to be done again"
+    events.record(MISSING, of_step=4, why=outcome.missing)
+    assert requests(resumed_at=12).lost == set()
+
+
+def test_a_run_that_has_not_asked_has_lost_nothing(requests, tmp_path):
+    """As one that is resumed with its first `validation`, or with another `every`."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5, "validation/held": 0.1}\n{"step": 8, "loss": 1.0}\n')
     mine = requests(resumed_at=8)
-    assert 8 not in mine.known
-    outcomes = list(mine.results(8))
-    assert [outcome.step for outcome in outcomes] == [4, 6]
-    assert all("its weights are no longer there" in outcome.missing for outcome in outcomes)
+    assert (mine.known, mine.open) == ({5}, False)
+    assert not list(mine.results(8))
 
 
 def test_a_row_that_nobody_reads_is_no_prompt(channel):

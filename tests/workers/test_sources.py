@@ -26,7 +26,7 @@ from planners import plan
 from workers.colocated import ColocatedSource
 from workers.fusion import Fusion
 from workers.rollout import RolloutContext
-from workers.rollout_channel import ORDER, REPORT, RolloutChannel, report_column
+from workers.rollout_channel import ORDER, REPORT, VALIDATION, Patience, RolloutChannel, report_column
 from workers.sources import AsyncSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
@@ -66,14 +66,31 @@ def channel():
 def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     """Otherwise they would take it for lost just when it reports what is missing."""
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
-    fused, until = Fusion(trainer, 0, Loader(3), channel, 0.4, executor=None), time.monotonic() + 0.4
+    fused = Fusion(trainer, 0, Loader(3), channel, 0.4, executor=None)
     with channel.dock("trainer 0") as dock:
-        look = partial(fused._seen, dock, draw=3, least=ROWS, until=until)
+        patience = Patience(channel, dock, 0.4)
+        until = patience.since + 0.4
+        look = partial(fused._seen, dock, draw=3, least=ROWS, patience=patience)
         assert look() == b""
         with pytest.raises(TimedOut, match="it wants at least 4; 24 are ready") as error:
             list(iter(look, None))
     assert "`wait_limit`" in error.value.__notes__[0]
     assert time.monotonic() >= until
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fused):
+    """A rollout that validates keeps its weights, so that the samples of newer ones come later."""
+    limit, source = 0.4, trainer(channel, steps=3)
+    groups = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups
+    fusion, ended = Fusion(groups[0].plan, 0, Loader(3), channel, limit, executor=None), time.monotonic() + 3 * limit
+    with source.dock as dock:
+        dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}}}]
+        patience = Patience(channel, dock, limit)
+        look = partial(fusion._seen, dock, 3, ROWS, patience) if fused else partial(source._leased, 3, patience)
+        with pytest.raises(TimedOut):
+            list(iter(look, None))
+    assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
 
 
 def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(channel, tmp_path, monkeypatch):

@@ -1,0 +1,78 @@
+"""Ends of a run before its last step: what ends it, and that a worker that starts again knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from distflow.config.load import load
+from distflow.telemetry.events import Events
+from planners import plan
+from workers.sink import Sink
+from workers.validation import ValidationResult, Validations
+
+
+class Rollouts(Validations):
+    """Validations that others answer, with these means by step; each is known of one step later."""
+
+    late = True
+
+    def __init__(self, means: dict[int, float]):
+        self.means, self.known, self.lost, self.asked = means, set(), set(), []
+
+    def ask(self, step: int) -> None:
+        self.known.add(step)
+        self.asked.append(step)
+
+    def results(self, step: int, wait: float = 0.0) -> Iterator[ValidationResult]:
+        while self.asked and self.asked[0] < step:
+            of_step = self.asked.pop(0)
+            yield ValidationResult(of_step, of_step, {"validation/held": self.means[of_step]})
+
+
+@pytest.fixture
+def sink(alone, tmp_path, monkeypatch):
+    """`sink(means, resumed_at, concluded, **validation)`: that of a worker, which may have to conclude again."""
+    (tmp_path / "held.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+
+    def make(means: dict[int, float], resumed_at: int | None = None, concluded: bool = False, **settings) -> Sink:
+        events = Events()
+        events.open(tmp_path / "events.jsonl", 0)
+        monkeypatch.setattr("distflow.telemetry.events._current", events)
+        more = [f"validation.{name}={value}" for name, value in settings.items()]
+        spec = load("grpo.yaml", None, ["mode=async", "steps=9", "validation.every=1", "checkpoint.every=0", "log=[]",
+                                        f"validation.data={{held: {tmp_path}/held.jsonl}}", *more])
+        unconcluded = resumed_at is not None and not concluded
+        return Sink(spec, plan(spec, 2), tmp_path, resumed_at, unconcluded, Rollouts(means), lambda step: None, {}, 2)
+
+    return make
+
+
+def train(sink: Sink, step: int = 0) -> int:
+    """Do steps up to the end of the run; return the last one."""
+    over = sink.start(step)
+    while not over:
+        step += 1
+        over = sink.conclude(step)
+    return step
+
+
+@pytest.mark.parametrize(("settings", "means", "last"), [
+    ({"stop_at": 0.5}, {0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.1}, 3),
+    ({"patience": 2}, {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2, 4: 0.9}, 4)])
+def test_a_worker_that_starts_again_while_the_last_validation_is_awaited_trains_no_more(sink, settings, means, last):
+    assert train(sink(means, **settings)) == last
+    again = sink(means, last, **settings)
+    assert train(again, last) == last
+    for outcome in again.validator.results(last + 1):  # of the last step, which may be the best one
+        again._note(outcome)
+    assert train(sink(means, last, **settings), last) == last
+    assert train(sink(means, last, concluded=True, **settings), last) == last, "nor does a run that is resumed"
+    other = {name: 2 * value for name, value in settings.items()}
+    assert train(sink(dict.fromkeys(range(10), 0.95), last, **other), last) > last, "under other settings it goes on"
+
+
+def test_an_end_after_a_step_that_is_done_again_counts_no_more(sink):
+    assert train(sink({0: 0.1, 1: 0.2, 2: 0.7}, stop_at=0.5)) == 3
+    assert train(sink({1: 0.2, 2: 0.3, 3: 0.1, 4: 0.6}, 1, stop_at=0.5), 1) == 5
