@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distflow.config.run import Robust
-from distflow.dock.process import DockProcess
+from distflow.dock.process import ShardProcess
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import ROLLOUT, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
@@ -22,9 +22,8 @@ from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store import etcd
-from distflow.store.interface import Store, StoreUnavailable
-from distflow.store.tcp import TCPStoreClient
+from distflow.store.clients import open_store
+from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
@@ -67,7 +66,7 @@ class ElasticAgent:
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0
         self.replicates = robust.snapshots and robust.neighbour
-        self.standbys: dict[int, DockProcess] = {}  # copies of shards of the dock, by number
+        self.standbys: dict[int, ShardProcess] = {}  # copies of shards of the dock, by number
         self.serve_shard: Callable[[int], None] = lambda number: None
         self.leaves_at = math.inf  # when this machine's workers end, since it has taken over another one's block
 
@@ -283,7 +282,7 @@ def _span(machines: str) -> tuple[int, int]:
 
 def join_store(address: str) -> Store:
     """Return a client of the store at which machines meet. Raises InvalidInput: none, or it is another run's."""
-    board = not address.startswith(etcd.SCHEME)
+    board = not address.startswith(ETCD)
     host, port = _address(address) if board else ("", 0)
     if not os.environ.get(TOKEN):
         given = "as where `distflow board` runs" if board else "with the same token"
@@ -291,7 +290,7 @@ def join_store(address: str) -> Store:
                            f"{TOKEN}=…")
     mine = token_checksum(BOARD)
     try:
-        store = TCPStoreClient(host, port, _REACHED) if board else etcd.EtcdStore(address, _REACHED)
+        store = open_store(address, _REACHED)
         store.wait(["token"], _REACHED if board else 0.0)
         asked = store.get("token") if board else store.put_if("token", mine, None)
     except StoreUnavailable as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import ConsumerIndex
 from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout, RowState
@@ -62,13 +63,14 @@ class StorageShardServer:
         token: the run's; at least 16 bytes. A client that does not know it is refused and logged.
         host: the address to listen at; only this machine can reach the default. Else that of a private interface.
         port: 0 lets the system choose.
+        directory: of the dock's shards; default: they stay where the layout has them.
 
     Raises `RpcError`: the port is taken, or the token is too short.
     """
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, directory: ShardDirectory | None = None):
         self.token = token
-        self.state = ShardState(token, 1 + secrets.randbits(30))
+        self.state = ShardState(token, 1 + secrets.randbits(30), directory)
         self.over = False
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address

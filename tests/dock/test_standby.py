@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from stores import hosted
 
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, LeaseLost
-from distflow.dock.process import DockProcess
+from distflow.dock.directory import ShardDirectory
+from distflow.dock.process import ShardProcess
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Unreachable
 
@@ -32,18 +33,22 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def lose(first: DockProcess, second: DockProcess, moved: dict, at: DockClient) -> None:
+@pytest.fixture
+def directory() -> ShardDirectory:
+    return ShardDirectory(hosted())
+
+
+def lose(first: ShardProcess, second: ShardProcess) -> None:
     first.kill()
-    second.take_over(replace(at.layout, addresses=(second.address,)), 0)
-    moved[first.address] = second.address
+    second.take_over()
 
 
-def test_it_has_all_rows_and_holders_keep_their_leases(children, token):
+def test_it_has_all_rows_and_holders_keep_their_leases(children, token, directory):
     """Rows that came before the standby and after it, a saved turn, what has left, and prompts under way."""
-    first, moved = children(), {}
+    first = children(directory=directory)
 
     def client(who: str, attempt: int = 0) -> DockClient:
-        return DockClient([first.address], token, who, 20, attempt, lambda address: moved.get(address, address))
+        return DockClient([first.address], token, who, 20, attempt, directory)
 
     with client("trainer") as at, client("rollout 0") as mine, client("rollout 1") as other, client("new", 1) as new:
         at.configure(CONSUMERS)
@@ -52,7 +57,7 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token):
             lease = mine.lease("rollout", 2)
             mine.put(rows(lease.ids.tolist(), "tokens", 10))
             mine.commit(lease)
-        second = children(layout=at.layout, number=0, standby_of=first.address)
+        second = children(layout=at.layout, directory=directory, standby=True)
         until(lambda: at.status()[0]["standbys"])
         at.commit(at.lease("trainer", ROWS, step=0))
         at.release_before("trainer", 1)
@@ -60,7 +65,7 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token):
         mine.put(rows(done.ids.tolist(), "tokens", 10))  # not committed
         other.put(rows(theirs.ids.tolist()[:1], "tokens", 7), turn=3)
         mine.held, other.held = lambda: [done, under_way], lambda: [theirs]
-        lose(first, second, moved, at)
+        lose(first, second)
 
         assert mine.status()[0]["indexes"]["rollout"]["leases"] == 1
         assert other.try_lease("rollout", 2, wait=5).ids.tolist() == [10, 11], "all others are made or leased"
@@ -80,21 +85,18 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token):
         assert at.put(rows(range(4), "order")) == 4, "a trainer may begin with an older step"
 
 
-def test_a_put_is_acknowledged_when_the_standby_has_it(children, token):
+def test_a_put_is_acknowledged_when_the_standby_has_it(children, token, directory):
     """The shard is killed right after each answer, and no row is missing."""
     with DockClient([children().address], token, "trainer") as at:
         at.configure(CONSUMERS)
         layout = at.layout
-    first = children(layout=layout, number=0)
+    first = children(layout=layout, directory=directory)
     for last in range(1, 4):
-        moved: dict = {}
-        with DockClient([first.address], token, "rollout", 20, locate=lambda address, moved=moved: moved.get(
-                address, address)) as at:
-            at.configure(CONSUMERS)
-            second = children(layout=at.layout, number=0, standby_of=first.address)
+        with DockClient([first.address], token, "rollout", 20, directory=directory) as at:
+            second = children(layout=layout, directory=directory, standby=True)
             until(lambda at=at: at.status()[0]["standbys"])
             at.put(Batch(torch.arange(last * 2, last * 2 + 2), {"tokens": torch.ones(2, 1 << 18)}))
-            lose(first, second, moved, at)
+            lose(first, second)
             assert at.status()[0]["rows"] == 2 * last
             first = second
 
@@ -114,25 +116,25 @@ def test_a_standby_counts_once_it_has_all_rows(dock, token):
         until(lambda: at.status()[0]["standbys"] == 1)
 
 
-def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children, token):
+def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children, token, directory):
     """Its machine was cut off from the store, and not from those that sample."""
-    first, moved = children(), {}
-    with DockClient([first.address], token, "rollout", 20, locate=lambda address: moved.get(address, address)) as at:
+    first = children(directory=directory)
+    with DockClient([first.address], token, "rollout", 20, directory=directory) as at:
         at.configure(CONSUMERS)
-        second = children(layout=at.layout, number=0, standby_of=first.address)
+        second = children(layout=at.layout, directory=directory, standby=True)
         until(lambda: at.status()[0]["standbys"])
-        second.take_over(replace(at.layout, addresses=(second.address,)), 0)
-        moved[first.address] = second.address
+        second.take_over()
         until(lambda: not at.status()[0]["standbys"])
         with pytest.raises(Unreachable), DockClient([first.address], token, "late", 0.2) as late:
             late.status()
         assert at.put(rows(range(4), "order")) == 4
 
 
-def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, token, children, monkeypatch):
+def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, directory, monkeypatch):
     monkeypatch.setattr("distflow.dock.replication.PATIENCE", 0.2)
     at = dock(1, CONSUMERS)
-    second = children(layout=at.layout, number=0, standby_of=at.addresses[0])
+    directory.take(0, at.addresses[0])
+    second = children(layout=at.layout, directory=directory, standby=True)
     until(lambda: at.status()[0]["standbys"])
     second.process.signal(19)
     assert at.put(rows(range(4), "order")) == 4
