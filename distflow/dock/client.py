@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
@@ -46,7 +47,8 @@ class DockClient:
                  directory: ShardDirectory | None = None):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.directory = directory
-        self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all)
+        self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all,
+                                   directory.seconds if directory else math.inf)
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
         self.known: DockLayout | None = None

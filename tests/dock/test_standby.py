@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.process import ShardProcess
 from distflow.rpc.connection import connect
 from distflow.rpc.errors import Unreachable
+from distflow.rpc.shared_payloads import Segments
+from distflow.telemetry.processes import stopped
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
@@ -140,3 +144,31 @@ def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, di
     assert at.put(rows(range(4), "order")) == 4
     until(lambda: not at.status()[0]["standbys"])
     second.kill()
+
+
+def stop(child: ShardProcess) -> None:
+    """Stop a process, so that its end of each connection falls silent, as when its machine loses its power."""
+    child.process.signal(signal.SIGSTOP)
+    until(lambda: stopped(child.process.pid))
+
+
+@pytest.mark.parametrize("place", ["reply", "connection", "send"])
+def test_a_request_goes_on_with_the_process_that_has_taken_the_shards_place(children, token, directory, monkeypatch,
+                                                                            place):
+    """It waits for a reply of the silent one, or to be connected, or for its bytes to be taken."""
+    monkeypatch.setattr(Segments, "offer", lambda self: None)  # all bytes go through the connection
+    first = children(directory=directory)
+    with DockClient([first.address], token, "rollout", 300, directory=directory) as at, ThreadPoolExecutor(1) as pool:
+        at.configure(CONSUMERS)
+        second = children(layout=at.layout, directory=directory, standby=True)
+        until(lambda: at.status()[0]["standbys"])
+        stop(first)
+        if place == "connection":
+            at.pool.close()
+        large = Batch(torch.arange(2), {"tokens": torch.ones(2, 1 << 22)})
+        asked = pool.submit(at.put, large if place == "send" else rows(range(2), "order"))
+        until(lambda: asked.running())
+        second.take_over()
+        assert asked.result(60) == 2
+        assert at.status()[0]["rows"] == 2
+        first.kill()
