@@ -10,6 +10,10 @@ more once the entry is not its own.
 from __future__ import annotations
 
 import json
+import math
+import threading
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from distflow.rpc.connection import Address
@@ -18,6 +22,8 @@ from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
 
 _ANSWER = 3.0  # seconds within which the store must answer: whoever waits for a shard has more to look after
 _LOOK = 1.0
+_FRESH = 3.0
+"""Seconds for which a shard counts on its entry: fewer than a machine must be silent before it is replaced."""
 
 
 class ShardEntry(NamedTuple):
@@ -85,3 +91,53 @@ class ShardDirectory:
             if self.store.put_if(str(number), text := json.dumps(entry), before) == text:
                 self.known[number] = entry
                 return entry
+
+
+class Fence(threading.Thread):
+    """Looks whether a shard's entry is still `entry`, and calls `on_replaced` once if another process has its place.
+
+    A process that was stopped does not know what has happened meanwhile: `holds` waits for a look that is not too old.
+    While the store does not answer nothing is decided, and the shard goes on.
+    """
+
+    def __init__(self, directory: ShardDirectory, number: int, entry: ShardEntry, on_replaced: Callable[[], None]):
+        super().__init__(name="fence", daemon=True)
+        self.directory, self.number, self.entry, self.on_replaced = directory, number, entry, on_replaced
+        self.looked, self.doubted, self.replaced = time.monotonic(), 0.0, False
+        self.due, self.changed = threading.Event(), threading.Condition()
+
+    def run(self) -> None:
+        while self.looked < math.inf and not self.replaced:
+            self._look()
+            self.due.wait(self.directory.seconds)
+            self.due.clear()
+
+    def holds(self) -> bool:
+        """Return whether the shard is served here; waits for an answer if the last one is old."""
+        if not self._is_fresh():
+            with self.changed:
+                self.due.set()
+                self.changed.wait_for(lambda: self.replaced or self._is_fresh())
+        return not self.replaced
+
+    def doubt(self) -> None:
+        """Have the next `holds` wait for a look that begins now or later."""
+        self.doubted = time.monotonic()
+
+    def _is_fresh(self) -> bool:
+        return self.looked >= self.doubted and time.monotonic() - self.looked < _FRESH
+
+    def _look(self) -> None:
+        began, replaced = time.monotonic(), False
+        try:
+            replaced = self.directory.find(self.number) != self.entry
+        except StoreUnavailable as error:
+            if error.gone:  # the supervisor finds out too
+                began = math.inf
+            elif (now := time.monotonic()) - began < _ANSWER + _LOOK:  # else it was this process that was stopped
+                began = now
+        with self.changed:
+            self.looked, self.replaced = began, replaced
+            self.changed.notify_all()
+        if replaced:
+            self.on_replaced()

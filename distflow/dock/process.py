@@ -109,9 +109,7 @@ def main() -> None:
     elif layout:
         with server.state.lock:
             server.state.configure(layout, number)
-    if directory:
-        directory.take(number, server.address)
-    print(json.dumps(server.start()), flush=True)
+    print(json.dumps(server.start(number)), flush=True)
     sys.stdin.readline()
     server.close()
 

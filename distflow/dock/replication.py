@@ -41,7 +41,7 @@ class Follower:
     def __init__(self, connection: Connection, backlog: Iterable[Message]):
         self.connection, self.backlog = connection, backlog
         self.posted: queue.SimpleQueue[tuple[Message, threading.Event]] = queue.SimpleQueue()
-        self.complete, self.heard = False, time.monotonic()
+        self.complete, self.heard, self.has_taken_over = False, time.monotonic(), False
 
     def wait(self, copied: threading.Event) -> None:
         """Wait for an event of `post`, unless the standby has not all rows yet; break with one that answers nothing."""
@@ -73,7 +73,8 @@ class Follower:
                 copied.set()
 
     def _send(self, message: Message) -> None:
-        if self.connection.ask(*message).get("over"):
+        self.has_taken_over = bool(self.connection.ask(*message).get("over"))
+        if self.has_taken_over:
             raise TakenOver
         self.heard = time.monotonic()
 

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stores import hosted
+from stores import StoreProcess, client, hosted
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, LeaseLost
-from distflow.dock.directory import ShardDirectory
+from distflow.dock import Consumer, DockClient, LeaseLost, StorageShardServer
+from distflow.dock.directory import _FRESH, ShardDirectory
 from distflow.dock.process import ShardProcess
-from distflow.rpc.connection import connect
+from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 from distflow.telemetry.processes import stopped
@@ -40,6 +40,12 @@ def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def directory() -> ShardDirectory:
     return ShardDirectory(hosted())
+
+
+def stop(child: ShardProcess) -> None:
+    """Stop a process, so that its end of each connection falls silent, as when its machine loses its power."""
+    child.process.signal(signal.SIGSTOP)
+    until(lambda: stopped(child.process.pid))
 
 
 def lose(first: ShardProcess, second: ShardProcess) -> None:
@@ -134,6 +140,54 @@ def test_a_shard_that_lives_when_another_takes_its_place_serves_no_more(children
         assert at.put(rows(range(4), "order")) == 4
 
 
+def test_a_shard_that_was_stopped_while_another_took_its_place_answers_nothing(children, token, directory):
+    """Its standby has hung up meanwhile, so that nothing but the store tells it."""
+    first = children(directory=directory)
+    with contextlib.closing(connect(first.address, token, 60)) as late:
+        with DockClient([first.address], token, "trainer") as at:
+            at.configure(CONSUMERS)
+        late.ask({"op": "hello", "who": "late", "session": "late"})
+        stop(first)
+        directory.take(0, ("127.0.0.1", 1))
+        late.send({"op": "status"})
+        asleep = time.monotonic() + _FRESH
+        until(lambda: time.monotonic() > asleep)
+        first.process.signal(signal.SIGCONT)
+        with pytest.raises((ConnectionEnded, ConnectionError)):
+            late.receive()
+
+
+def test_a_shard_whose_standby_has_gone_asks_the_store_before_it_answers(token, directory, monkeypatch):
+    monkeypatch.setattr("distflow.dock.directory._LOOK", 600.0)
+    server = StorageShardServer(token, directory=directory)
+    with DockClient([server.start()], token, "trainer", 0.5) as at:
+        at.configure(CONSUMERS)
+        with contextlib.closing(connect(server.address, token, 20)) as standby:
+            standby.ask({"op": "hello", "who": "standby", "session": ""})
+            standby.send({"op": "follow"})
+            until(lambda: at.status()[0]["rows"] == 0 and server.state.followers)
+            directory.take(0, ("127.0.0.1", 1))
+        until(lambda: not server.state.followers)
+        with pytest.raises(Unreachable):
+            at.put(rows(range(4), "order"))
+    server.close()
+
+
+def test_a_store_that_stands_still_holds_up_no_shard(token, monkeypatch):
+    """Nothing is decided meanwhile."""
+    monkeypatch.setattr("distflow.dock.directory._ANSWER", 0.1)
+    monkeypatch.setattr("distflow.dock.directory._FRESH", 0.2)
+    store = StoreProcess()
+    server = StorageShardServer(token, directory=ShardDirectory(client(store.port)))
+    with DockClient([server.start()], token, "trainer") as at:
+        at.configure(CONSUMERS)
+        store.stop()
+        server.fence.doubt()
+        assert at.put(rows(range(4), "order")) == 4
+    server.close()
+    store.end()
+
+
 def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, directory, monkeypatch):
     monkeypatch.setattr("distflow.dock.replication.PATIENCE", 0.2)
     at = dock(1, CONSUMERS)
@@ -144,12 +198,6 @@ def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, di
     assert at.put(rows(range(4), "order")) == 4
     until(lambda: not at.status()[0]["standbys"])
     second.kill()
-
-
-def stop(child: ShardProcess) -> None:
-    """Stop a process, so that its end of each connection falls silent, as when its machine loses its power."""
-    child.process.signal(signal.SIGSTOP)
-    until(lambda: stopped(child.process.pid))
 
 
 @pytest.mark.parametrize("place", ["reply", "connection", "send"])
