@@ -40,7 +40,9 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
-_RENEWAL = 2.0  # seconds in which all that hold leases of a lost process renew them at the one that replaces it
+_RENEWAL = 4.0
+"""Seconds in which all that hold leases of a lost process renew them at the one that replaces it. They look for it once
+a second (`ShardDirectory`)."""
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 

@@ -5,6 +5,7 @@ A request whose connection broke is sent again, so every request must be safe to
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -96,6 +97,13 @@ class ConnectionPool:
             if "error" in replies[index][0]:
                 raise self.error_from(replies[index][0])
         return [replies[index] for index in range(len(requests))]
+
+    def follow(self, address: Address) -> None:
+        """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
+        if address in self.served and self.locate(address) != self.served[address]:
+            self._drop(address)
+            with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
+                self._connection(address)
 
     def close(self) -> None:
         for connection in self.connections.values():

@@ -95,6 +95,31 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token, director
         assert at.put(rows(range(4), "order")) == 4, "a trainer may begin with an older step"
 
 
+def test_leases_of_rows_on_shards_that_survive_are_kept(children, token, directory):
+    """Their holder, which asks for nothing, renews them before the shard has told the new index of its rows."""
+    first, other = (children(directory=directory, number=number) for number in range(2))
+
+    def client(who: str) -> DockClient:
+        return DockClient([first.address, other.address], token, who, 60, directory=directory)
+
+    with client("trainer") as at, client("rollout 0") as mine, client("rollout 1") as late:
+        at.configure(CONSUMERS)
+        at.put(rows(range(8), "order"))
+        second = children(layout=at.layout, directory=directory, standby=True)
+        until(lambda: at.status()[0]["standbys"] and at.status()[0]["indexes"]["rollout"]["ready"] == 8)
+        leases = [mine.lease("rollout", 2) for _ in range(3)]
+        mine.held = lambda: leases
+        stop(other)
+        lose(first, second)
+        mine.catch_up()
+        other.process.signal(signal.SIGCONT)
+        left = late.lease("rollout", 2, wait=30)
+        assert {*range(8)} - {row for lease in leases for row in lease.ids.tolist()} == {*left.ids.tolist()}
+        until(lambda: late.status()[0]["indexes"]["rollout"]["known"] == 8)
+        assert late.try_lease("rollout", 2) is None
+        assert all(mine.commit(lease) for lease in leases)
+
+
 def test_a_put_is_acknowledged_when_the_standby_has_it(children, token, directory):
     """The shard is killed right after each answer, and no row is missing."""
     with DockClient([children().address], token, "trainer") as at:
