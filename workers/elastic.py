@@ -68,6 +68,7 @@ class ElasticAgent:
         self.replicates = robust.snapshots and robust.neighbour
         self.standbys: dict[int, ShardProcess] = {}  # copies of shards of the dock, by number
         self.serve_shard: Callable[[int], None] = lambda number: None
+        self.restart_standbys: Callable[[], None] = lambda: None
         self.leaves_at = math.inf  # when this machine's workers end, since it has taken over another one's block
 
     def join(self) -> Rendezvous | None:
@@ -87,6 +88,7 @@ class ElasticAgent:
                 raise DistflowError(found["end"])
             return None
         before, self.rendezvous, self.leaves_at = self.rendezvous, Rendezvous(**found), math.inf
+        self.restart_standbys = lambda: None  # until there is a channel again
         for number in [each for each in self.standbys if before.number < self.rendezvous.number
                        or each != self.rendezvous.block]:
             self.standbys.pop(number).stop()
@@ -151,12 +153,13 @@ class ElasticAgent:
                           verdict=STARTS_AGAIN)
 
     def poll(self) -> None:
-        """Restart the replica server if it has ended; raise MembershipChanged in a later round or if replaced."""
+        """Restart helper processes that have ended; raise MembershipChanged in a later round or if replaced."""
         round, block = self.rendezvous.number, self.rendezvous.block
         if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._lingers()):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
+        self.restart_standbys()
 
     def _lingers(self) -> bool:
         """Return whether workers go on although this machine has another block now: it serves the lost machine's shard

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that val
 RESULT = "result"  # column of an answered request to validate
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
-_PATIENCE = 10.0
+_PATIENCE, _AGAIN = 10.0, 5.0  # seconds: of clients, and between two starts of a standby that ends at once
 _SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
@@ -68,6 +69,7 @@ class RolloutChannel:
     version_set: int = 0  # newest set of versions that this process has published
     known_over: bool = False
     look_at: float = 0.0
+    standbys_at: float = 0.0  # when a standby that has ended may be started again
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
@@ -170,6 +172,24 @@ class RolloutChannel:
             except DockError:
                 self.standbys.pop(number).kill()
 
+    def restart_standbys(self) -> None:
+        """Start another standby in place of each that has ended: it gets all rows of the shard."""
+        ended = [each for each in self.standbys.values() if each.process.poll() is not None]
+        if not ended or self.layout is None or (now := time.monotonic()) < self.standbys_at:
+            return
+        self.standbys_at = now + _AGAIN
+        for standby in ended:
+            standby.stop()
+            self.start_standby(standby.number)
+            text = f"the copy of shard {standby.number} of the dock has ended (exit status {standby.process.status}); "\
+                   "another one is made"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def start_standby(self, number: int) -> None:
+        """Have a copy of a shard's rows on this machine. Returns before it has them."""
+        self.standbys[number] = start(self.token, host=self.host, directory=self.directory, layout=self.layout,
+                                      number=number, standby=True)
+
     def restart_shard(self) -> None:
         """Restart this machine's shard, empty, at its address. The trainer's next attempt enqueues its rows again."""
         if self.shard_process is not None and self.layout is not None:
@@ -271,8 +291,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
             dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
     for number in place.copies:
-        place.standbys[number] = start(token, host=host, directory=directory, layout=layout, number=number,
-                                       standby=True)
+        channel.start_standby(number)
     return channel
 
 

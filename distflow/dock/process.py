@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
               "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc keeps the memory of removed batches for new ones: fresh pages cost as much as the bytes that arrive."""
+_START, _ANSWER = 120.0, 10.0  # seconds within which it must come up, and must do what it is told
 _SERVE = "serve"  # the line by which a standby takes its shard's place
 
 
@@ -42,22 +44,19 @@ class ShardProcess:
 
     @functools.cached_property
     def address(self) -> Address:
-        """Its address, as soon as it has one. Raises `DockError`: it has ended."""
-        if not (line := self.process.stdout.readline()):
-            raise DockError(f"a process of the dock did not come up (exit status {self.process.wait()}); its own "
-                            "message stands on standard error")
-        host, port = json.loads(line)
+        """Its address, as soon as it has one. Raises `DockError`: it has ended, or does not answer."""
+        host, port = json.loads(self._line(_START))
         return host, port
 
     def take_over(self) -> None:
-        """Have a standby become its shard, at its own address; returns when it serves. Raises `DockError`."""
+        """Have a standby become its shard, at its own address; returns when it serves. Raises `DockError`: it has
+        ended, or does not answer, as one that is stopped."""
         if self.serves:
             return
         self.address  # noqa: B018 - its first line
         with contextlib.suppress(BrokenPipeError):
             print(_SERVE, file=self.process.stdin, flush=True)
-        if not self.process.stdout.readline():
-            raise DockError(f"the standby for shard {self.number} of the dock has ended (status {self.process.wait()})")
+        self._line(_ANSWER)
         self.serves = True
 
     def stop(self) -> None:
@@ -65,8 +64,21 @@ class ShardProcess:
             print(file=self.process.stdin, flush=True)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait()
+        if self.process.poll(_ANSWER) is None:
+            self.process.end()
         self.process.stdout.close()
+
+    def _line(self, seconds: float) -> str:
+        """Return its next line. Raises `DockError`."""
+        written = select.poll()
+        written.register(self.process.stdout, select.POLLIN | select.POLLHUP)
+        if not written.poll(1000 * seconds):
+            raise DockError(f"the process of shard {self.number} of the dock (process {self.process.pid}) has not "
+                            f"answered for {seconds:g} s. It may have been stopped: then continue it")
+        if line := self.process.stdout.readline():
+            return line
+        raise DockError(f"the process of shard {self.number} of the dock has ended (exit status "
+                        f"{self.process.wait()}); its own message stands on standard error")
 
     def kill(self) -> None:
         self.process.signal(signal.SIGKILL)

@@ -13,13 +13,15 @@ import torch
 from stores import StoreProcess, client, hosted
 
 from distflow.data.batch import Batch
-from distflow.dock import Consumer, DockClient, LeaseLost, StorageShardServer
+from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, process
 from distflow.dock.directory import _FRESH, ShardDirectory
 from distflow.dock.process import ShardProcess
+from distflow.dock.selection import DockLayout
 from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 from distflow.telemetry.processes import stopped
+from workers.rollout_channel import RolloutChannel
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
@@ -245,3 +247,51 @@ def test_a_request_goes_on_with_the_process_that_has_taken_the_shards_place(chil
         assert asked.result(60) == 2
         assert at.status()[0]["rows"] == 2
         first.kill()
+
+
+def test_a_standby_follows_its_shard_to_another_address(children, token, directory):
+    """It was started before the shard's first process was known to be lost."""
+    first = children(directory=directory)
+    with DockClient([first.address], token, "trainer", 60, directory=directory) as at:
+        at.configure(CONSUMERS)
+        layout = at.layout
+        first.kill()
+        standby = children(layout=layout, directory=directory, standby=True)
+        assert standby.address
+        children(layout=layout, directory=directory)
+        until(lambda: at.status()[0]["standbys"])
+
+
+def test_a_standby_that_is_stopped_holds_up_no_supervisor(children, directory, monkeypatch):
+    monkeypatch.setattr(process, "_ANSWER", 0.2)
+    standby = children(layout=DockLayout((("127.0.0.1", 1),), CONSUMERS), directory=directory, standby=True)
+    assert standby.address
+    stop(standby)
+    with pytest.raises(DockError, match=r"has not answered for 0.2 s. It may have been stopped"):
+        standby.take_over()
+    standby.stop()
+    assert standby.process.status == -signal.SIGKILL
+
+
+def test_a_standby_that_has_ended_is_started_again(children, token, directory, capfd):
+    first = children(directory=directory)
+    with DockClient([first.address], token, "trainer") as at:
+        at.configure(CONSUMERS)
+        at.put(rows(range(8), "order"))
+        channel = RolloutChannel(directory.store, token, at.addresses, "127.0.0.1", 2, 2, 1, layout=at.layout,
+                                 directory=directory)
+        channel.start_standby(0)
+        before = channel.standbys[0]
+        until(lambda: at.status()[0]["standbys"])
+        channel.restart_standbys()
+        assert channel.standbys[0] is before
+        before.process.signal(signal.SIGKILL)
+        until(lambda: before.process.poll() is not None)
+        channel.restart_standbys()
+        assert "copy of shard 0 of the dock has ended (exit status -9); another one is made" in capfd.readouterr().err
+        at.put(rows(range(8, 10), "order"))  # and so it shows that the first one has gone
+        until(lambda: at.status()[0]["standbys"])
+        first.kill()
+        channel.serve_shard(0)
+        assert channel.dock("rollout").status()[0]["rows"] == 10
+        channel.standbys[0].stop()
