@@ -25,7 +25,7 @@ import torch  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed, ratios  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
 from distflow.dock import Consumer, DockClient  # noqa: E402
-from distflow.dock.process import DockProcess, start  # noqa: E402
+from distflow.dock.process import ShardProcess, start  # noqa: E402
 
 GOAL, WAITING, TOKENS = 0.9, (1, 16, 128), 64
 _WAIT, _MOMENT = 300.0, 0.05
@@ -45,7 +45,7 @@ def processor_seconds(pid: int) -> float:
 class Waiting:
     """Process of ranks that wait for a step; `share` asks for it, in a thread each."""
 
-    def __init__(self, child: DockProcess, token: bytes, ranks: int, rows: int, step: int):
+    def __init__(self, child: ShardProcess, token: bytes, ranks: int, rows: int, step: int):
         numbers = map(str, (child.address[1], token.hex(), ranks, rows, step))
         self.process = subprocess.Popen([sys.executable, __file__, "--wait", *numbers])
 

@@ -186,7 +186,7 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     place = elastic.dock_place if elastic else DockPlace()
     channel = open_channel(plan, spec.run.data.batch, store, room, place) if plan.groups and not alone else None
     if elastic and channel:
-        elastic.serve_shard = channel.serve_shard
+        elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
     return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,

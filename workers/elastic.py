@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distflow.config.run import Robust
-from distflow.dock.process import DockProcess
+from distflow.dock.process import ShardProcess
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import ROLLOUT, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
@@ -22,9 +22,8 @@ from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store import etcd
-from distflow.store.interface import Store, StoreUnavailable
-from distflow.store.tcp import TCPStoreClient
+from distflow.store.clients import open_store
+from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
@@ -67,8 +66,9 @@ class ElasticAgent:
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0
         self.replicates = robust.snapshots and robust.neighbour
-        self.standbys: dict[int, DockProcess] = {}  # copies of shards of the dock, by number
+        self.standbys: dict[int, ShardProcess] = {}  # copies of shards of the dock, by number
         self.serve_shard: Callable[[int], None] = lambda number: None
+        self.restart_standbys: Callable[[], None] = lambda: None
         self.leaves_at = math.inf  # when this machine's workers end, since it has taken over another one's block
 
     def join(self) -> Rendezvous | None:
@@ -88,6 +88,7 @@ class ElasticAgent:
                 raise DistflowError(found["end"])
             return None
         before, self.rendezvous, self.leaves_at = self.rendezvous, Rendezvous(**found), math.inf
+        self.restart_standbys = lambda: None  # until there is a channel again
         for number in [each for each in self.standbys if before.number < self.rendezvous.number
                        or each != self.rendezvous.block]:
             self.standbys.pop(number).stop()
@@ -152,12 +153,13 @@ class ElasticAgent:
                           verdict=STARTS_AGAIN)
 
     def poll(self) -> None:
-        """Restart the replica server if it has ended; raise MembershipChanged in a later round or if replaced."""
+        """Restart helper processes that have ended; raise MembershipChanged in a later round or if replaced."""
         round, block = self.rendezvous.number, self.rendezvous.block
         if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._lingers()):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
+        self.restart_standbys()
 
     def _lingers(self) -> bool:
         """Return whether workers go on although this machine has another block now: it serves the lost machine's shard
@@ -283,7 +285,7 @@ def _span(machines: str) -> tuple[int, int]:
 
 def join_store(address: str) -> Store:
     """Return a client of the store at which machines meet. Raises InvalidInput: none, or it is another run's."""
-    board = not address.startswith(etcd.SCHEME)
+    board = not address.startswith(ETCD)
     host, port = _address(address) if board else ("", 0)
     if not os.environ.get(TOKEN):
         given = "as where `distflow board` runs" if board else "with the same token"
@@ -291,7 +293,7 @@ def join_store(address: str) -> Store:
                            f"{TOKEN}=…")
     mine = token_checksum(BOARD)
     try:
-        store = TCPStoreClient(host, port, _REACHED) if board else etcd.EtcdStore(address, _REACHED)
+        store = open_store(address, _REACHED)
         store.wait(["token"], _REACHED if board else 0.0)
         asked = store.get("token") if board else store.put_if("token", mine, None)
     except StoreUnavailable as error:

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,9 @@ from torch import Tensor
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.dock import Consumer, DockClient, DockError, TimedOut
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
-from distflow.dock.process import DockProcess, start
+from distflow.dock.process import ShardProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
@@ -38,7 +40,7 @@ VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that val
 RESULT = "result"  # column of an answered request to validate
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
-_PATIENCE = 10.0
+_PATIENCE, _AGAIN = 10.0, 5.0  # seconds: of clients, and between two starts of a standby that ends at once
 _SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
@@ -50,8 +52,8 @@ _PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is
 class RolloutChannel:
     """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows. A
     prompt has `rows` samples, a step `prompts`. `shard_process`: of this machine's storage shard, if this rank starts
-    it. Where machines come and go: `shard_ranks`, which have started the shards; `standbys` here, by number; and
-    `patience`, seconds for which a shard may be out of reach."""
+    it. Where machines come and go: `directory` of the shards; `standbys` here, by number; and `patience`, seconds for
+    which a shard may be out of reach."""
 
     store: Store
     token: bytes
@@ -60,14 +62,15 @@ class RolloutChannel:
     rows: int
     prompts: int
     ranks: int
-    shard_process: DockProcess | None = None
+    shard_process: ShardProcess | None = None
     layout: DockLayout | None = None
-    shard_ranks: Sequence[int] = ()
-    standbys: dict[int, DockProcess] = field(default_factory=dict)
+    directory: ShardDirectory | None = None
+    standbys: dict[int, ShardProcess] = field(default_factory=dict)
     patience: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
     known_over: bool = False
     look_at: float = 0.0
+    standbys_at: float = 0.0  # when a standby that has ended may be started again
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
@@ -76,14 +79,7 @@ class RolloutChannel:
         return replace(self, shard_process=None, standbys={})
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
-        return DockClient(self.addresses, self.token, who, self.patience, attempt, self._locate)
-
-    def _locate(self, address: Address) -> Address:
-        """Return where the shard is now that was at an address: another machine may have taken it over."""
-        if not self.shard_ranks:
-            return address
-        host, port = json.loads(self.store.get(_shard_key(self.shard_ranks[self.addresses.index(address)])) or "")
-        return host, port
+        return DockClient(self.addresses, self.token, who, self.patience, attempt, self.directory)
 
     def weights(self, role: str) -> Store:
         return self.store.below(f"weights/{role}")
@@ -171,23 +167,37 @@ class RolloutChannel:
 
     def serve_shard(self, number: int) -> None:
         """Have this machine's standby serve in place of a lost machine's shard, if it has one that lives."""
-        if (standby := self.standbys.get(number)) and self.layout:
-            layout = replace(self.layout, addresses=tuple(self._locate(each) for each in self.addresses))
+        if standby := self.standbys.get(number):
             try:
-                standby.take_over(layout.moved(number, standby.address), number)
+                standby.take_over()
             except DockError:
                 self.standbys.pop(number).kill()
-                return
-            self.store.put(_shard_key(self.shard_ranks[number]), json.dumps(standby.address))
+
+    def restart_standbys(self) -> None:
+        """Start another standby in place of each that has ended: it gets all rows of the shard."""
+        ended = [each for each in self.standbys.values() if each.process.poll() is not None]
+        if not ended or self.layout is None or (now := time.monotonic()) < self.standbys_at:
+            return
+        self.standbys_at = now + _AGAIN
+        for standby in ended:
+            standby.stop()
+            self.start_standby(standby.number)
+            text = f"the copy of shard {standby.number} of the dock has ended (exit status {standby.process.status}); "\
+                   "another one is made"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def start_standby(self, number: int) -> None:
+        """Have a copy of a shard's rows on this machine. Returns before it has them."""
+        self.standbys[number] = start(self.token, host=self.host, directory=self.directory, layout=self.layout,
+                                      number=number, standby=True)
 
     def restart_shard(self) -> None:
         """Restart this machine's shard, empty, at its address. The trainer's next attempt enqueues its rows again."""
         if self.shard_process is not None and self.layout is not None:
             self.shard_process.kill()
             host, port = self.shard_process.address
-            addresses = [self._locate(each) for each in self.addresses]
-            self.shard_process = start(self.token, host=host, port=port, number=addresses.index((host, port)),
-                                       layout=replace(self.layout, addresses=tuple(addresses)))
+            self.shard_process = start(self.token, host=host, port=port, directory=self.directory, layout=self.layout,
+                                       number=self.shard_process.number)
 
     def close(self) -> None:
         if self.shard_process is not None:
@@ -282,7 +292,7 @@ class DockPlace:
     """
 
     takes: int | None = None
-    standbys: dict[int, DockProcess] = field(default_factory=dict)
+    standbys: dict[int, ShardProcess] = field(default_factory=dict)
     copies: tuple[int, ...] = ()
     silence: float = 0.0
 
@@ -296,42 +306,27 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
-    shard_process, taken = None, place.takes is not None and store.store.has(_shard_key(store.rank))
+    directory, shard_process = ShardDirectory(store.store, plan.ranks), None
+    taken = place.takes is not None and directory.find(place.takes) is not None
     if place.takes is not None and taken:
-        shards = _shards(training, store.store.get_all([_shard_key(rank) for rank in training]))
-        layout = layout_at(tuple(shards.values()))
+        layout = layout_at(tuple(directory.addresses(len(training))))
         shard_process = place.standbys.pop(place.takes, None) or start(
-            token, host=host, layout=layout, number=place.takes, standby_of=layout.addresses[place.takes])
-        shard_process.take_over(layout.moved(place.takes, shard_process.address), place.takes)
+            token, host=host, directory=directory, layout=layout, number=place.takes, standby=True)
+        shard_process.take_over()
     elif store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        shard_process = start(token, host=host)
-    if shard_process:
-        store.store.put(_shard_key(store.rank), json.dumps(shard_process.address))
+        shard_process = start(token, host=host, directory=directory, number=int(os.environ.get("GROUP_RANK", 0)))
     if not taken:
-        store.gather(_DOCK, "", training)  # all have put theirs
-    shards = _shards(training, store.store.get_all([_shard_key(rank) for rank in training]))
-    layout = layout_at(tuple(shards.values()))
-    channel = RolloutChannel(store.store, token, [*shards.values()], host, rows, prompts, plan.ranks, shard_process,
-                             layout, [*shards] if place.silence else (), place.standbys,
-                             max(_PATIENCE, 3 * place.silence))
-    if store.rank == 0 or taken:
+        store.gather(_DOCK, "", training)  # all shards are in the directory
+    layout = layout_at(tuple(directory.addresses(len(training))))
+    channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
+                             layout, directory, place.standbys, max(_PATIENCE, 3 * place.silence))
+    if store.rank == 0 and not taken:
         with channel.dock("trainer 0") as dock:
             dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
     for number in place.copies:
-        place.standbys[number] = start(token, host=host, layout=layout, number=number,
-                                       standby_of=layout.addresses[number])
+        channel.start_standby(number)
     return channel
-
-
-def _shards(training: range, gathered: Sequence[str]) -> dict[int, Address]:
-    """Return the address of each shard, by the rank that has started it."""
-    found = {rank: json.loads(text) for rank, text in zip(training, gathered) if text}
-    return {rank: (host, port) for rank, (host, port) in found.items()}
-
-
-def _shard_key(rank: int) -> str:
-    return f"shard/{rank}"
 
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:

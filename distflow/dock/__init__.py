@@ -22,6 +22,7 @@ So rows may be produced more than once, and are trained on exactly once.
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
     timeouts     explanations of waits that time out       replication  copies of a shard's rows on another machine
+    directory    addresses of the shards, in the store
 """
 
 from distflow.dock.client import DockClient

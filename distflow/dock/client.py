@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, DockLayout, Ids
@@ -38,15 +41,17 @@ class DockClient:
         patience: seconds without any answer after which a process of the dock counts as unreachable.
         attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
             attempt before the one that has rolled back last are refused.
-        locate: returns where the process is that had one of the addresses; another may have taken its place.
+        directory: of the shards, if another process may take the place of one. Its `addresses` name it still.
     """
 
     def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0,
-                 locate: Callable[[Address], Address] = lambda address: address):
+                 directory: ShardDirectory | None = None):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
-        self.pool = ConnectionPool(token, self.who, patience, error_from, locate, self._renew_all)
+        self.directory = directory
+        self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all,
+                                   directory.seconds if directory else math.inf)
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
-        self.attempt = attempt
+        self.attempt, self.look_at = attempt, 0.0
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
@@ -55,7 +60,7 @@ class DockClient:
         if self.known is None:
             reply, _ = self.pool.ask(self.addresses[0], {"op": "layout"})
             found = DockLayout.from_plain(reply["layout"])
-            here = len(self.addresses) == len(found.addresses)  # then these are what `locate` knows
+            here = len(self.addresses) == len(found.addresses)  # then these are what `_locate` knows
             self.known = replace(found, addresses=tuple(self.addresses)) if here else found
         return self.known
 
@@ -171,6 +176,15 @@ class DockClient:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
 
+    def catch_up(self) -> None:
+        """Renew leases where another process has taken the place of their index: no request may be due before it gives
+        the rows to others. Looks once a second at most."""
+        if self.directory is None or (now := time.monotonic()) < self.look_at:
+            return
+        self.look_at = now + self.directory.seconds
+        for home in {self._home(lease.consumer) for lease in self.held()}:
+            self.pool.follow(home)
+
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
         return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
@@ -183,6 +197,12 @@ class DockClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _locate(self, address: Address) -> Address:
+        """Return where the process is now that serves the shard which was at an address."""
+        if self.directory is None or address not in self.addresses:
+            return address
+        return self.directory.locate(self.addresses.index(address)) or address
 
     def _renew_all(self, address: Address) -> None:
         for lease in self.held():

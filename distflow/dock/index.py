@@ -248,13 +248,11 @@ class ConsumerIndex:
 
     def renew(self, number: int, now: float, session: str, ids: Collection[int] = ()) -> float:
         """Extend a lease and return its seconds. An expired one is revived, and one of a lost process that had the rows
-        `ids`, unless these were given to others."""
+        `ids`, unless these were given to others; rows of other shards may be heard of later."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
-            granted = self.expired.get(number)
-            if granted is None and number >> 32 != self.epoch and all(row in self.rows for row in ids):
-                granted = GrantedLease(number, [[self.rows[row] for row in ids]], None, now, 0)
+            granted = self.expired.get(number) or self._adopted(number, ids, now)
             if granted is None or not granted.rows or any(self._gone(row, number) for row in granted.rows):
                 raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
             self.expired.pop(number, None)
@@ -413,6 +411,14 @@ class ConsumerIndex:
             what = f"commits other rows than it holds: {wrong}" if wrong else f"is of step {granted.step}, not {step}"
             raise DockError(f"lease {number} of `{self.consumer.name}` {what}. Nothing is committed. Commit the lease "
                             "as `lease` has returned it")
+
+    def _adopted(self, number: int, ids: Collection[int], now: float) -> GrantedLease | None:
+        """Return a lease that a lost process had granted; None if its rows are committed, leased or not there. Until
+        the index `opens`, their shards may still list them."""
+        free = not any(row in self.done or self._leased_to_other(row, number) for row in ids)
+        if number >> 32 == self.epoch or not free or not (now < self.opens or self.rows.keys() >= {*ids}):
+            return None
+        return GrantedLease(number, [[self.rows.setdefault(row, RowState(row, set())) for row in ids]], None, now, 0)
 
     def _hold(self, granted: GrantedLease) -> None:
         self.leases[granted.number] = granted

@@ -1,4 +1,5 @@
-"""Shard server as a child process: it reads its settings from standard input and prints its address.
+"""Shard server, or a standby for one, as a child process: it reads its settings from standard input and prints its
+address.
 
 The process ends by an empty line, or when its standard input closes, that is with its parent. It ignores Ctrl-C and
 SIGTERM, which may reach all processes of a run at once: the step that then ends the run needs the samples.
@@ -10,12 +11,14 @@ import contextlib
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.replication import Standby
 from distflow.dock.selection import DockLayout
@@ -27,33 +30,33 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
               "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc keeps the memory of removed batches for new ones: fresh pages cost as much as the bytes that arrive."""
+_START, _ANSWER = 120.0, 10.0  # seconds within which it must come up, and must do what it is told
+_SERVE = "serve"  # the line by which a standby takes its shard's place
 
 
 @dataclass
-class DockProcess:
+class ShardProcess:
     """Running shard server, or a standby for one; it ends when its standard input closes."""
 
     process: Child
+    number: int
     serves: bool
 
     @functools.cached_property
     def address(self) -> Address:
-        """Its address, as soon as it has one. Raises `DockError`: it has ended."""
-        if not (line := self.process.stdout.readline()):
-            raise DockError(f"a process of the dock did not come up (exit status {self.process.wait()}); its own "
-                            "message stands on standard error")
-        host, port = json.loads(line)
+        """Its address, as soon as it has one. Raises `DockError`: it has ended, or does not answer."""
+        host, port = json.loads(self._line(_START))
         return host, port
 
-    def take_over(self, layout: DockLayout, number: int) -> None:
-        """Have a standby become shard `number`, at its own address; returns when it serves. Raises `DockError`."""
+    def take_over(self) -> None:
+        """Have a standby become its shard, at its own address; returns when it serves. Raises `DockError`: it has
+        ended, or does not answer, as one that is stopped."""
         if self.serves:
             return
         self.address  # noqa: B018 - its first line
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({"layout": layout.to_plain(), "number": number}), file=self.process.stdin, flush=True)
-        if not self.process.stdout.readline():
-            raise DockError(f"the standby for shard {number} of the dock has ended (status {self.process.wait()})")
+            print(_SERVE, file=self.process.stdin, flush=True)
+        self._line(_ANSWER)
         self.serves = True
 
     def stop(self) -> None:
@@ -61,27 +64,40 @@ class DockProcess:
             print(file=self.process.stdin, flush=True)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.process.wait()
+        if self.process.poll(_ANSWER) is None:
+            self.process.end()
         self.process.stdout.close()
+
+    def _line(self, seconds: float) -> str:
+        """Return its next line. Raises `DockError`."""
+        written = select.poll()
+        written.register(self.process.stdout, select.POLLIN | select.POLLHUP)
+        if not written.poll(1000 * seconds):
+            raise DockError(f"the process of shard {self.number} of the dock (process {self.process.pid}) has not "
+                            f"answered for {seconds:g} s. It may have been stopped: then continue it")
+        if line := self.process.stdout.readline():
+            return line
+        raise DockError(f"the process of shard {self.number} of the dock has ended (exit status "
+                        f"{self.process.wait()}); its own message stands on standard error")
 
     def kill(self) -> None:
         self.process.signal(signal.SIGKILL)
         self.stop()
 
 
-def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0,
-          layout: DockLayout | None = None, number: int = 0, standby_of: Address | None = None) -> DockProcess:
-    """Start a shard server; the arguments are those of `StorageShardServer`. `layout` and `number` are of a dock in
-    which it replaces a process that has ended, with no rows, or is the standby of the one at `standby_of`, which is not
-    waited for. Raises `DockError` if it does not come up; its own message stands on standard error."""
+def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, directory: ShardDirectory | None = None,
+          layout: DockLayout | None = None, number: int = 0, standby: bool = False) -> ShardProcess:
+    """Start the server of shard `number`; the other arguments are those of `StorageShardServer`. `layout` is of a dock
+    in which it replaces a process that has ended, with no rows, or is a `standby`, which is not waited for. Raises
+    `DockError` if it does not come up; its own message stands on standard error."""
     settings = {"token": token.hex(), "host": host, "port": port, "layout": layout and layout.to_plain(),
-                "number": number, "standby_of": standby_of}
+                "number": number, "standby": standby, "directory": directory and directory.to_plain()}
     paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
     print(json.dumps(settings), file=process.stdin, flush=True)
-    started = DockProcess(process, serves=standby_of is None)
+    started = ShardProcess(process, number, serves=not standby)
     if started.serves:
         started.address  # noqa: B018 - waits for it
     return started
@@ -91,22 +107,21 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     given = json.loads(sys.stdin.readline())
-    server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"])
-    layout = DockLayout.from_plain(given["layout"]) if given["layout"] else None
-    if layout and given["standby_of"]:
-        host, port = given["standby_of"]
-        standby = Standby((host, port), server.token, given["number"], len(layout.addresses), layout.group_size)
+    directory = ShardDirectory.opened(**given["directory"]) if given["directory"] else None
+    server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"], directory)
+    layout, number = DockLayout.from_plain(given["layout"]) if given["layout"] else None, given["number"]
+    if layout and given["standby"]:
+        standby = Standby(directory, server.token, number, len(layout.addresses), layout.group_size)
         standby.start()
         print(json.dumps(server.address), flush=True)
-        if not (line := sys.stdin.readline().strip()):
+        if sys.stdin.readline().strip() != _SERVE:
             return
-        order = json.loads(line)
         with server.state.lock:
-            server.state.take_over(standby.stop(), DockLayout.from_plain(order["layout"]), order["number"])
+            server.state.take_over(standby.stop(), layout, number)
     elif layout:
         with server.state.lock:
-            server.state.configure(layout, given["number"])
-    print(json.dumps(server.start()), flush=True)
+            server.state.configure(layout, number)
+    print(json.dumps(server.start(number)), flush=True)
     sys.stdin.readline()
     server.close()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.storage import Message, StorageShard, read_ids, unpack
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
@@ -40,7 +41,7 @@ class Follower:
     def __init__(self, connection: Connection, backlog: Iterable[Message]):
         self.connection, self.backlog = connection, backlog
         self.posted: queue.SimpleQueue[tuple[Message, threading.Event]] = queue.SimpleQueue()
-        self.complete, self.heard = False, time.monotonic()
+        self.complete, self.heard, self.has_taken_over = False, time.monotonic(), False
 
     def wait(self, copied: threading.Event) -> None:
         """Wait for an event of `post`, unless the standby has not all rows yet; break with one that answers nothing."""
@@ -72,7 +73,8 @@ class Follower:
                 copied.set()
 
     def _send(self, message: Message) -> None:
-        if self.connection.ask(*message).get("over"):
+        self.has_taken_over = bool(self.connection.ask(*message).get("over"))
+        if self.has_taken_over:
             raise TakenOver
         self.heard = time.monotonic()
 
@@ -84,22 +86,26 @@ class Follower:
 
 
 class Standby(threading.Thread):
-    """Copy of the shard `number` of `count` at `address`."""
+    """Copy of the shard `number` of `count`, wherever that is."""
 
-    def __init__(self, address: Address, token: bytes, number: int, count: int, group_size: int):
+    def __init__(self, directory: ShardDirectory, token: bytes, number: int, count: int, group_size: int):
         super().__init__(name="standby", daemon=True)
-        self.address, self.token, self.form = address, token, (number, count, group_size)
+        self.directory, self.token, self.form = directory, token, (number, count, group_size)
         self.storage = StorageShard(*self.form)
         self.over, self.lock = threading.Event(), threading.Lock()
 
     def run(self) -> None:
         while not self.over.is_set():
-            with contextlib.suppress(OSError, ConnectionEnded, DockError, RpcError), \
-                    contextlib.closing(connect(self.address, self.token, PATIENCE)) as connection:
-                connection.ask({"op": "hello", "who": f"standby of shard {self.form[0]}", "session": ""})
-                connection.send({"op": "follow"})
-                self._receive(connection)
+            if address := self.directory.locate(self.form[0]):  # another process may have taken the shard's place
+                with contextlib.suppress(OSError, ConnectionEnded, DockError, RpcError):
+                    self._follow(address)
             self.over.wait(_PAUSE)
+
+    def _follow(self, address: Address) -> None:
+        with contextlib.closing(connect(address, self.token, PATIENCE)) as connection:
+            connection.ask({"op": "hello", "who": f"standby of shard {self.form[0]}", "session": ""})
+            connection.send({"op": "follow"})
+            self._receive(connection)
 
     def stop(self) -> StorageShard:
         """Stop following; return the rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
@@ -97,10 +97,6 @@ class DockLayout:
                 return consumer
         hint = did_you_mean(name, [consumer.name for consumer in self.consumers])
         raise DockError(f"there is no consumer `{name}` at this dock. {hint}")
-
-    def moved(self, number: int, address: Address) -> DockLayout:
-        """Return the layout with shard `number` at another address."""
-        return replace(self, addresses=(*self.addresses[:number], address, *self.addresses[number + 1 :]))
 
     def split(self, ids: Ids) -> Iterable[tuple[int, Ids]]:
         """Yield (shard number, positions in `ids`) for each shard in which any of the rows live."""

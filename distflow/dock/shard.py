@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
+from distflow.dock.directory import Fence, ShardDirectory
 from distflow.dock.index import ConsumerIndex
 from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout, RowState
@@ -62,20 +63,24 @@ class StorageShardServer:
         token: the run's; at least 16 bytes. A client that does not know it is refused and logged.
         host: the address to listen at; only this machine can reach the default. Else that of a private interface.
         port: 0 lets the system choose.
+        directory: of the dock's shards; default: they stay where the layout has them.
 
     Raises `RpcError`: the port is taken, or the token is too short.
     """
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, directory: ShardDirectory | None = None):
         self.token = token
-        self.state = ShardState(token, 1 + secrets.randbits(30))
-        self.over = False
+        self.state = ShardState(token, 1 + secrets.randbits(30), directory)
+        self.over, self.fence = False, None
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
         self.actions: dict[str, Callable[[ClientRequest], Reply]] = {name: getattr(self, name) for name in _OPERATIONS}
 
-    def start(self) -> Address:
-        """Serve in threads of this process; return the address."""
+    def start(self, number: int = 0) -> Address:
+        """Serve in threads of this process, as shard `number` of the directory if there is one; return the address."""
+        if directory := self.state.directory:
+            self.fence = Fence(directory, number, directory.take(number, self.address), self._end_replaced)
+            self.fence.start()
         return self.server.start()
 
     def close(self) -> None:
@@ -121,6 +126,8 @@ class StorageShardServer:
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
                               f"{error!r}; its log says where. Do all processes run the same distflow?"}, []
         connection.skip(expected - connection.received)
+        if self.over or not (self.fence is None or self.fence.holds()):  # it is answered by whoever has taken the place
+            raise ConnectionEnded
         connection.send(reply, buffers)
 
     @locked
@@ -147,6 +154,7 @@ class StorageShardServer:
             copies = self.state.replicate((put, [payload.numpy().data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
             follower.wait(copied)
+            self.over = self.over or follower.has_taken_over
         return {"stored": len(stored)}, []
 
     def follow(self, request: ClientRequest) -> Reply:
@@ -156,13 +164,18 @@ class StorageShardServer:
         try:
             follower.stream()
         except TakenOver:
-            _log.warning("%s: another machine serves this shard now: this one was thought to be lost", self.address)
-            self.close()
+            self._end_replaced()
         finally:
+            if self.fence is not None:
+                self.fence.doubt()  # the standby may have ended its connection since it serves the shard
             with self.state.lock:
                 self.state.followers.remove(follower)
             follower.end()
         return {}, []
+
+    def _end_replaced(self) -> None:
+        _log.warning("%s: another process serves this shard now: this one was thought to be lost", self.address)
+        self.close()
 
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.replication import Follower
@@ -39,7 +40,9 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
-_RENEWAL = 2.0  # seconds in which all that hold leases of a lost process renew them at the one that replaces it
+_RENEWAL = 4.0
+"""Seconds in which all that hold leases of a lost process renew them at the one that replaces it. They look for it once
+a second (`ShardDirectory`)."""
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -52,10 +55,10 @@ class Outbox(threading.Thread):
     `post` and `full_updates` run under the `lock` of the shard's state.
     """
 
-    def __init__(self, address: Address, token: bytes, who: str, lock: threading.RLock,
+    def __init__(self, locate: Callable[[], Address], token: bytes, who: str, lock: threading.RLock,
                  full_updates: Callable[[], list[Update]]):
-        super().__init__(name=f"dock updates for {address[0]}:{address[1]}", daemon=True)
-        self.address, self.token, self.who = address, token, who
+        super().__init__(name="dock updates", daemon=True)
+        self.locate, self.address, self.token, self.who = locate, ("", 0), token, who
         self.lock, self.full_updates = lock, full_updates
         self.waiting: deque[Update] = deque()
         self.failure = ""  # why the peer is unreachable; empty if it is not
@@ -74,6 +77,7 @@ class Outbox(threading.Thread):
     def run(self) -> None:
         pause = _PAUSE
         while not self.over.is_set():
+            self.address = self.locate()
             try:
                 with contextlib.closing(connect(self.address, self.token, _TIMEOUT)) as connection:
                     self._ask(connection, {"op": "hello", "who": self.who, "session": ""})
@@ -133,8 +137,8 @@ class RowRequest(NamedTuple):
 class ShardState:
     """Shard, indexes and clients of one process. It can hold rows as soon as `configure` has given it the layout."""
 
-    def __init__(self, token: bytes, epoch: int):
-        self.token, self.epoch = token, epoch
+    def __init__(self, token: bytes, epoch: int, directory: ShardDirectory | None = None):
+        self.token, self.epoch, self.directory = token, epoch, directory
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
         self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
@@ -347,8 +351,11 @@ class ShardState:
             self.outboxes[home].post(update)
 
     def _outbox(self, other: int) -> Outbox:
-        return Outbox(self.configured().addresses[other], self.token, f"shard {self.storage.number}", self.lock,
+        return Outbox(lambda: self._locate(other), self.token, f"shard {self.storage.number}", self.lock,
                       lambda: self._full_updates(other))
+
+    def _locate(self, other: int) -> Address:
+        return (self.directory and self.directory.locate(other)) or self.configured().addresses[other]
 
     def _full_updates(self, other: int) -> list[Update]:
         """Return all that process `other` must know of this one."""

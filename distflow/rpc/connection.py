@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -27,6 +28,7 @@ _SEGMENTS = 1024  # buffers in one sendmsg, at most (IOV_MAX of Linux)
 _BLOCK = 256 << 10  # bytes received at once where each block is used at once
 _SMALL = 16 << 10  # buffers that are smaller on average are joined first: a copy costs less than a segment
 _MIN_TOKEN = 16
+_INSTANT = 0.001
 HANDSHAKE_LIMIT = 5.0  # seconds for all of it, however slowly the peer sends
 STALL_LIMIT = 60.0
 """Seconds without a byte within a message after which a client's connection ends: it is stopped, or unreachable."""
@@ -46,6 +48,7 @@ class Connection:
         self.memory: Segments | MappedSegments | None = None  # for payloads, if both ends are on one machine
         self.in_shared_memory = 0  # bytes of the next payload that are there
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
+        self.patience, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
 
     def send(self, header: Header, buffers: Iterable[Buffer] = ()) -> None:
         """Send a message, without copying large buffers."""
@@ -58,7 +61,7 @@ class Connection:
             parts = [b"".join(parts)]
         head = frame(header, size)
         self.sent += len(head) + total
-        _send_all(self.sock, [head, *parts])
+        self._send_all([head, *parts])
 
     def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
         """Return the next header, and the length (at most `most`) of its payload, to be taken before another message.
@@ -106,6 +109,12 @@ class Connection:
             self._into(part)
             size -= len(part)
 
+    def wait_at_most(self, patience: float, look: float, on_silence: Callable[[], None]) -> None:
+        """Let a client wait `patience` seconds for each next byte. Meanwhile `on_silence` is called every `look`
+        seconds; an `OSError` that it raises ends the wait."""
+        self.patience, self.on_silence = patience, on_silence
+        self.sock.settimeout(min(patience, look))
+
     def hang_up(self) -> None:
         """End the connection from another thread; its own closes it."""
         with contextlib.suppress(OSError):
@@ -121,7 +130,7 @@ class Connection:
 
     def _into(self, view: memoryview, closing: bool = False, moved: Callable[[int], None] | None = None) -> None:
         self.received += len(view)
-        filled = 0
+        filled, since = 0, time.monotonic()
         while filled < len(view):
             if self.deadline is not None:
                 self.sock.settimeout(_time_left(self.deadline))
@@ -131,22 +140,54 @@ class Connection:
                 if closing and not filled:  # silence between two messages is no stall
                     continue
                 raise TimeoutError("no byte came in time") from None
+            except TimeoutError:
+                self._stay_patient(since)
+                continue
             if not count:
                 if closing and not filled:
                     raise ConnectionEnded
                 raise ConnectionResetError("the connection ended within a message")
-            filled += count
+            filled, since = filled + count, time.monotonic()
             if moved:
                 moved(count)
 
+    def _send_all(self, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        first, since = 0, time.monotonic()
+        while first < len(views):
+            try:
+                sent = self.sock.sendmsg(views[first : first + _SEGMENTS])
+            except BlockingIOError:  # SO_SNDTIMEO
+                raise TimeoutError("it took no byte in time") from None
+            except TimeoutError:
+                self._stay_patient(since)
+                continue
+            since = time.monotonic()
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
 
-def connect(address: Address, token: bytes, limit: float) -> Connection:
-    """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on. Raises Unreachable:
-    no process listens there, or it does not answer. Refused: the other side does not know the token."""
+    def _stay_patient(self, since: float) -> None:
+        if self.deadline is not None or time.monotonic() - since >= self.patience:
+            raise TimeoutError("no byte was sent or taken in time")
+        self.on_silence()
+
+
+def wait_on() -> None:
+    """Let a wait go on, as `on_silence`."""
+
+
+def connect(address: Address, token: bytes, limit: float, look: float = math.inf,
+            on_silence: Callable[[], None] = wait_on) -> Connection:
+    """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on; meanwhile
+    `on_silence` is called every `look` seconds, as by `Connection.wait_at_most`. Raises Unreachable: no process listens
+    there, or it does not answer. Refused: the other side does not know the token."""
     host, port = address
     check_token(token)
     try:
-        sock = socket.create_connection((host, port), timeout=limit)
+        sock = _reached(address, limit, look, on_silence)
     except OSError as error:
         raise Unreachable(f"no process answers at {host}:{port}: {error}") from None
     connection = Connection(sock, f"{host}:{port}")
@@ -155,7 +196,7 @@ def connect(address: Address, token: bytes, limit: float) -> Connection:
         try:
             _set_up(connection, min(limit, HANDSHAKE_LIMIT))
             theirs, ours = bytes(connection._exactly(_NONCE)), secrets.token_bytes(_NONCE)
-            _send_all(sock, [ours + _proof(token, b"client", theirs, ours)])
+            connection._send_all([ours + _proof(token, b"client", theirs, ours)])
             answer = connection._exactly(_PROOF, closing=True)
         except ConnectionEnded:
             raise Refused(f"{connection.peer} refused this process: its token is not that of the run") from None
@@ -165,9 +206,21 @@ def connect(address: Address, token: bytes, limit: float) -> Connection:
         if not hmac.compare_digest(answer, _proof(token, b"server", theirs, ours)):
             raise Refused(f"{connection.peer} does not know this run's token; it may belong to another run")
         connection.deadline = None
-        sock.settimeout(limit)
+        connection.wait_at_most(limit, look, on_silence)
         failed.pop_all()
     return connection
+
+
+def _reached(address: Address, limit: float, look: float, on_silence: Callable[[], None]) -> socket.socket:
+    until = time.monotonic() + limit
+    while True:
+        left = until - time.monotonic()
+        try:
+            return socket.create_connection(address, timeout=max(min(left, look), _INSTANT))
+        except TimeoutError:
+            if left <= look:
+                raise
+        on_silence()
 
 
 def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connection, Header]:
@@ -176,12 +229,12 @@ def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connect
     connection = Connection(sock, peer)
     _set_up(connection, HANDSHAKE_LIMIT)
     ours = secrets.token_bytes(_NONCE)
-    _send_all(sock, [ours])
+    connection._send_all([ours])
     answer = bytes(connection._exactly(_NONCE + _PROOF))
     theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
         raise Refused(f"{peer} does not know the token of this run")
-    _send_all(sock, [_proof(token, b"server", ours, theirs)])
+    connection._send_all([_proof(token, b"server", ours, theirs)])
     hello, _ = connection.receive(most=0)
     connection.deadline = None
     sock.settimeout(None)
@@ -214,18 +267,3 @@ def _time_left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("the handshake took too long")
     return left
-
-
-def _send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
-    views = [memoryview(buffer) for buffer in buffers if len(buffer)]
-    first = 0
-    while first < len(views):
-        try:
-            sent = sock.sendmsg(views[first : first + _SEGMENTS])
-        except BlockingIOError:  # SO_SNDTIMEO
-            raise TimeoutError("it took no byte in time") from None
-        while first < len(views) and sent >= len(views[first]):
-            sent -= len(views[first])
-            first += 1
-        if sent:
-            views[first] = views[first][sent:]

@@ -5,9 +5,11 @@ A request whose connection broke is sent again, so every request must be safe to
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -48,15 +50,17 @@ class ConnectionPool:
 
     Args:
         who: name of this process, sent in the first message of a connection.
-        locate: returns where the process is now that had an address.
+        locate: returns where the process is now that had an address. A request that waits for it asks again every
+            `look` seconds, and goes on with the process that has taken its place.
         on_moved: called with an address whose process is another one than before, once that is connected.
     """
 
     def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception],
-                 locate: Callable[[Address], Address], on_moved: Callable[[Address], None]):
+                 locate: Callable[[Address], Address], on_moved: Callable[[Address], None], look: float):
         self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
-        self.error_from, self.locate, self.on_moved = error_from, locate, on_moved
-        self.located: dict[Address, Address] = {}
+        self.error_from, self.locate, self.on_moved, self.look = error_from, locate, on_moved, look
+        self.located: dict[Address, Address] = {}  # where each process was looked for last
+        self.served: dict[Address, Address] = {}  # where one has answered last
         self.connections: dict[Address, Connection] = {}
         self.activity = ""  # what this process is doing now; sent with the next request
         self.sent_activity: dict[Address, str] = {}
@@ -94,6 +98,13 @@ class ConnectionPool:
                 raise self.error_from(replies[index][0])
         return [replies[index] for index in range(len(requests))]
 
+    def follow(self, address: Address) -> None:
+        """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
+        if address in self.served and self.locate(address) != self.served[address]:
+            self._drop(address)
+            with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
+                self._connection(address)
+
     def close(self) -> None:
         for connection in self.connections.values():
             connection.close()
@@ -104,7 +115,7 @@ class ConnectionPool:
         address, header, buffers = request
         try:
             connection = self._connection(address)
-            connection.sock.settimeout(self.patience + wait)
+            connection.wait_at_most(self.patience + wait, self.look, partial(self._check, address))
             if self.sent_activity.get(address) != self.activity:
                 self.sent_activity[address] = self.activity
                 header = header | {"activity": self.activity}
@@ -133,16 +144,20 @@ class ConnectionPool:
     def _has_moved(self, address: Address) -> bool:
         return self.locate(address) != self.located.get(address)
 
+    def _check(self, address: Address) -> None:
+        if self._has_moved(address):
+            raise ConnectionResetError("another process has taken its place")
+
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
-            at = self.locate(address)
-            connection = connect(at, self.token, min(self.patience, _CONNECT))
+            at = self.located[address] = self.locate(address)
+            connection = connect(at, self.token, min(self.patience, _CONNECT), self.look, partial(self._check, address))
             memory = Segments(self.token)
             hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
             answer = connection.ask(hello)
             connection.memory = memory if answer["memory"] else None
             self.connections[address] = connection
-            before, self.located[address] = self.located.get(address, at), at
-            if at != before:
+            if at != self.served.setdefault(address, at):
+                self.served[address] = at
                 self.on_moved(address)
         return self.connections[address]

@@ -21,9 +21,8 @@ from typing import Any
 import httpx
 
 from distflow.errors import InvalidInput
-from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.interface import ETCD, Store, StoreUnavailable
 
-SCHEME = "etcd://"
 USER, _CA, _CERT, _KEY = (f"DISTFLOW_ETCD_{name}" for name in ("USER", "CA", "CERT", "KEY"))
 _PER_MEMBER, _PAUSE, _WATCH = 3.0, 0.1, 10.0  # seconds for an answer, before the next member is asked, and of a watch
 _OPERATIONS = 100  # of one transaction; etcd takes 128
@@ -38,12 +37,13 @@ class EtcdStore(Store):
     address is none. StoreUnavailable: no member answers within `deadline` seconds."""
 
     def __init__(self, address: str, deadline: float):
-        members, _, run = address.removeprefix(SCHEME).partition("/")
+        members, _, run = address.removeprefix(ETCD).partition("/")
         if not run or not all(member.rpartition(":")[2].isdecimal() for member in members.split(",")):
             raise InvalidInput(f"--store {address}: name etcd's members and the run, as  etcd://10.0.0.1:2379/grpo-1")
         super().__init__(members, deadline)
+        self.url = address
         self.members, self.space, self.local, self.posts = members.split(","), f"distflow/{run}/", _Local(), _Posts()
-        self.for_another_run = f"each run needs a name of its own there:  --store {SCHEME}{members}/ANOTHER"
+        self.for_another_run = f"each run needs a name of its own there:  --store {ETCD}{members}/ANOTHER"
         self.get("")
 
     @property

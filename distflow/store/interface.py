@@ -26,6 +26,7 @@ class StoreUnavailable(DistflowError):
                          f"machine may have {'ended' if gone else 'been stopped or cut off'}")
 
 
+ETCD = "etcd://"  # scheme of the URLs of stores in etcd
 _LOOKS = 5000.0  # a second, of all clients together
 
 
@@ -51,9 +52,11 @@ class Store(ABC):
 
     for_another_run: str
     """What to write where the store has another run's keys."""
+    url: str
+    """Address by which `open_store` makes another client."""
 
     def __init__(self, address: str, deadline: float):
-        self.address, self.prefix, self.deadline = address, "", Deadline(deadline)
+        self.address, self.prefix, self.deadline, self.url = address, "", Deadline(deadline), address
 
     def below(self, prefix: str) -> Self:
         """Return a view of the keys that begin with `prefix/`."""

@@ -3,7 +3,7 @@
 import pytest
 from docks import dock, token
 
-from distflow.dock.process import DockProcess, start
+from distflow.dock.process import ShardProcess, start
 
 __all__ = ["children", "dock", "token"]
 
@@ -11,9 +11,9 @@ __all__ = ["children", "dock", "token"]
 @pytest.fixture
 def children(token):
     """`children(**arguments)` starts a process of the dock; all end with the test."""
-    started: list[DockProcess] = []
+    started: list[ShardProcess] = []
 
-    def make(**arguments) -> DockProcess:
+    def make(**arguments) -> ShardProcess:
         started.append(start(token, **arguments))
         return started[-1]
 

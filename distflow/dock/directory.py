@@ -1,0 +1,143 @@
+"""Addresses of a dock's shards, one key for each in the run's store, where another process may take a shard's place.
+
+    shard/N    JSON: generation, host and port of the process that serves shard N
+
+A process that takes a shard's place writes the next generation. All others read the key, by `ShardDirectory`: clients
+that are not answered, shards that send each other updates, standbys before they follow, and each shard, which serves no
+more once the entry is not its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from distflow.rpc.connection import Address
+from distflow.store.clients import open_store
+from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
+
+_ANSWER = 3.0  # seconds within which the store must answer: whoever waits for a shard has more to look after
+_LOOK = 1.0
+_FRESH = 3.0
+"""Seconds for which a shard counts on its entry: fewer than a machine must be silent before it is replaced."""
+
+
+class ShardEntry(NamedTuple):
+    """Address of the process that serves a shard. generation: how many have served it."""
+
+    generation: int
+    host: str
+    port: int
+
+    @property
+    def address(self) -> Address:
+        return self.host, self.port
+
+
+class ShardDirectory:
+    """Directory of the shards of a run's dock; all threads may use it. `clients`: how many processes look at the store.
+    """
+
+    def __init__(self, store: Store, clients: int = 1):
+        self.store, self.clients = store.below("shard"), clients
+        self.store.deadline = Deadline(_ANSWER)
+        self.known: dict[int, ShardEntry] = {}
+
+    @classmethod
+    def opened(cls, url: str, prefix: str, clients: int) -> ShardDirectory:
+        """Return the directory that has the `url`, `prefix` and `clients` of `to_plain`."""
+        store = open_store(url, _ANSWER)
+        return cls(store.below(prefix.removesuffix("/")) if prefix else store, clients)
+
+    def to_plain(self) -> dict[str, str | int]:
+        return {"url": self.store.url, "prefix": self.store.prefix.removesuffix("shard/"), "clients": self.clients}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between two looks of a process that waits."""
+        return paused(_LOOK, self.clients)
+
+    def find(self, number: int) -> ShardEntry | None:
+        """Return the present entry of a shard. Raises StoreUnavailable."""
+        text = self.store.get(str(number))
+        if not text:
+            return None
+        self.known[number] = ShardEntry(*json.loads(text))
+        return self.known[number]
+
+    def locate(self, number: int) -> Address | None:
+        """Return the address of a shard; the one before if the store does not answer."""
+        try:
+            found = self.find(number)
+        except StoreUnavailable:
+            found = self.known.get(number)
+        return found and found.address
+
+    def addresses(self, most: int) -> list[Address]:
+        """Return the addresses of all shards by number, of which there are `most` at most. Raises StoreUnavailable."""
+        found = self.store.get_all([str(number) for number in range(most)])
+        self.known |= {number: ShardEntry(*json.loads(text)) for number, text in enumerate(found) if text}
+        return [self.known[number].address for number, text in enumerate(found) if text]
+
+    def take(self, number: int, address: Address) -> ShardEntry:
+        """Make `address` that of a shard, in place of the one before. Raises StoreUnavailable."""
+        while True:
+            before = self.store.get(str(number))
+            entry = ShardEntry(1 + (ShardEntry(*json.loads(before)).generation if before else 0), *address)
+            if self.store.put_if(str(number), text := json.dumps(entry), before) == text:
+                self.known[number] = entry
+                return entry
+
+
+class Fence(threading.Thread):
+    """Looks whether a shard's entry is still `entry`, and calls `on_replaced` once if another process has its place.
+
+    A process that was stopped does not know what has happened meanwhile: `holds` waits for a look that is not too old.
+    While the store does not answer nothing is decided, and the shard goes on.
+    """
+
+    def __init__(self, directory: ShardDirectory, number: int, entry: ShardEntry, on_replaced: Callable[[], None]):
+        super().__init__(name="fence", daemon=True)
+        self.directory, self.number, self.entry, self.on_replaced = directory, number, entry, on_replaced
+        self.looked, self.doubted, self.replaced = time.monotonic(), 0.0, False
+        self.due, self.changed = threading.Event(), threading.Condition()
+
+    def run(self) -> None:
+        while self.looked < math.inf and not self.replaced:
+            self._look()
+            self.due.wait(self.directory.seconds)
+            self.due.clear()
+
+    def holds(self) -> bool:
+        """Return whether the shard is served here; waits for an answer if the last one is old."""
+        if not self._is_fresh():
+            with self.changed:
+                self.due.set()
+                self.changed.wait_for(lambda: self.replaced or self._is_fresh())
+        return not self.replaced
+
+    def doubt(self) -> None:
+        """Have the next `holds` wait for a look that begins now or later."""
+        self.doubted = time.monotonic()
+
+    def _is_fresh(self) -> bool:
+        return self.looked >= self.doubted and time.monotonic() - self.looked < _FRESH
+
+    def _look(self) -> None:
+        began, replaced = time.monotonic(), False
+        try:
+            replaced = self.directory.find(self.number) != self.entry
+        except StoreUnavailable as error:
+            if error.gone:  # the supervisor finds out too
+                began = math.inf
+            elif (now := time.monotonic()) - began < _ANSWER + _LOOK:  # else it was this process that was stopped
+                began = now
+        with self.changed:
+            self.looked, self.replaced = began, replaced
+            self.changed.notify_all()
+        if replaced:
+            self.on_replaced()
