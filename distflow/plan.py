@@ -30,7 +30,8 @@ class Layout:
 
     Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on, which split each layer's
     matrices `tp` ways (neighbours), each row's tokens `cp` ways, the layers `pp` ways (furthest apart); `ep` cuts
-    experts across dp and cp. `rows` of each share are in proportion (empty: alike), or `early`, as they come.
+    experts across dp and cp. `rows` of each share are in proportion (empty: alike); or `early`, as they come; or
+    `measured`, by the pace of each rank in the steps before.
     """
 
     dp: int
@@ -41,6 +42,7 @@ class Layout:
     ep: int = 1
     rows: tuple[int, ...] = ()
     early: bool = False
+    measured: bool = False
 
     @property
     def width(self) -> int:
@@ -204,7 +206,7 @@ class Group:
 
 def whole(layouts: list[Layout], ranks: int) -> Layout:
     """Return the layout of all `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
-    single = replace(layouts[0], dp=1, first=0, rows=(), early=False) if layouts else Layout(1)
+    single = replace(layouts[0], dp=1, first=0, rows=(), early=False, measured=False) if layouts else Layout(1)
     return replace(single, dp=ranks // single.width)
 
 

@@ -77,6 +77,8 @@ def _value(schema: dict[str, Any]) -> str:
     """Return which values a key takes."""
     if choices := [each for each in schema.get("anyOf", ()) if each.get("type") != "null"]:
         return " or ".join(map(_value, choices))
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return " | ".join(f"`{each}`" for each in schema["enum"])
     if "$ref" in schema:

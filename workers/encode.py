@@ -14,6 +14,7 @@ from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.dataloader import ONE, Dataloader, Mixture, WithoutEmpty
 from distflow.data.dataset import Record, fields_of, open_images, open_training_sets
+from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
 from distflow.plan import Layout
@@ -131,9 +132,10 @@ def data_file(spec: Spec, name: str) -> Path:
     return path
 
 
-def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE) -> Dataloader:
+def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
+               balance: LoadBalance | None = None) -> Dataloader:
     data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
     sets = [WithoutEmpty(records, fields) for records in open_training_sets(data, spec.data_path).values()]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns)
     encode = encoder(role.tokenizer, data, image_encoder_of(role, data, data_file(spec, next(iter(data.train)))))
-    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout)
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)

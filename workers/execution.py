@@ -31,6 +31,8 @@ from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
 
+SAMPLED = "sampled"
+"""Metric of each rank: the seconds that it took to sample in a step, and the rows."""
 _NODE_STREAMS = 1_000  # the first stream of random numbers of a node of its own; no run has as many roles
 Written = tuple[dict[str, ColumnData], torch.Tensor]  # what a task's function wrote, and the ids of the rows
 
@@ -128,7 +130,14 @@ class TrainExecutor(Executor):
         began, phase = time.perf_counter(), _phase(task)
         self.status.set(f"computing node `{task.node}`", phase, task.node)
         with _rank_timer(phase, len(inputs), began):
-            return self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
+            return self.sampled.run(task, self.step, self.roles, partial(self._computed, task, inputs))
+
+    def _computed(self, task: Task, inputs: Batch) -> Written:
+        began = time.perf_counter()
+        columns, ids = super().run(task, inputs)
+        if task.samples:
+            current().per_rank(SAMPLED, time.perf_counter() - began, len(ids))
+        return columns, ids
 
 
 def _phase(task: Task) -> Phase:

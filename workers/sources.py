@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class AsyncSource(Dataloader):
                     break
                 self.dock.commit(lease)
 
-    def release_before(self, state: dict[str, int]) -> None:
+    def release_before(self, state: dict[str, Any]) -> None:
         """Release the rows that were trained on before this state, since no worker goes on from an earlier one."""
         if self.rank == 0:
             self.dock.release_before(TRAINER, state["position"] // self.batch)
@@ -133,7 +134,8 @@ class AsyncSource(Dataloader):
 def source_of(ctx: TrainContext) -> Dataloader:
     """Return the source of a rank's prompts, by the run's mode. Collective over the ranks that train."""
     def loader() -> Dataloader:
-        return dataloader(ctx.spec, ctx.roles[ctx.prompted], ctx.plan.source.share(ctx.rank), ctx.plan.source)
+        return dataloader(ctx.spec, ctx.roles[ctx.prompted], ctx.plan.source.share(ctx.rank), ctx.plan.source,
+                          ctx.balance)
 
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
     if channel is None:

@@ -15,6 +15,7 @@ from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
+from distflow.data.load_balance import LoadBalance
 from distflow.errors import StepFailed
 from distflow.plan import Task
 from distflow.recovery.detectors import StepMonitor, StepReport
@@ -27,7 +28,7 @@ from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
 from workers.engines.sampling import key_of
-from workers.execution import SampledRows, TrainExecutor, Watch
+from workers.execution import SAMPLED, SampledRows, TrainExecutor, Watch
 from workers.profiler import StepProfiler
 from workers.roles import build_roles
 from workers.rollout_channel import RolloutChannel
@@ -55,7 +56,8 @@ class TrainContext:
         self.roles = build_roles(self.spec, self.plan, {task.role for task in chain if task.type in ENGINE_TYPES},
                                  self._sampling_roles(), context.device)
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
-        self.buffer = Databuffer(self.plan, self.rank, current(), limit=run.wait_limit)
+        self.balance = LoadBalance(self.plan.ranks, run.data.batch, (task.layout for task in self.plan.tasks))
+        self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit, self.balance)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.source = source_of(self)
         self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) if channel else None
@@ -158,6 +160,7 @@ class TrainContext:
         metrics.per_rank("stop", heartbeat.current().page.stop, 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
+        self.divide_rows()
         changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
         self.superseded = any(newest > known for newest, _ in changes for _, known in changes)
         self.stopping = any(rank["stop"][0] for rank in metrics.of_ranks if "stop" in rank)
@@ -165,6 +168,11 @@ class TrainContext:
             self.sink.warn(done, name, alert)
             if alert.restart:
                 raise StepFailed(f"step {done}: {alert.what} (detector `{name}`, whose `restart` is set)")
+
+    def divide_rows(self) -> None:
+        """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""
+        if self.balance.record([rank.get(SAMPLED, (0.0, 0.0)) for rank in current().of_ranks]) and not self.rank:
+            events.record("rows divided", rows=[self.balance.current(each).rows for each in self.balance.layouts])
 
     def snapshot(self, step: int) -> None:
         """Begin to copy the state after the step to memory that outlives this worker."""

@@ -362,12 +362,17 @@ class Parallel(Document):
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
-    rows: list[NonNegativeInt] = []
-    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many."""
+    rows: list[NonNegativeInt] | Literal["measured"] = []
+    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many.
+    measured: by the seconds that each rank takes to sample, corrected every two steps (mode sync)."""
 
-    @field_validator("rows")
+    @field_validator("rows", mode="before")
     @classmethod
-    def _some(cls, value: list[int]) -> list[int]:
+    def _some(cls, value: Any) -> Any:
+        if value == "measured":
+            return value
+        if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
+            raise ValueError(f"{value} is neither a list with a whole number for each share, as [2, 1], nor `measured`")
         if value and not any(value):
             raise ValueError("no share has rows. Give one number for each share, in proportion, as [2, 1]")
         return value

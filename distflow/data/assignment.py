@@ -277,9 +277,11 @@ class RowCounts:
         """Return the counts: each unit that this rank has, once, and its rows that are coarser than units."""
         return _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
 
-    def assign(self, counts: list[bytes], machine_of: list[int]) -> tuple[ShardAssignment, float | None]:
+    def assign(self, counts: list[bytes], machine_of: list[int],
+               parts: Sequence[int] = ()) -> tuple[ShardAssignment, float | None]:
         """Assign all units from the counts of every rank, and return the heaviest share's load over the mean with it
-        (None if no unit was free). Units stay on their machine (`machine_of` a rank) where that costs no balance."""
+        (None if no unit was free). Units stay on their machine (`machine_of` a rank) where that costs no balance.
+        `parts`: [shares], the work that each is to have, in proportion."""
         tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in counts]
         machine = np.repeat(machine_of, [table.shape[1] for table in tables])
         table = _merged(np.vstack([np.concatenate(tables, axis=1), machine]))
@@ -293,10 +295,9 @@ class RowCounts:
         first, shares = self.layout.first, self.layout.dp
         machines = [machine_of[first + share * self.layout.width] for share in range(shares)]
         loads, fixed = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
-        assignment = assign_near(loads, machines, torch.from_numpy(at.copy()), fixed, self.layout.rows)
+        assignment = assign_near(loads, machines, torch.from_numpy(at.copy()), fixed, parts)
         free = bool((fixed < 0).any())
-        return ShardAssignment(units, assignment.numpy()), imbalance(loads, assignment, shares,
-                                                                     self.layout.rows) if free else None
+        return ShardAssignment(units, assignment.numpy()), imbalance(loads, assignment, shares, parts) if free else None
 
 
 def _merged(table: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone; several datasets take turns in
 it. Step `s` takes the next `batch` positions of it, over the end of an epoch too, and each share a contiguous part of
 those, as its layout says. So the samples of a step do not depend on the number of ranks, and the only state is the
-position.
+position, and the pace of the ranks where shares follow it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import bisect
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.dataset import Fields, Record, Records
+from distflow.data.load_balance import LoadBalance
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.plan import Layout
 from distflow.telemetry import events
@@ -93,9 +95,9 @@ class Dataloader:
     """Loads this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
 
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
-                 layout: Layout = ONE):
+                 layout: Layout = ONE, balance: LoadBalance | None = None):
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
-        self.share, self.layout = share, layout
+        self.share, self.layout, self.balance = share, layout, balance
         self.position = 0
 
     def next(self) -> Batch:
@@ -103,7 +105,8 @@ class Dataloader:
         start, self.position = self.position, self.position + self.batch
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
-        mine = self.layout.cut(self.batch, self.share)
+        layout = self.balance.current(self.layout) if self.balance else self.layout
+        mine = layout.cut(self.batch, self.share)
         return self.at(torch.arange(mine.start, mine.stop) + start) if mine else \
             Batch(torch.empty(0, dtype=torch.int64))
 
@@ -121,7 +124,7 @@ class Dataloader:
     def finish(self) -> None:
         """End the step."""
 
-    def release_before(self, state: dict[str, int]) -> None:
+    def release_before(self, state: dict[str, Any]) -> None:
         """Release what only states before this one need: nothing."""
 
     def close(self) -> None:
@@ -145,11 +148,14 @@ class Dataloader:
             return self.records.index(position, self.seed)
         return _shuffled_index(len(self.records), self.seed, position)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        shares = {"balance": self.balance.state_dict()} if self.balance and self.balance.layouts else {}
+        return {"position": self.position, **shares}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = int(state["position"])
+        if self.balance and "balance" in state:
+            self.balance.load_state_dict(state["balance"])
 
 
 def _shuffled_index(size: int, seed: int, taken: int, number: int = 0) -> int:

@@ -17,12 +17,13 @@ _SHOWN, _RANKS_SHOWN = 5, 4
 
 
 def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
-                 drawn: range | None, rank: int, missing: Sequence[int]) -> str:
+                 drawn: range | None, rank: int, missing: Sequence[int], now: Layout | None = None) -> str:
     """Describe which rows of `producer` the ranks `missing` owe to `rank`; if none is known, those of all others.
-    `assignment`: of the layout `origin`; `drawn`: the step's rows of the dataset, of all shares."""
+    `assignment`: of the layout `origin`; `drawn`: the step's rows of the dataset, of all shares; `now`: `origin` with
+    the shares of this step."""
     owners = [other for other in range(origin.first, origin.last + 1) if origin.leads(other) and other != rank]
     asked = list(missing) or owners
-    expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other)
+    expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other, now)
                 for other in asked[:_RANKS_SHOWN]}
     descriptions = [f"rank {other} owes {_describe(ids, origin, other)}" for other, ids in expected.items()]
     more = f", and {len(asked) - _RANKS_SHOWN} more ranks theirs" if len(asked) > _RANKS_SHOWN else ""
@@ -30,12 +31,12 @@ def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment:
 
 
 def expected_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
-                  drawn: range | None, rank: int) -> np.ndarray | None:
+                  drawn: range | None, rank: int, now: Layout | None = None) -> np.ndarray | None:
     fan, unit, share = lineage.of(producer), lineage.unit(origin), origin.share(rank)
     if share is None or not origin.leads(rank):
         return np.empty(0, dtype=np.int64)
     if origin == lineage.source and drawn is not None:
-        mine = origin.cut(len(drawn), share)
+        mine = (now or origin).cut(len(drawn), share)
         units = np.array(drawn[mine.start : mine.stop], dtype=np.int64)
     elif origin != lineage.source and assignment is not None:
         units = assignment.units[assignment.shares == share]
