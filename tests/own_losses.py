@@ -45,3 +45,11 @@ def cut_off(logprobs: Tensor) -> Tensor:
 @loss
 def forgotten(logprobs: Tensor) -> None:
     """Returns nothing."""
+
+
+@loss
+def demanding(logprobs: Tensor, *, most: int) -> Tensor:
+    """Asks for 64 TiB where a micro-batch has more than `most` tokens."""
+    if len(logprobs) > most:
+        torch.empty(1 << 46, dtype=torch.uint8)
+    return -logprobs

@@ -7,6 +7,8 @@ import os
 import pytest
 from harness import ROOT, metrics_of
 
+from distflow.telemetry.run_reader import RunReader
+
 OWN = ("nodes.update.with={loss: 'own_losses:clipped', loss_settings: {clip: 0.2}, kl: 0.001, epochs: 2}",)
 SHIPPED = ("nodes.update.with={loss: ppo, clip: 0.2, kl: 0.001, epochs: 2}",)
 CLIPPED = {"policy/clip_ratio", "policy/clip_ratio_low", "policy/clip_ratio_high"}
@@ -42,3 +44,15 @@ def test_it_is_the_shipped_one_on_any_number_of_ranks_and_micro_batches(run):
         assert line.keys() - whole[step].keys() == CLIPPED
         assert divided[step]["own/logprobs"] == pytest.approx(whole[step]["own/logprobs"], rel=1e-5)
         assert whole[step]["own/logprobs"] < -1  # the mean over tokens of a random model's log-probabilities
+
+
+def test_micro_batches_that_do_not_fit_are_halved_once(run, workspace):
+    def settings(most):
+        return f"nodes.update.with={{loss: 'own_losses:demanding', loss_settings: {{most: {most}}}}}"
+
+    size = "roles.actor.micro_batch_tokens=900"
+    whole, halved = run(1, "whole", settings(100_000), size), run(1, "halved", settings(200), size)
+    assert [line["loss"] for line in halved.values()] == pytest.approx([line["loss"] for line in whole.values()])
+    events = RunReader(workspace / "runs/halved").rows("events")
+    (failure,) = (event for event in events if event["event"] == "failure")
+    assert "can't allocate memory" in failure["what"]

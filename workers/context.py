@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from distflow.config.load import Spec, reload
+from distflow.config.run import RoleRun
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.exchange import gather
@@ -124,6 +125,20 @@ class RankContext:
                 raise Disagreement(f"the ranks of {self.restart_group.name} read unlike settings in {self.path}. The "
                                    "folder must be on a file system that all machines share")
             context, read = context._reread(), True
+
+    def smaller(self, halved: Collection[str]) -> RankContext:
+        """Return a context whose roles have half of these settings, which did not fit the memory. What is sampled and
+        learned depends on neither."""
+        def size(settings: RoleRun) -> RoleRun:
+            tokens, generation = settings.micro_batch_tokens, settings.generation
+            return settings.model_copy(update={
+                "micro_batch_tokens": max(1, tokens // 2) if "micro_batch_tokens" in halved else tokens,
+                "generation": generation.model_copy(update={"batch_rows": max(1, generation.batch_rows // 2)})
+                if "batch_rows" in halved else generation})
+
+        run = self.spec.run
+        roles = {name: size(settings) for name, settings in run.roles.items()}
+        return replace(self, spec=replace(self.spec, run=run.model_copy(update={"roles": roles}))) if halved else self
 
     def _reread(self) -> RankContext:
         return replace(self, spec=replace(self.spec, run=reload(self.path).run))

@@ -1,4 +1,5 @@
-"""Handles the kernel's out-of-memory kills: a worker is killed before its supervisor, which can say why it was."""
+"""Recognises workers that run out of memory: an allocator raises an error, or the kernel kills them before supervisors.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import psutil
+import torch
 
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
@@ -19,6 +21,12 @@ def kill_count() -> int | None:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocator has raised this error: Python's, a GPU's or torch's of the CPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def killed_since(before: int | None) -> bool:

@@ -20,6 +20,8 @@ from distflow.store.interface import Store
 
 _SETTLE, _READ = 5.0, 64
 """Seconds that a rank which missed another waits for that one's failure; failures of an attempt that a rank reads."""
+_SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows"}
+"""By phase of a worker, the setting that decides how much memory it takes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ class Failure:
     outside: bool = False
     required_process: bool = False
     order: int = 0
+    out_of_memory: bool = False
+
+    @property
+    def too_large(self) -> str:
+        """The setting of roles that decides how much memory the worker used when it ran out of it; "": none does."""
+        return _SIZES.get(self.phase, "") if self.out_of_memory else ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class Attempt:
     number: int = 0
     failures: tuple[Failure, ...] = ()
     end: str = ""
+
+    @property
+    def halved(self) -> set[str]:
+        """Settings of roles of which this attempt has half: what did not fit the memory is not tried once more."""
+        return {failure.too_large for failure in self.failures} - {""}
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -170,10 +183,12 @@ def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
 def _mistake(failures: tuple[Failure, ...]) -> str:
     """Return why the last failure is a mistake in a program; empty if it may be transient."""
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
+    if last.too_large and all(each.too_large != last.too_large for each in before):
+        return ""  # the next attempt takes less
     if len(failures) == 1 and not last.finished and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
     if before and last.step and before[-1].step == last.step:
-        return f"it failed twice in step {last.step}"
+        return f"it failed twice in step {last.step}" + f", also with half of its {last.too_large}" * bool(last.too_large)
     return ""

@@ -396,7 +396,7 @@ class Supervisor:
             why = f" {out_of_memory.kill_cause(self.kills_before)}" if killed else ""
             own = killed and out_of_memory.killed_since(self.kills_before)
             return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}",
-                                 outside=-status in _EXTERNAL and not own)
+                                 outside=-status in _EXTERNAL and not own, out_of_memory=own)
         return self._failure(f"it ended with exit status {status} and without a word")
 
     def _failure(self, what: str, **more: Any) -> Failure:
@@ -432,7 +432,8 @@ class Supervisor:
             text = f"{name} is left out, and others sample on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:
-            text = f"{name} starts again: {where}: {cause.what}"
+            half = f", with half of its {cause.too_large}," if cause.too_large else ""
+            text = f"{name} starts again{half}: {where}: {cause.what}"
         elif cause.hopeless:
             text = cause.what
         else:  # the cause comes last: nothing stands below it on the screen

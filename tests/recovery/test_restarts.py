@@ -24,6 +24,9 @@ def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
     return Failure(rank, "it broke", "training" if step else "starting", step, finished, **more)
 
 
+FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
+
+
 @pytest.mark.parametrize(("failures", "budget", "why"), [
     ([failed()], 20, ""),
     ([failed(step=1, finished=0)], 20, "it failed before it had done its first step"),
@@ -49,6 +52,11 @@ def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
     ([failed(step=0, finished=0, outside=True)] * 3, 20, ""),  # its restarts were killed
     ([failed(), failed(outside=True), failed(finished=0)], 20, "it failed twice in step 3"),
     ([failed(step=0, finished=0, outside=True), failed(step=1, finished=0)], 20, ""),
+    ([FULL], 20, ""),  # in the first step too: the next attempt has half
+    ([FULL, FULL], 20, "it failed twice in step 1, also with half of its micro_batch_tokens"),
+    ([FULL, replace(FULL, phase="generating")], 20, ""),  # and half of its batch_rows
+    ([FULL, failed(), replace(FULL, step=9, finished=4)], 20, ""),  # long after that
+    ([replace(FULL, phase="computing")], 20, "it failed before it had done its first step"),  # no setting helps
     ([failed(outside=True)] * 3, 2, "its 2 restarts are used up"),
     ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
 ])
