@@ -7,7 +7,6 @@ import contextlib
 from pathlib import Path
 
 import psutil
-import torch
 
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
@@ -24,8 +23,9 @@ def kill_count() -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocator has raised this error: Python's, a GPU's or torch's of the CPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+    """Return whether an allocator has raised this error: Python's, or torch's of a GPU (torch.OutOfMemoryError, by its
+    name: supervisors' modules load no torch) or of the CPU."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 

@@ -190,5 +190,6 @@ def _mistake(failures: tuple[Failure, ...]) -> str:
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
     if before and last.step and before[-1].step == last.step:
-        return f"it failed twice in step {last.step}" + f", also with half of its {last.too_large}" * bool(last.too_large)
+        half = f", also with half of its {last.too_large}" if last.too_large else ""
+        return f"it failed twice in step {last.step}{half}"
     return ""
