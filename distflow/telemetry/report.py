@@ -98,7 +98,7 @@ def _change(steps: list[dict[str, float]], took: str) -> tuple[str, str]:
         ("bad", "It has become worse") if _is_above(before, after, name) else ("open", "It has not clearly changed")
     peak = f"; the best was {_with_interval(best, name)} after step {int(best['step']):,}" if \
         _is_above(best, after, name) else ""
-    return kind, (f"{says}: the mean reward of held-out problems (`{name.partition('/')[2]}`) went from "
+    return kind, (f"{says}: the mean reward of held-out problems ({name.partition('/')[2]}) went from "
                   f"{_with_interval(before, name)} to {_with_interval(after, name)} {took}{peak}.")
 
 

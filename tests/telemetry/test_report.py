@@ -89,7 +89,7 @@ BAD, GOOD, MIDDLE = (0.25, 0.2, 0.3), (0.8, 0.75, 0.85), (0.5, 0.28, 0.7)
 
 
 @pytest.mark.parametrize(("means", "kind", "said"), [
-    ((BAD, GOOD), "good", "It has learned: the mean reward of held-out problems (`held`) went from 0.250 (95% interval "
+    ((BAD, GOOD), "good", "It has learned: the mean reward of held-out problems (held) went from 0.250 (95% interval "
      "0.200 to 0.300) to 0.800 (95% interval 0.750 to 0.850) in 4 steps and 6.67 min."),
     ((GOOD, BAD), "bad", "It has become worse: "), ((BAD, MIDDLE), "open", "It has not clearly changed: "),
     ((BAD, GOOD, MIDDLE), "open", "6.67 min; the best was 0.800 (95% interval 0.750 to 0.850) after step 3."),
@@ -244,7 +244,7 @@ def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
     page, said = in_browser(tmp_path / "report.html")
     assert said == ""
     assert "answer of step 6" in page
-    assert "It has not clearly changed: the mean reward of held-out problems (`held`) went from 0.111 to 0.667" in page
+    assert "It has not clearly changed: the mean reward of held-out problems (held) went from 0.111 to 0.667" in page
     assert "rank 1 · trainer" in page
     assert "Tokens by their age (updates)" in page
     label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)
