@@ -149,7 +149,7 @@ class Plan:
     """Layouts, by role, of the models with which the trainer samples or validates."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
-    host_memory: tuple[MemoryItem, ...] = ()  # of a machine that trains, beside that of its ranks
+    host_memory: tuple[MemoryItem, ...] = ()  # of a machine, beside that of its ranks
 
     def chain(self, rank: int) -> tuple[Task, ...]:
         """Return the ordered tasks of a rank; those of whose layout it is no part, for the rows that it sends."""

@@ -78,6 +78,7 @@ class ElasticAgent:
         for helper in filter(None, (self.machine_heartbeat, self.replica_server)):
             helper.end()
         self.machine_heartbeat = self.replica_server = None
+        self._vacate_block(f"{key}/ended")
         if self.rank == 0:
             self.membership.store.put(key, self._found_rendezvous())
         while not self.membership.store.wait([key], _MEETING):
@@ -98,6 +99,17 @@ class ElasticAgent:
         self._set_environment()
         self._serve_replicas()
         return self.rendezvous
+
+    def _vacate_block(self, key: str) -> None:
+        """Leave this machine's block to another, if it has taken over one, once all its ranks have ended their workers.
+        """
+        ended, until = self.membership.store.add(key), time.monotonic() + _PARTING
+        if self.rank or self.leaves_at == math.inf:
+            return
+        while ended < self.local and time.monotonic() < until:
+            time.sleep(_POLL)
+            ended = self.membership.store.add(key, 0)
+        self.membership.vacate(self.rendezvous.number, self.rendezvous.block)
 
     def _serve_replicas(self) -> None:
         """Start the replica server if another rank sends its state here. Replicas of earlier rounds may stay."""

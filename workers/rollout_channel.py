@@ -307,9 +307,10 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
     directory, shard_process = ShardDirectory(store.store, plan.ranks), None
-    taken = place.takes is not None and directory.find(place.takes) is not None
+    find = partial(directory.addresses, len(training), store.wait_limit)
+    before, taken = find(), place.takes in directory.known
     if place.takes is not None and taken:
-        layout = layout_at(tuple(directory.addresses(len(training))))
+        layout = layout_at(tuple(before))
         shard_process = place.standbys.pop(place.takes, None) or start(
             token, host=host, directory=directory, layout=layout, number=place.takes, standby=True)
         shard_process.take_over()
@@ -317,7 +318,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
         shard_process = start(token, host=host, directory=directory, number=int(os.environ.get("GROUP_RANK", 0)))
     if not taken:
         store.gather(_DOCK, "", training)  # all shards are in the directory
-    layout = layout_at(tuple(directory.addresses(len(training))))
+    layout = layout_at(tuple(find()))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
                              layout, directory, place.standbys, max(_PATIENCE, 3 * place.silence))
     if store.rank == 0 and not taken:

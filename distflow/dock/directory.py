@@ -20,8 +20,10 @@ from distflow.rpc.connection import Address
 from distflow.store.clients import open_store
 from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
 
-_ANSWER = 3.0  # seconds within which the store must answer: whoever waits for a shard has more to look after
-_LOOK = 1.0
+_ANSWER, _START = 3.0, 60.0
+"""Seconds within which the store must answer: whoever waits for a shard has more to look after; and at a start, when it
+has much to do."""
+_LOOK = 1.0  # seconds between two looks of a process that waits
 _FRESH = 3.0
 """Seconds for which a shard counts on its entry: fewer than a machine must be silent before it is replaced."""
 
@@ -50,7 +52,7 @@ class ShardDirectory:
     @classmethod
     def opened(cls, url: str, prefix: str, clients: int) -> ShardDirectory:
         """Return the directory that has the `url`, `prefix` and `clients` of `to_plain`."""
-        store = open_store(url, _ANSWER)
+        store = open_store(url, _START)
         return cls(store.below(prefix.removesuffix("/")) if prefix else store, clients)
 
     def to_plain(self) -> dict[str, str | int]:
@@ -77,20 +79,23 @@ class ShardDirectory:
             found = self.known.get(number)
         return found and found.address
 
-    def addresses(self, most: int) -> list[Address]:
-        """Return the addresses of all shards by number, of which there are `most` at most. Raises StoreUnavailable."""
-        found = self.store.get_all([str(number) for number in range(most)])
+    def addresses(self, most: int, seconds: float) -> list[Address]:
+        """Return the addresses of all shards by number, of which there are `most` at most. Raises StoreUnavailable: the
+        store does not answer within `seconds`."""
+        with self.store.within(seconds):
+            found = self.store.get_all([str(number) for number in range(most)])
         self.known |= {number: ShardEntry(*json.loads(text)) for number, text in enumerate(found) if text}
         return [self.known[number].address for number, text in enumerate(found) if text]
 
     def take(self, number: int, address: Address) -> ShardEntry:
         """Make `address` that of a shard, in place of the one before. Raises StoreUnavailable."""
-        while True:
-            before = self.store.get(str(number))
-            entry = ShardEntry(1 + (ShardEntry(*json.loads(before)).generation if before else 0), *address)
-            if self.store.put_if(str(number), text := json.dumps(entry), before) == text:
-                self.known[number] = entry
-                return entry
+        with self.store.within(_START):
+            while True:
+                before = self.store.get(str(number))
+                entry = ShardEntry(1 + (ShardEntry(*json.loads(before)).generation if before else 0), *address)
+                if self.store.put_if(str(number), text := json.dumps(entry), before or None) == text:
+                    self.known[number] = entry
+                    return entry
 
 
 class Fence(threading.Thread):

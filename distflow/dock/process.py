@@ -110,7 +110,7 @@ def main() -> None:
     directory = ShardDirectory.opened(**given["directory"]) if given["directory"] else None
     server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"], directory)
     layout, number = DockLayout.from_plain(given["layout"]) if given["layout"] else None, given["number"]
-    if layout and given["standby"]:
+    if layout and directory and given["standby"]:
         standby = Standby(directory, server.token, number, len(layout.addresses), layout.group_size)
         standby.start()
         print(json.dumps(server.address), flush=True)

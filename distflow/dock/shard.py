@@ -71,7 +71,8 @@ class StorageShardServer:
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, directory: ShardDirectory | None = None):
         self.token = token
         self.state = ShardState(token, 1 + secrets.randbits(30), directory)
-        self.over, self.fence = False, None
+        self.over = False
+        self.fence: Fence | None = None
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
         self.actions: dict[str, Callable[[ClientRequest], Reply]] = {name: getattr(self, name) for name in _OPERATIONS}

@@ -14,7 +14,8 @@ next round. No process decides: whoever sees a loss proposes a round, and the st
                            the run has ended
     N/came, N/waits/K      how many machines have come to round N; heartbeat and name of the K-th while it waits
     N/members              JSON: the machines that it began with, by block
-    N/holder/B             the machine that has taken over block B since; vacant: it has left B for another block
+    N/holder/B             the machine that has taken over block B since; vacant: it has left B for another block;
+                           leaving: so it will, once its workers have ended
     N/heartbeat/B, N/left/B  heartbeat of block B's machine; that the machine has left
     N/address/B            where others can see whether they reach block B's machine (`links`)
     N/unreached/A/B        JSON: whose machines block B's machine does not reach, after attempt A of the ranks
@@ -42,7 +43,7 @@ from distflow.telemetry.processes import spawn
 MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
 _NO_BLOCK = -1  # of a machine that waits for one
-_VACANT = "vacant"  # holder of a block whose machine has taken over another one
+_VACANT, _LEAVING = "vacant", "leaving"  # holders of a block whose machine has taken over another one
 _PATIENCE = 5.0  # seconds after which a machine that waits for others says so
 _ANSWER, _REPORTS = 5.0, 10.0
 """Seconds within which a machine must be reached (a packet that is lost is sent again after one second, and after
@@ -192,9 +193,13 @@ class Membership:
         return _NO_BLOCK if self.most == self.vital else self.vital + block % (self.most - self.vital)
 
     def take_over(self, round: int, block: int, lost: str, mine: int) -> None:
-        """Take the block of a lost machine, and leave this machine's own to another."""
+        """Take the block of a lost machine. This machine's own is left to another when it calls `vacate`."""
         if self._take(round, block, lost) is not None:
-            self.store.put(f"{round}/holder/{mine}", _VACANT)
+            self.store.put(f"{round}/holder/{mine}", _LEAVING)
+
+    def vacate(self, round: int, block: int) -> None:
+        """Leave a block to another machine, after `take_over`: the workers here have ended."""
+        self.store.put_if(f"{round}/holder/{block}", _VACANT, _LEAVING)
 
     def holds(self, round: int, block: int) -> bool:
         """Return whether a block is still this machine's: while it sent no heartbeat, another may have taken it."""
@@ -233,7 +238,7 @@ class Membership:
         found, count = self.store.get_all(keys), len(blocks)
         signs = list[tuple[str, bool, str]]()
         for block, holder, left, heartbeat in zip(blocks, found, found[count:], found[2 * count :]):
-            name = "" if holder == _VACANT else holder or "".join(members[block : block + 1])
+            name = "" if holder in (_VACANT, _LEAVING) else holder or "".join(members[block : block + 1])
             signs.append((name, bool(name) and left == name, heartbeat if heartbeat.startswith(f"{name} ") else ""))
         return signs
 
@@ -328,7 +333,7 @@ class Membership:
             for block, (before, left, heartbeat) in zip(free, self.signs(round, free)):
                 silent = silences[block].of((before, heartbeat)) > self.silence
                 if (not before or silent or left) and not self.is_superseded(round) and \
-                        (replaces := self._take(round, block, before)) is not None:
+                        (replaces := self._take(round, block, before, silent)) is not None:
                     return block, blocks, replaces
             _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
             if time.monotonic() - since > _PATIENCE:
@@ -338,11 +343,12 @@ class Membership:
             time.sleep(_POLL)
         return None
 
-    def _take(self, round: int, block: int, before: str) -> bool | None:
-        """Take the block that machine `before` had, if any. Return whether one had it; None if another was faster."""
+    def _take(self, round: int, block: int, before: str, silent: bool = False) -> bool | None:
+        """Take the block that machine `before` had, if any. Return whether one had it; None if another was faster, or
+        the block's machine is still leaving it, and not `silent`: it would be lost then."""
         key = f"{round}/holder/{block}"
-        holder = self.store.get(key)
-        if holder not in (None, before or _VACANT) or self.store.put_if(key, self.name, holder) != self.name:
+        holder, free = self.store.get(key), (None, before or _VACANT, *([_LEAVING] if silent and not before else ()))
+        if holder not in free or self.store.put_if(key, self.name, holder) != self.name:
             return None
         return bool(before or holder)
 

@@ -180,10 +180,21 @@ def test_one_that_samples_takes_the_place_of_one_that_trains(store, pool):
         assert time.monotonic() < until
     assert not second.holds(0, 1)
     assert not first.holds(0, 0)
+    spare = machine(store, "spare")
+    assert spare._take(0, 1, "") is None, "workers there still put what they have sampled"
+    second.vacate(0, 1)
     assert joined(pool, second) == [Rendezvous(0, 0, 3, True)]
-    assert joined(pool, machine(store, "spare")) == [Rendezvous(0, 1, 3, True)]
+    assert joined(pool, spare) == [Rendezvous(0, 1, 3, True)]
     assert not third.is_superseded(0)
     assert third.holders(0) == {0: second.name, 1: "spare", 2: third.name}
+
+
+def test_the_block_of_one_that_is_lost_while_it_leaves_is_taken(store, pool):
+    machines = [machine(store, name) for name in "abc"]
+    rounds = joined(pool, *machines)
+    lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
+    lost.take_over(0, 0, next(each.name for round, each in zip(rounds, machines) if round.block == 0), 1)
+    assert joined(pool, machine(store, "spare", silence=0.3)) == [Rendezvous(0, 1, 3, True)]
 
 
 def test_the_last_one_that_samples_takes_no_place(store, pool):
