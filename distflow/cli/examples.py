@@ -11,6 +11,9 @@ EXAMPLES: dict[str, str] = {
     "plan": """
         distflow plan grpo --ranks 4
         distflow plan mixed grpo --cluster clusters/h200_a100.yaml --out placed.yaml""",
+    "fit": """
+        distflow fit grpo --cluster clusters/h200.yaml --set roles.actor.model=path/to/model
+        distflow fit --from runs/grpo-1 --cluster my_machine.yaml     # as it has taken memory""",
     "run": """
         distflow run grpo                              # a tiny model, on this machine
         distflow run grpo --run my_run.yaml --ranks 8 --name first

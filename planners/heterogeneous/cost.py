@@ -217,7 +217,7 @@ class CostModel:
         return np.where(rows > 0, decode, 0.0) + prefill
 
     def _cache_slots(self, number: int, strategy: Strategy, stages: list[tuple[int, int]]) -> int:
-        cost, found = self.tasks[number], np.inf
+        cost, found = self.tasks[number], self.problem.tasks[number].at_once or np.inf
         for stage, (group, count) in enumerate(stages):
             _, beside = cost.kept(strategy, stage)
             free = cost.room(self._device_groups[group]) - beside - count * cost.state(strategy)

@@ -110,7 +110,7 @@ class ModelTask:
     `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
     and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
     divides weights gathers `gathered` parameters at once; 0: all. A layer keeps `activations` bytes of each token for
-    the backward pass."""
+    the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for."""
 
     name: str
     role: str
@@ -136,6 +136,7 @@ class ModelTask:
     engine: str = "fsdp"
     gathered: int = 0
     activations: int = 0
+    at_once: int = 0
     measured: Measured = Measured()
 
     @property

@@ -32,7 +32,7 @@ _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
     """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few."""
-    found = (_placement(spec, costed, grouping, subsets) for grouping, subsets in _groups(costed.problem))
+    found = (_placement(spec, costed, grouping, subsets) for grouping, subsets in run_groups(costed.problem))
     return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
 
 
@@ -44,7 +44,8 @@ def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
     return [[*range(starts[group], starts[group] + sum(subset))] for group, subset in enumerate(placement.subsets)]
 
 
-def _groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
+def run_groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
+    """Yield all ways to divide ranks into groups that runs have, and the devices of each group."""
     tasks, hardware = range(len(problem.tasks)), problem.hardware
     if problem.mode == SYNC:
         yield (tuple(tasks),), (hardware.all,)
@@ -80,7 +81,7 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
     micro-batches of the best size, which is one setting of its role."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
-        if not all(_can_split(spec, costed.problem, task, subset, tp, pp) for task in tasks):
+        if not all(can_split(spec, costed.problem, task, subset, tp, pp) for task in tasks):
             continue
         blocks = blocks_of(subset, tp, costed.problem.hardware)
         most = sum(blocks) // pp
@@ -88,14 +89,15 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
                  for strategy in strategies(costed.problem.tasks[task], most, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
         for micro in list(sizes)[: 1 if rollout else None]:
-            layouts = {task: layout for task in tasks if (layout := _layout(costed, task, blocks, (tp, pp), micro))}
+            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))}
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             if len(layouts) == len(tasks) and seconds < least:
                 least, best = seconds, layouts
     return best
 
 
-def _can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, tp: int, pp: int) -> bool:
+def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, tp: int, pp: int) -> bool:
+    """Return whether a task's engine and model, and the ranks of a subset, allow so many slices and stages."""
     task = problem.tasks[number]
     apart = problem.mode != SYNC and task.kind == GENERATE
     roles = {each.role for each in problem.tasks if each.kind == GENERATE}
@@ -106,8 +108,9 @@ def _can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, 
                                                    Split(1, tp=tp, pp=pp).split)
 
 
-def _layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],
+def run_layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],
             micro: int) -> TaskLayout | None:
+    """Return a task's layout on all blocks of its group, in the order of ranks; None if it does not fit."""
     tp, pp = cut
     strategy = Strategy(sum(blocks) // pp, tp, pp, 1, min(micro, costed.problem.tasks[number].rows))
     arrangement = in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage=False)

@@ -1,0 +1,103 @@
+"""`distflow fit`: settings of a run that fit the memory of its devices and are fastest by the cost model."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from distflow.cli.calibration import spec_of
+from distflow.cli.common import Verb, add_dag_arguments, load_and_plan, table
+from distflow.config.load import Spec
+from distflow.errors import InvalidInput
+from distflow.plan import TRAINER, MemoryItem
+from distflow.telemetry.run_folder import read_plan
+from distflow.telemetry.run_reader import RunReader
+
+if TYPE_CHECKING:
+    from planners.heterogeneous.fit import Fit
+
+_GIB = 2**30
+_SHOWN = 4
+_PEAK = "memory/gpu_reserved_gib"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dag_arguments(parser, of_run=False)
+    parser.add_argument("--margin", type=float, default=0.1, metavar="SHARE",
+                        help="of a device's memory, what is to stay free (default: 0.1)")
+    parser.add_argument("--from", metavar="RUN", dest="runs", nargs=1, default=[],
+                        help="count memory as this run has taken it, a few steps on the same kind of device: a folder, "
+                        "as runs/grpo-1; without DAG, what it runs is fitted")
+    parser.set_defaults(plan=None)
+
+
+def main(options: argparse.Namespace) -> int:
+    from planners.heterogeneous.fit import fit
+
+    if not 0 <= options.margin < 1:
+        raise InvalidInput(f"--margin {options.margin:g} is no share of a device's memory; give one, as 0.1")
+    factor, said = _measured(Path(options.runs[0])) if options.runs else (1.0, "")
+    spec = spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
+    found = list(itertools.islice(fit(spec, options.margin, factor), _SHOWN))
+    print("\n".join(_described(spec, found, said)))
+    return 0
+
+
+def _described(spec: Spec, found: list[Fit], said: str) -> Iterator[str]:
+    from planners.heterogeneous.explain import duration
+    from planners.heterogeneous.fit import lines
+
+    best, device = found[0], next(iter(spec.cluster.devices))
+    yield (f"{spec.dag.name} on {spec.cluster.size} × {device}, mode {spec.run.mode} (predictions of the memory plan "
+           "and the cost model, not measurements)")
+    if said:
+        yield said
+    head = ("micro_batch_tokens", "recompute", "swap", "offload", "tp to sample", "tp to train", "sampling ranks",
+            "an iteration", "memory of a rank")
+    rows = []
+    for each in found:
+        chosen = each.settings
+        rows.append((str(chosen.micro_batch_tokens), *(_word(value) for value in (
+            chosen.recompute, chosen.swap, chosen.offload)), str(chosen.sample_tp), str(chosen.train_tp),
+            str(chosen.rollout or "all"), duration(chosen.seconds),
+            f"{each.need / _GIB:.1f} of {each.limit / _GIB:.1f} GiB"))
+    yield from ("", f"what fits, fastest first (the best {len(found)})", *table(rows, head))
+    if best.settings.offload:
+        yield "nothing fits without `offload`, whose traffic to host memory is not in these seconds"
+    yield from ("", "write into the run file", "")
+    yield yaml.safe_dump(lines(spec, best.settings), sort_keys=False, default_flow_style=None, width=110).rstrip()
+
+
+def _word(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _measured(folder: Path) -> tuple[float, str]:
+    """Return the bytes that a run's ranks have taken at their fullest over those of its plan, and this as a sentence.
+    Raises InvalidInput if it has measured nothing."""
+    from planners.memory import needed
+
+    if not (folder / "plan.json").is_file():
+        raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
+    peaks = [line[_PEAK] for line in RunReader(folder).steps() if _PEAK in line]
+    if not peaks:
+        raise InvalidInput(f"{folder} has no `{_PEAK}` in its metrics: it has done no step yet, or it ran without "
+                           "GPUs, where memory is not measured. Let it do some steps on such a device, or leave --from "
+                           "out.")
+    planned = read_plan(folder)
+    planned = next((group["plan"] for group in planned["groups"] if group["name"] == TRAINER), planned)
+    expected = needed([MemoryItem(**item) for item in planned["memory"]]) / _GIB
+    if not expected:
+        raise InvalidInput(f"the plan of {folder} says nothing of memory, since the sizes of its models are not known")
+    factor = max(peaks) / expected
+    return factor, (f"{folder} took {max(peaks):.1f} GiB at its fullest in {len(peaks)} steps, and its plan said "
+                    f"{expected:.1f}: memory is counted {factor:.2f} times")
+
+
+VERBS = {"fit": Verb("choose the settings of memory and speed that fit one kind of device and are fastest by the cost "
+                     "model, and print the lines to write", add_arguments, main)}
