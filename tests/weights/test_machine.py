@@ -24,8 +24,12 @@ def trainer(mover):
 
 @pytest.fixture
 def machine(mover):
-    return lambda name, ranks, **more: [mover("puller", who=f"{name}{rank}", machine=name, **more)
-                                        for rank in range(ranks)]
+    def start(name, ranks, **more):
+        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(ranks)]
+        assert [rank.ask("newest") for rank in made] == [{"newest": -1}] * ranks, "all have joined"
+        return made
+
+    return start
 
 
 def last_pulls(events):
@@ -37,10 +41,9 @@ def crossed(event):
     return {who: count for who, count in event["sources"].items() if who[0] != event["who"][0]}
 
 
-def elected_of(store, machine, run="run/"):
-    texts = store.list(f"{run}weights/machine/")
+def elected_of(store, machine):
     name = hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
-    return MachineRelays.unpack(texts[f"{run}weights/machine/{name}"]).elected
+    return MachineRelays.unpack(store.get(f"run/weights/machine/{name}")).elected
 
 
 def begun(trainer):
@@ -82,7 +85,7 @@ def test_another_takes_over_when_the_elected_rank_is_killed(trainer, machine, ev
     assert len({tuple(rank.ask("files")["files"]) for rank in rest}) == 1
 
 
-def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machine, events):
+def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machine, events, store):
     """When it goes on, it does so with what the other one has pulled."""
     first, second = machine("a", 2, deadline=1.0)
     for rank in (first, second):
@@ -97,11 +100,12 @@ def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machin
     first.go_on()
     assert first.answer() == {"version": 1, "right": True}
     pulls = last_pulls(events)
+    assert [*elected_of(store, "a").values()] == [("a1", 2)]
     assert "a1" in pulls["a0"]["sources"]
     assert trainer.ask("sent")["sent"] <= sent + 2 * RUN, "what it had requested before"
 
 
-def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, events):
+def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, events, store):
     ranks, mib = machine("a", 3), 8  # a chunk is half of a weight
     wanted = [{f"rank0.weight{number}": half(number, which) for number in range(2 * mib)} for which in range(2)]
     trainer.ask("publish", version=1, mib=mib)
@@ -111,6 +115,7 @@ def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, eve
     assert ranks[2].ask("pull", mib=mib) == {"version": 1, "right": True}
     assert [crossed(last_pulls(events)[f"a{rank}"]) for rank in range(3)] == [{"trainer-0": mib << 19}] * 2 + [{}]
     assert trainer.ask("sent")["sent"] == mib << 20
+    assert [turn for _, turn in elected_of(store, "a").values()] == [2], "one after the other"
 
 
 def test_a_rank_that_is_alone_pays_nothing(store, token, monkeypatch):
