@@ -70,18 +70,23 @@ class ChunkStore:
                 touched = part.touching(content, (slices or {}).get(content.slice.name, content.slice))
                 self.wanted[number][touched.start : touched.stop] = True
 
-    def place_part(self, number: int, mapped: numpy.ndarray | None, allocate: Callable[[int], numpy.ndarray]) -> bool:
+    def place_part(self, number: int, mapped: numpy.ndarray | None, offered: numpy.ndarray,
+                   allocate: Callable[[int], numpy.ndarray]) -> bool:
         """Decide where a part lies before chunks of it are fetched: in the source's own memory (`mapped`) if nothing of
-        the part is here yet; else in memory of this process (`allocate`), with all chunks that are here already.
-        Return whether memory was allocated."""
-        old = self.memory.get(number)
-        if mapped is not None and not self.have[number].any():
+        the part is here yet, or only chunks that the source has too, in memory of one that was left: they are verified
+        again then. Else in memory of this process (`allocate`), with all chunks that are here already. Return whether
+        memory was allocated."""
+        old, have = self.memory.get(number), self.have[number]
+        if old is not None and mapped is not None and old.ctypes.data == mapped.ctypes.data:
+            return False
+        if mapped is not None and not (have & ~offered if number in self.mapped else have).any():
             with self.changed:
+                self.count -= int(have.sum())
+                have[:] = False
                 self.memory[number] = mapped
                 self.mapped.add(number)
             return False
-        if old is not None and (number not in self.mapped or (
-                mapped is not None and old.ctypes.data == mapped.ctypes.data)):
+        if old is not None and number not in self.mapped:
             return False
         own = allocate(self.parts[number].size)
         for index in numpy.flatnonzero(self.have[number]).tolist():
@@ -90,6 +95,12 @@ class ChunkStore:
             self.memory[number] = own
             self.mapped.discard(number)
         return True
+
+    def is_ahead(self, number: int, mapped: numpy.ndarray, offered: numpy.ndarray) -> bool:
+        """Return whether chunks of a part are in memory of a source that was left, and another, with the part in
+        `mapped`, does not have all of them."""
+        return number in self.mapped and self.memory[number].ctypes.data != mapped.ctypes.data and \
+            bool((self.have[number] & ~offered).any())
 
     def unclaimed(self, offered: ChunkMasks) -> ChunkMasks:
         with self.changed:

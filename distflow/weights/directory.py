@@ -8,9 +8,14 @@ grows with the model: manifests are served by the holders.
     head/KEY, next/KEY     what was published; that a newer version was
     relays, relay/NAME     how many relays there ever were, and the number of each
     holder/N, trainer/R    entry of the relay with that number, and of trainer rank R
+    machine/NAME           JSON: the numbers of a machine's relays, and which of them pulls a version for all of them
 
-A reader looks at some relays, drawn again each time, and at the trainer ranks with the first parts that it misses: what
-it asks of the store does not grow with the number of ranks.
+A reader looks at the relays of its own machine, at some others, drawn again each time, and at the trainer ranks with
+the first parts that it misses: what it asks of the store does not grow with the number of ranks.
+
+Of the relays of a machine one is elected for each version; only that one pulls it from other machines. Its entry says
+so (`pulling`), and its heartbeat keeps the lease: when the entry says otherwise, or no heartbeat comes, another relay
+may take it. A relay that finds that its own heartbeat was late has lost the lease. A relay that is alone takes none.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from distflow.store.interface import Store, StoreUnavailable, paused
@@ -52,7 +57,8 @@ class HeldChunks:
 @dataclass(frozen=True)
 class SourceEntry:
     """Entry of a holder. rank: that of a trainer rank, which has only its own part; -1 for a rollout. source: from
-    whom it is pulling, and serving: who is pulling from it; empty if there is none."""
+    whom it is pulling, and serving: who is pulling from it; empty if there is none. machine: whose processes can use
+    this one's memory, empty if none can. pulling: the version that it has been elected to pull for its machine."""
 
     who: str
     address: Address
@@ -61,18 +67,48 @@ class SourceEntry:
     source: str = ""
     serving: str = ""
     heartbeat: int = 0
+    machine: str = ""
+    pulling: str = ""
 
     def of(self, key: str) -> HeldChunks | None:
         return next((held for held in self.held if held.key == key), None)
 
     def pack(self) -> str:
         held = [list(astuple(each)) for each in self.held]
-        return json.dumps([self.who, self.address, self.rank, held, self.source, self.serving, self.heartbeat])
+        return json.dumps([self.who, self.address, self.rank, held, self.source, self.serving, self.heartbeat,
+                           self.machine, self.pulling])
 
     @classmethod
     def unpack(cls, text: str) -> SourceEntry:
-        who, (host, port), rank, held, source, serving, heartbeat = json.loads(text)
-        return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), source, serving, heartbeat)
+        who, (host, port), rank, held, *rest = json.loads(text)
+        return cls(who, (host, port), rank, tuple(HeldChunks(*each) for each in held), *rest)
+
+
+@dataclass(frozen=True)
+class MachineRelays:
+    """Relays of one machine, by number. elected: by version, the relay that pulls it for all, and how often one was
+    elected: so each election changes the text, also one that elects the same relay again."""
+
+    numbers: tuple[int, ...] = ()
+    elected: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    def pack(self) -> str:
+        return json.dumps([self.numbers, self.elected])
+
+    @classmethod
+    def unpack(cls, text: str | None) -> MachineRelays:
+        numbers, elected = json.loads(text) if text else ((), {})
+        return cls(tuple(numbers), {key: (who, turn) for key, (who, turn) in elected.items()})
+
+    def joined(self, number: int, who: str) -> MachineRelays:
+        """Add a relay; what an earlier process of its name was elected for, it is not."""
+        kept = {key: pair for key, pair in self.elected.items() if pair[0] != who}
+        return MachineRelays((*self.numbers, *{number} - {*self.numbers}), kept)
+
+    def after_election(self, key: str, who: str, known: Collection[str]) -> MachineRelays:
+        """Elect a relay for a version, and forget versions that are not `known` any more."""
+        kept = {other: pair for other, pair in self.elected.items() if other in known}
+        return MachineRelays(self.numbers, kept | {key: (who, self.elected.get(key, ("", 0))[1] + 1)})
 
 
 class Holders(dict[str, SourceEntry]):
@@ -93,6 +129,7 @@ class Directory:
         """`ranks`: of the trainer, as far as this process knows."""
         self.store, self.mine, self.dead = store.below("weights"), entry, dead
         self.own_key, self.relays, self.ranks = "", 0, ranks
+        self.machine_key, self.machine_text, self.put_at = f"machine/{entry.machine}", "", 0.0
         self.silences: dict[str, Silence] = {}
         self.last, self.last_parts, self.read_at = Holders(), (), 0.0
         self.known: dict[str, PublishedVersion] = {}
@@ -114,8 +151,10 @@ class Directory:
 
     def _put(self) -> None:
         self.own_key = self.own_key or self._find_key()
-        self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1)
+        late = time.monotonic() - self.put_at > self._silence
+        self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1, pulling="" if late else self.mine.pulling)
         self.store.put(self.own_key, self.mine.pack())
+        self.put_at = time.monotonic()
 
     def _find_key(self) -> str:
         """Return the key of this process's entry: a relay that starts again has the same one."""
@@ -124,7 +163,38 @@ class Directory:
         name = f"relay/{self.mine.who}"
         number = self.store.get(name) or self.store.put_if(name, str(self.store.add(_RELAYS)), None)
         self.relays = max(self.relays, int(number))
+        if self.mine.machine:
+            self._join(int(number))
         return f"holder/{number}"
+
+    def _join(self, number: int) -> None:
+        before = self.store.get(self.machine_key)
+        while True:
+            joined = MachineRelays.unpack(before).joined(number, self.mine.who).pack()
+            self.machine_text = joined if joined == before else self.store.put_if(self.machine_key, joined, before)
+            if self.machine_text == joined:
+                return
+            before = self.machine_text
+
+    def elect(self, key: str, alive: Holders) -> bool:
+        """Return whether this process is the one that pulls a version for its machine, or the only relay there; elect
+        it unless one of the `alive` holders is, as of the last call of `holders`."""
+        before, relays = self.machine_text, MachineRelays.unpack(self.machine_text)
+        if len(relays.numbers) < 2 or self.mine.pulling == key:
+            return True
+        elected = alive.get(relays.elected.get(key, ("", 0))[0])
+        if elected is not None and elected.pulling == key:
+            return False
+        self.update(pulling=key)
+        after = relays.after_election(key, self.mine.who, self.known).pack()
+        self.machine_text = self.store.put_if(self.machine_key, after, before)
+        if self.machine_text != after:
+            self.update_later(pulling="")
+        return self.mine.pulling == key
+
+    def is_here(self, entry: SourceEntry) -> bool:
+        """Return whether a holder is on this process's machine, so that its memory can be used."""
+        return entry.machine == self.mine.machine != ""
 
     def update_later(self, **changes: Any) -> None:
         """Change this process's entry with the next heartbeat."""
@@ -201,14 +271,18 @@ class Directory:
         self.relays, self.ranks, found = self.store.add(_RELAYS, 0), max(self.ranks, len(parts)), Holders()
         numbers = range(1, self.relays + 1)
         found.whole = len(numbers) <= SEEN and len(parts) <= SEEN
-        keys = [f"holder/{number}" for number in random.sample(numbers, min(SEEN, len(numbers)))]
+        here = MachineRelays.unpack(self.machine_text).numbers
+        keys = [self.machine_key] if self.mine.machine else []
+        keys += [f"holder/{number}" for number in {*here, *random.sample(numbers, min(SEEN, len(numbers)))}]
         keys += [f"trainer/{rank}" for rank in parts[:SEEN]]
-        dead = self.dead / HEARTBEAT_SECONDS * self._interval
         for key, text in zip(keys, self.store.get_all(keys) if keys else ()):
+            if key == self.machine_key:
+                self.machine_text = text
+                continue
             if not text or key == self.own_key:
                 continue
             entry = SourceEntry.unpack(text)
-            if self.silences.setdefault(key, Silence()).of(entry.heartbeat) > dead:
+            if self.silences.setdefault(key, Silence()).of(entry.heartbeat) > self._silence:
                 self._forget(key)
             else:
                 found[entry.who] = entry
@@ -217,6 +291,11 @@ class Directory:
     @property
     def _interval(self) -> float:
         return paused(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
+
+    @property
+    def _silence(self) -> float:
+        """Seconds without a heartbeat after which a holder counts as dead."""
+        return self.dead / HEARTBEAT_SECONDS * self._interval
 
     def _forget(self, key: str) -> None:
         self.silences.pop(key, None)

@@ -13,6 +13,7 @@ The way of a version from the trainer to the rollouts:
 A puller takes the lease, learns which chunks are there, and requests some at a time. Any other puller is told who has
 the lease, and will find the same chunks there a moment later: so pullers form a chain instead of a queue. A lease
 without a request for some seconds goes to the next puller that asks, and that of a broken connection ends with it.
+Pullers on the source's machine, which use its memory, need not wait for each other, nor for one elsewhere.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from distflow.weights.manifest import (
     lay_out,
 )
 from distflow.weights.shard_slice import slices_of
-from distflow.weights.transport import Transport, transports
+from distflow.weights.transport import Transport, machine_of, transports
 from distflow.weights.transport.ends import SourceEnd
 
 _log = logging.getLogger("distflow.weights")
@@ -80,6 +81,8 @@ class SourceServer:
         self.who, self.transports, self.patience, self.on_lease = who, transports, patience, on_lease
         self.stores: dict[str, ChunkStore] = {}
         self.leaseholder: PullerConnection | None = None
+        self.sharing = set[PullerConnection]()
+        """Those that use memory of this process."""
         self.changed = threading.Condition()
         self.sent = 0
         """Bytes of chunks."""
@@ -102,14 +105,13 @@ class SourceServer:
         """Stop serving a version; wait up to `patience` seconds for the puller that has its lease."""
         deadline = time.monotonic() + patience
         with self.changed:
-            while self._pulled == key and (left := deadline - time.monotonic()) > 0:
+            while self._is_pulled(key) and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
             self.stores = {other: chunks for other, chunks in self.stores.items() if other != key}
 
-    @property
-    def _pulled(self) -> str:
-        client = self.leaseholder
-        return client.key if client is not None and time.monotonic() - client.heard < self.patience else ""
+    def _is_pulled(self, key: str) -> bool:
+        return any(client is not None and client.key == key and time.monotonic() - client.heard < self.patience
+                   for client in (self.leaseholder, *self.sharing))
 
     def _serve(self, connection: Connection, hello: Header) -> None:
         client = PullerConnection(connection, str(hello.get("who", connection.peer)))
@@ -154,6 +156,11 @@ class SourceServer:
 
     def _lease(self, client: PullerConnection, header: Header) -> tuple[Header, list[Any]]:
         chunks = self._store(header["key"])
+        if client.source_end is not None and client.source_end.shared:
+            with self.changed:
+                client.key = chunks.key
+                self.sharing.add(client)
+            return self._have(client, chunks), []
         with self.changed:
             other = self.leaseholder
             if other is not None and other is not client:
@@ -177,12 +184,16 @@ class SourceServer:
             return {"count": chunks.count, "moved": chunks.moved, "have": pack_masks(chunks.have),
                     "grows": chunks.is_missing()} | extra
 
+    def _is_served(self, client: PullerConnection) -> bool:
+        return self.leaseholder is client or client in self.sharing
+
     def _end_lease(self, client: PullerConnection) -> None:
         with self.changed:
+            self.sharing.discard(client)
+            self.changed.notify_all()
             if self.leaseholder is not client:
                 return
             self.leaseholder = None
-            self.changed.notify_all()
         self._announce("")
 
     def _announce(self, leaseholder: str) -> None:
@@ -191,7 +202,7 @@ class SourceServer:
 
     def _send_chunks(self, client: PullerConnection, header: Header) -> None:
         chunks, run = self.stores.get(header["key"]), tuple(header["run"])
-        if chunks is None or not chunks.has(run) or client.source_end is None or self.leaseholder is not client:
+        if chunks is None or not chunks.has(run) or client.source_end is None or not self._is_served(client):
             client.connection.send({"gone": True})
             return
         data, base = chunks.view(run), chunks.base(run, self.stores.get(header.get("base", "")))
@@ -237,7 +248,8 @@ class Publisher:
         who = f"trainer-{rank}"
         self.source = SourceServer(token, who, host, available, patience,
                                    lambda serving: self.directory.update(serving=serving))
-        self.directory = Directory(store, SourceEntry(who, self.source.address, rank), ranks=ranks)
+        self.directory = Directory(store, SourceEntry(who, self.source.address, rank, machine=machine_of(available)),
+                                   ranks=ranks)
         self.attempt = self._meet(meeting)
         self.host_copy = HostCopy()
         self.held: list[ChunkStore] = []

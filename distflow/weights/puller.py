@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy
@@ -30,6 +30,7 @@ from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run
 from distflow.weights.publisher import SourceServer
 from distflow.weights.shard_slice import ShardSlice
 from distflow.weights.sources import (
+    ENDED,
     LOST,
     SourceClient,
     SourceConnections,
@@ -38,7 +39,7 @@ from distflow.weights.sources import (
     is_supplied,
     order_sources,
 )
-from distflow.weights.transport import WINDOW, transports
+from distflow.weights.transport import WINDOW, machine_of, transports
 
 _FRESH = 0.05
 """Age in seconds up to which entries of the store are good enough for a first choice."""
@@ -59,6 +60,8 @@ class ChunkPuller:
         self.me, self.deadline, self.until, self.stopped = directory.mine.who, deadline, until, stopped
         self.failed_sources: dict[str, int] = {}
         """By name, the heartbeat of sources that failed: they are not asked before the next one."""
+        self.ended_sources: dict[str, int] = {}
+        """Those that hung up, or could not be reached: as dead until the next one."""
         self.corrupt: Counter[Chunk] = Counter()
         self.corrupt_sources: set[str] = set()
         self.refusals: Counter[str] = Counter()
@@ -68,12 +71,15 @@ class ChunkPuller:
         self.last_error = "none failed"
 
     def fetch_manifests(self, add: Callable[[int, bytes], None]) -> None:
-        while missing := [number for number in range(len(self.head.shares)) if number not in self.chunks.parts]:
+        while missing := self._missing_manifests():
             for entry in self._candidates(missing):
-                if wanted := [number for number in missing if number not in self.chunks.parts]:
-                    self._manifests_of(entry, wanted, add)
-            if missing := [number for number in missing if number not in self.chunks.parts]:
-                self._wait_for_sources(missing)
+                self._manifests_of(entry, missing, add)
+                if not (missing := self._missing_manifests()):
+                    return
+            self._wait_for_sources(missing)
+
+    def _missing_manifests(self) -> list[int]:
+        return [number for number in range(len(self.head.shares)) if number not in self.chunks.parts]
 
     def fetch_chunks(self) -> None:
         """Fetch until all wanted chunks are here. Raises `WeightsLost` if no living process has them, `WeightsLate` if
@@ -101,9 +107,19 @@ class ChunkPuller:
         found = self.directory.holders(parts, age)
         return found.only(lambda entry: self.failed_sources.get(entry.who) != entry.heartbeat)
 
-    def _candidates(self, missing: list[int]) -> list[SourceEntry]:
-        found = order_sources(self._alive(missing, _FRESH), self.head.key, self.me, self.chunks.count, missing)
-        return sorted(found, key=lambda entry: entry.who in self.corrupt_sources)
+    def _candidates(self, missing: list[int]) -> Iterator[SourceEntry]:
+        """Yield the sources to ask: those on this machine first, and others only if this process is elected to."""
+        alive, key = self._alive(missing, _FRESH), self.head.key
+        found = order_sources(alive, key, self.me, self.chunks.count, missing, self.directory.mine.machine)
+        here = [entry for entry in found if self.directory.is_here(entry) and entry.who not in self.corrupt_sources]
+        yield from sorted(here, key=lambda entry: entry.pulling != key)
+        if len(here) < len(found) and self._is_elected():
+            yield from sorted((entry for entry in found if entry not in here),
+                              key=lambda entry: entry.who in self.corrupt_sources)
+
+    def _is_elected(self) -> bool:
+        living = self.directory.last.only(lambda entry: self.ended_sources.get(entry.who) != entry.heartbeat)
+        return self.directory.elect(self.head.key, living)
 
     def _missing_parts(self) -> list[int]:
         return [number for number, wanted in self.chunks.wanted.items()
@@ -124,8 +140,8 @@ class ChunkPuller:
 
     def _leased(self) -> list[SourceClient]:
         """Lease one relay, or trainer ranks: the first that is free, and after it all others that are."""
-        entries, tried, taken = self._candidates(self._missing_parts()), set[str](), list[SourceClient]()
-        for entry in entries:
+        tried, taken = set[str](), list[SourceClient]()
+        for entry in self._candidates(self._missing_parts()):
             if taken and (entry.rank < 0 or taken[0].entry.rank < 0):
                 continue
             following: SourceEntry | None = entry
@@ -135,22 +151,25 @@ class ChunkPuller:
                 if client is not None:
                     taken.append(client)
                     break
-                following = self._successor(busy) if not taken else None
+                following = self._successor(busy, entry) if not taken else None
             if taken and taken[0].entry.rank < 0:
                 break
         return taken
 
-    def _successor(self, who: str) -> SourceEntry | None:
-        """Return the puller that a busy source serves: it will have the same chunks a moment later."""
-        entry = self._alive().get(who) if who else None
-        return entry if entry is not None and entry.of(self.head.key) is not None else None
+    def _successor(self, who: str, busy: SourceEntry) -> SourceEntry | None:
+        """Return the puller that a busy source serves, unless it leads away from this machine: it will have the same
+        chunks a moment later."""
+        entry, is_here = self._alive().get(who) if who else None, self.directory.is_here
+        if entry is None or entry.of(self.head.key) is None or is_here(entry) < is_here(busy):
+            return None
+        return entry
 
     def _lease(self, entry: SourceEntry) -> tuple[SourceClient | None, str]:
         try:
             with contextlib.ExitStack() as failed:
                 client = self.connections.take(entry, self.head)
                 failed.callback(client.close)
-                busy = client.lease()
+                busy = client.lease(self.directory.is_here(entry))
                 if not busy and self._is_worthwhile(client):
                     failed.pop_all()
                     return client, ""
@@ -173,19 +192,23 @@ class ChunkPuller:
 
     def _pull_from(self, client: SourceClient) -> None:
         asked: deque[Run] = deque()
-        heard = time.monotonic()
+        heard, pulling = time.monotonic(), self.directory.mine.pulling
+
+        def is_over() -> bool:  # another process of this machine may have been elected meanwhile
+            return self.stopped.is_set() or self.directory.mine.pulling != pulling
+
         failed = contextlib.ExitStack()
         failed.callback(client.close)
         try:
             while self.chunks.is_missing():
-                while len(asked) < WINDOW and (run := self._claim(client)) is not None:
+                while len(asked) < WINDOW and not is_over() and (run := self._claim(client)) is not None:
                     asked.append(run)
                     client.ask(run, self.old.key if self.old and self.chunks.base(run, self.old) is not None else "")
                 if asked:
                     self._take(client, asked)
                     heard = time.monotonic()
                     continue
-                if self.stopped.is_set() or not self.chunks.is_missing():
+                if is_over() or not self.chunks.is_missing():
                     break  # the version before had the rest
                 known = client.count, client.moved
                 client.look()
@@ -205,12 +228,14 @@ class ChunkPuller:
                 self.chunks.unclaim(run)
 
     def _claim(self, client: SourceClient) -> Run | None:
-        if self.stopped.is_set():
-            return None
+        offered = {**client.have}
         for number in self.chunks.unclaimed(client.have):
-            if self.chunks.place_part(number, client.map(number), self.allocate) and self.old is not None:
+            mapped = client.map(number)
+            if mapped is not None and client.grows and self.chunks.is_ahead(number, mapped, offered[number]):
+                del offered[number]  # soon it has these chunks too, and one copy is enough for this machine
+            elif self.chunks.place_part(number, mapped, offered[number], self.allocate) and self.old is not None:
                 self.chunks.copy_unchanged(number, self.old)
-        return self.chunks.claim(client.have, client.run)
+        return self.chunks.claim(offered, client.run)
 
     def _take(self, client: SourceClient, asked: deque[Run]) -> None:
         def bad(chunk: Chunk) -> None:
@@ -234,6 +259,8 @@ class ChunkPuller:
     def _avoid(self, entry: SourceEntry, error: Exception) -> None:
         self.failed_sources[entry.who], self.last_error = entry.heartbeat, f"{entry.who}: {error}"
         self.refusals[entry.who] += isinstance(error, Refused)
+        if isinstance(error, ENDED):
+            self.ended_sources[entry.who] = entry.heartbeat
         record("weights_source_lost", who=self.me, version=self.head.version, source=entry.who,
                why=str(error) or type(error).__name__, have=self.chunks.count)
 
@@ -274,7 +301,7 @@ class Puller:
                                                                               transport, deadline))
         self.source = SourceServer(token, who, host, available, deadline,
                                    lambda serving: self.directory.update(serving=serving))
-        self.directory = Directory(store, SourceEntry(who, self.source.address))
+        self.directory = Directory(store, SourceEntry(who, self.source.address, machine=machine_of(available)))
         self.stopped = threading.Event()
         self.whole: Weights | None = None
         self.filling: tuple[ChunkStore, Mapping[str, ShardSlice]] | None = None
@@ -368,11 +395,14 @@ class Puller:
         begun, chunks = timeline.now(), self._store(head, wanted)
         fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
                             self.deadline, until, self.stopped)
-        fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
-        chunks.want(wanted)
-        self.source.offer(chunks)
-        self.directory.update(held=(*((_held(old.chunks),) if old else ()), _held(chunks)))
-        fetch.fetch_chunks()
+        try:
+            fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
+            chunks.want(wanted)
+            self.source.offer(chunks)
+            self.directory.update(held=(*((_held(old.chunks),) if old else ()), _held(chunks)))
+            fetch.fetch_chunks()
+        finally:  # another process of this machine may be elected
+            self.directory.update_later(pulling="")
         self.whole, self.filling = (pulled := Weights(chunks, wanted)), None
         if old is not None and old.key != chunks.key:
             self.source.withdraw(old.key)

@@ -1,6 +1,7 @@
 """Sources of weights: the order in which a puller asks them, and its connection to each (RobustRL §5.2.1).
 
-Relays come before the trainer, free sources before those that serve another puller.
+Relays come before the trainer, free sources before those that serve another puller. Relays of another machine that have
+or will have all of a version are as one source: all pullers ask the same of them, so that its link carries it once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy
 
 from distflow.rpc.connection import ConnectionEnded, connect
-from distflow.rpc.errors import RpcError
+from distflow.rpc.errors import RpcError, Unreachable
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, unpack_masks
 from distflow.weights.delta import DeltaChoice, decode
@@ -27,8 +28,8 @@ from distflow.weights.transport import Transport
 from distflow.weights.transport.ends import Header, PullerEnd
 
 
-def order_sources(entries: Holders, key: str, me: str, mine: int,
-                  missing: Collection[int]) -> list[SourceEntry]:
+def order_sources(entries: Holders, key: str, me: str, mine: int, missing: Collection[int],
+                  here: str = "") -> list[SourceEntry]:
     """Return the holders of a version, in the order in which to ask them.
 
     A relay that is still pulling is as good as one that has everything, if it is ahead of us: its chunks arrive as fast
@@ -38,6 +39,7 @@ def order_sources(entries: Holders, key: str, me: str, mine: int,
     Args:
         mine: number of chunks that are here.
         missing: trainer ranks of whose part something is missing.
+        here: our machine.
     """
     def rank(pair: tuple[SourceEntry, HeldChunks]) -> tuple[int, int, float]:
         entry, held = pair
@@ -49,8 +51,16 @@ def order_sources(entries: Holders, key: str, me: str, mine: int,
             return (0, 0, random.random())
         return (1 if held.have >= mine else 3, -held.have, random.random())
 
-    holders = [(entry, held) for entry, held in _holders(entries, key) if entry.rank < 0 or entry.rank in missing]
-    return [entry for entry, _ in sorted(holders, key=rank)]
+    def choice(pair: tuple[SourceEntry, HeldChunks]) -> tuple[bool, bool, bool, str]:
+        entry = pair[0]
+        return not is_supplied(entry, key, me, entries), not entry.serving, entry.pulling != key, entry.who
+
+    sources = dict[str, list[tuple[SourceEntry, HeldChunks]]]()
+    for entry, held in _holders(entries, key):
+        if entry.rank < 0 or entry.rank in missing:
+            as_one = entry.rank < 0 and held.complete and entry.machine not in ("", here)
+            sources.setdefault(entry.machine if as_one else entry.who, []).append((entry, held))
+    return [entry for entry, _ in sorted((min(pairs, key=choice) for pairs in sources.values()), key=rank)]
 
 
 def _holders(entries: Mapping[str, SourceEntry], key: str) -> list[tuple[SourceEntry, HeldChunks]]:
@@ -66,6 +76,8 @@ def is_supplied(entry: SourceEntry, key: str, me: str, entries: Holders) -> bool
         held = entry.of(key)
         if held is None or entry.rank >= 0 or held.have >= held.expected:
             return held is not None
+        if entry.pulling == key and not entry.source:  # elected to do so, it is looking for a source
+            return True
         passed.add(entry.who)
         above = entries.get(entry.source) if entry.source != me else None
         if above is None and entry.source not in ("", me) and not entries.whole:
@@ -83,6 +95,8 @@ def is_available(entries: Holders, key: str, ranks: Sequence[int]) -> bool:
 
 LOST = (OSError, RpcError, ConnectionEnded)
 """Errors by which a source turns out to be gone, cut off, or no source of this run."""
+ENDED = ConnectionEnded, ConnectionResetError, BrokenPipeError, Unreachable
+"""Those of them that say that its process has probably ended."""
 
 _KEPT = 8
 
@@ -118,8 +132,11 @@ class SourceClient:
         self.corrupt: set[Chunk] = set()
         """Chunks received corrupt from this source, to be fetched elsewhere."""
 
-    def lease(self) -> str:
-        """Take the lease and return "", or the name of the puller that has it. Raises `NoTransport`: none in common."""
+    def lease(self, here: bool = False) -> str:
+        """Take the lease and return "", or the name of the puller that has it; that of a source whose memory is used
+        (`here`: on our machine) is shared. Raises `NoTransport`: none in common."""
+        if here and not self.transport:
+            self._agree()
         reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]

@@ -115,8 +115,8 @@ def test_a_link_is_cut_and_comes_back(mover, events):
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_corrupt_chunk_is_pulled_elsewhere_and_reported(mover, events, transport):
     """The good ones of the relay's are used where they lie until then, in its memory."""
-    trainer, relay, rollout = (mover("publisher", rank=0, ranks=1), mover("puller", who="relay", transport="tcp"),
-                               mover("puller", who="a", transport=transport))
+    trainer, relay, rollout = (mover("publisher", rank=0, ranks=1, transport="tcp"),
+                               *(mover("puller", who=who, transport=transport) for who in ("relay", "a")))
     trainer.ask("publish", version=1, mib=MIB)
     relay.ask("pull", mib=MIB)
     relay.ask("spoil", part=0, chunk=3)

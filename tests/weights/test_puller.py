@@ -45,13 +45,13 @@ def test_where_nothing_has_to_move_all_is_verified_and_nothing_copied(mover, eve
 def test_a_trainer_sends_once_however_many_pull(mover):
     """Rollouts that pull together form a chain; one that comes later is served by them."""
     trainer = mover("publisher", rank=0, ranks=1)
-    rollouts = [mover("puller", who=f"rollout-{number}") for number in range(4)]
+    rollouts = [mover("puller", who=f"rollout-{number}", transport="tcp") for number in range(4)]
     trainer.ask("tire", seconds=0.02)
     trainer.ask("publish", version=1, mib=8)
     for rollout in rollouts:
         rollout.send("pull", mib=8)
     assert [rollout.answer() for rollout in rollouts] == [{"version": 1, "right": True}] * 4
-    late = mover("puller", who="late")
+    late = mover("puller", who="late", transport="tcp")
     assert late.ask("pull", mib=8) == {"version": 1, "right": True}
     assert trainer.ask("sent") == {"sent": 8 << 20}
     assert sum(rollout.ask("sent")["sent"] for rollout in rollouts) == 4 * (8 << 20)

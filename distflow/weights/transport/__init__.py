@@ -12,7 +12,8 @@ an error: nothing falls back in silence. A new one: a module here with a `Transp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from distflow.errors import did_you_mean
@@ -51,3 +52,8 @@ def transports(requested: str, buffers: SharedMemoryPool, host: str = "127.0.0.1
                           "DISTFLOW_MACHINE is set to nothing. Set  transport: auto")
     usable = {"memory": bool(machine_name()), "ucx": is_installed(), "tcp": True}
     return {name: make() for name, make in made.items() if name == requested or (requested == "auto" and usable[name])}
+
+
+def machine_of(usable: Collection[str]) -> str:
+    """Return a short name of this machine, equal for processes that can share memory by these transports; else ""."""
+    return hashlib.blake2b(machine_name().encode(), digest_size=8).hexdigest() if "memory" in usable else ""

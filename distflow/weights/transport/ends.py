@@ -18,6 +18,7 @@ class SourceEnd:
     """Source's end of one connection. `reply`: its answer to the puller's `hello`."""
 
     reply: Header = {}
+    shared = False  # whether to serve one puller takes nothing from another
 
     def send(self, connection: Connection, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
         """Answer a request, with this header. `moved`: called with the bytes that the puller has taken."""

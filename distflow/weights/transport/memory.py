@@ -1,6 +1,7 @@
 """Transport of chunks within a machine: nothing is transferred. The puller maps the source's buffer, verifies the
-chunks in place, and uses that memory as its own; others can map it in turn. Rollouts on the trainer's machine thus
-share one copy of a version. Elsewhere each may have its own, since no source is preferred for its machine.
+chunks in place, and uses that memory as its own; others can map it in turn. Rollouts on one machine thus share one
+copy of a version: the trainer's, or that of the one which pulls it for all (`directory.py`). Any number of pullers may
+use a source so at once.
 
 Memory that was verified must never change. So the puller first locks the file (a shared `flock`, on a descriptor of its
 own), and then requests chunks. If the source still sends them, with the address that is locked, the buffer was in use
@@ -99,6 +100,8 @@ class LockedMemory:
 
 
 class SharedMemorySource(SourceEnd):
+    shared = True
+
     def __init__(self, buffers: SharedMemoryPool):
         self.buffers = buffers
 

@@ -1,0 +1,201 @@
+"""One rank of each machine pulls a version; the others use its memory. Machines are names here, and share nothing."""
+
+import contextlib
+import hashlib
+
+import pytest
+from stores import CountingStore, client
+from weights.movers import half
+
+from distflow.weights.directory import Directory, HeldChunks, MachineRelays, SourceEntry
+from distflow.weights.publisher import Publisher
+from distflow.weights.puller import Puller
+
+MIB = 48
+WHOLE = MIB << 20
+RUN = 16 << 20
+"""Bytes of one request by TCP."""
+
+
+@pytest.fixture
+def trainer(mover):
+    return mover("publisher", rank=0, ranks=1, machine="trainer's", transport="tcp")
+
+
+@pytest.fixture
+def machine(mover):
+    def start(name, ranks, **more):
+        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(ranks)]
+        assert [rank.ask("newest") for rank in made] == [{"newest": -1}] * ranks, "all have joined"
+        return made
+
+    return start
+
+
+def last_pulls(events):
+    return {event["who"]: event for event in events("weights_pulled")}
+
+
+def crossed(event):
+    """Bytes of a pull by name of a source on another machine."""
+    return {who: count for who, count in event["sources"].items() if who[0] != event["who"][0]}
+
+
+def elected_of(store, machine):
+    name = hashlib.blake2b(machine.encode(), digest_size=8).hexdigest()
+    return MachineRelays.unpack(store.get(f"run/weights/machine/{name}")).elected
+
+
+def begun(trainer):
+    while not trainer.ask("sent")["sent"]:
+        assert trainer.process.is_alive()
+
+
+def test_one_rank_of_each_machine_pulls_and_the_others_use_its_memory(trainer, machine, events):
+    machines = machine("a", 3), machine("b", 3)
+    for version in (1, 2, 3):
+        for rollout in sum(machines, []):
+            rollout.send("pull", mib=MIB, least=version)
+        trainer.ask("publish", version=version, mib=MIB)
+        assert [rollout.answer() for rollout in sum(machines, [])] == [{"version": version, "right": True}] * 6
+        pulls = last_pulls(events)
+        assert sorted(who[0] for who, event in pulls.items() if crossed(event)) == ["a", "b"]
+        assert all(sum(crossed(event).values()) in (0, WHOLE) for event in pulls.values())
+        assert trainer.ask("sent")["sent"] == version * WHOLE, "the second machine has it from the first"
+        for ranks in machines:
+            assert len({tuple(rank.ask("files")["files"]) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_another_takes_over_when_the_elected_rank_is_killed(trainer, machine, events, store, others):
+    """It keeps the chunks that it has verified in the memory of the dead one, and they are in one copy again."""
+    elected, *rest = machine("a", 1 + others)
+    trainer.ask("publish", version=1, mib=MIB)
+    trainer.ask("tire", seconds=1.0)
+    elected.ask("die_pulling", chunks=2 * RUN // (1 << 20) + 3)
+    elected.send("pull", mib=MIB)
+    begun(trainer)
+    for rank in rest:
+        rank.send("pull", mib=MIB)
+    elected.process.join()
+    assert [rank.answer() for rank in rest] == [{"version": 1, "right": True}] * others
+    found = {who: crossed(event) for who, event in last_pulls(events).items() if crossed(event)}
+    assert [*elected_of(store, "a").values()] == [(who, 2) for who in found], "the second election"
+    assert 0 < sum(found.popitem()[1].values()) <= WHOLE - RUN
+    assert len({tuple(rank.ask("files")["files"]) for rank in rest}) == 1
+
+
+def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machine, events, store):
+    """When it goes on, it does so with what the other one has pulled."""
+    first, second = machine("a", 2, deadline=1.0)
+    for rank in (first, second):
+        rank.ask("hold_lease", seconds=1.5)
+    trainer.ask("publish", version=1, mib=MIB)
+    trainer.ask("tire", seconds=0.5)
+    first.send("pull", mib=MIB)
+    begun(trainer)
+    first.stop()
+    assert second.ask("pull", mib=MIB) == {"version": 1, "right": True}
+    sent = trainer.ask("sent")["sent"]
+    first.go_on()
+    assert first.answer() == {"version": 1, "right": True}
+    pulls = last_pulls(events)
+    assert [*elected_of(store, "a").values()] == [("a1", 2)]
+    assert "a1" in pulls["a0"]["sources"]
+    assert trainer.ask("sent")["sent"] <= sent + 2 * RUN, "what it had requested before"
+
+
+def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, events, store):
+    ranks, mib = machine("a", 3), 8  # a chunk is half of a weight
+    wanted = [{f"rank0.weight{number}": half(number, which) for number in range(2 * mib)} for which in range(2)]
+    trainer.ask("publish", version=1, mib=mib)
+    for rank, slices in zip(ranks, wanted):
+        rank.send("pull", mib=mib, wanted=slices)
+    assert [rank.answer() for rank in ranks[:2]] == [{"version": 1, "right": True}] * 2
+    assert ranks[2].ask("pull", mib=mib) == {"version": 1, "right": True}
+    assert [crossed(last_pulls(events)[f"a{rank}"]) for rank in range(3)] == [{"trainer-0": mib << 19}] * 2 + [{}]
+    assert trainer.ask("sent")["sent"] == mib << 20
+    assert [turn for _, turn in elected_of(store, "a").values()] == [2], "one after the other"
+
+
+def test_a_rank_that_is_alone_pays_nothing(store, token, monkeypatch):
+    """Each of its pulls takes as many operations of the store as one that knows no machine."""
+    publisher, counts = Publisher(client(store.port), token, rank=0, ranks=1, transport="tcp"), []
+    for machine in ("", "a"):
+        monkeypatch.setenv("DISTFLOW_MACHINE", machine)
+        counting = CountingStore(store.port)
+        with contextlib.closing(Puller(counting, token, f"on {machine}")) as puller:
+            puller.directory.over.set()
+            puller.directory.thread.join()
+            puller.directory.over.clear()
+            counts.append([])
+            for version in range(1, 4):
+                publisher.publish(version + 3 * len(counts), {})
+                before = len(counting.operations)
+                puller.pull()
+                counts[-1].append(len(counting.operations) - before)
+            puller.directory.over.set()
+        puller.directory.store.delete(puller.directory.own_key)
+    publisher.close()
+    assert counts[0] == counts[1]
+    assert MachineRelays.unpack(store.get(f"weights/{puller.directory.machine_key}")).elected == {}
+
+
+KEY = "3.attempt"
+
+
+@pytest.fixture
+def ranks(store):
+    def make(who):
+        one = Directory(store, SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),)))
+        one.update()
+        return one
+
+    return [make(who) for who in "abc"]
+
+
+def elect(one, key=KEY):
+    return one.elect(key, one.holders())
+
+
+def test_one_of_several_is_elected_for_each_version(ranks):
+    assert [elect(one) for one in ranks] == [True, False, False]
+    assert [elect(one) for one in ranks] == [True, False, False]
+    assert [elect(one, "4.attempt") for one in ranks[1:]] == [True, False]
+    ranks[0].update(pulling="")
+    assert [elect(one) for one in ranks] == [True, False, False], "it may be elected again"
+    ranks[0].update(pulling="")
+    assert elect(ranks[2])
+
+
+def test_of_two_that_see_the_same_one_is_elected(ranks):
+    """Also where one was elected before, and has done its work."""
+    for first, second in ((0, 1), (1, 0), (1, 2)):
+        seen = [ranks[number].holders() for number in (first, second)]
+        assert ranks[first].elect(KEY, seen[0])
+        assert not ranks[second].elect(KEY, seen[1])
+        assert elect(ranks[second]) is False
+        ranks[first].update(pulling="")
+
+
+def test_a_rank_without_heartbeat_loses_the_lease_and_knows_it(ranks):
+    first, second, _ = ranks
+    assert elect(first)
+    assert not elect(second)
+    first.dead = second.dead = 0.2
+    while not elect(second):
+        assert first.mine.pulling == KEY
+    first.update(source="another")
+    assert first.mine.pulling == ""
+    assert second.holders()["a"].pulling == ""
+    second.update(source="yet another")
+    assert not elect(first)
+
+
+def test_a_rank_that_starts_again_is_not_the_elected_one(ranks, store):
+    assert elect(ranks[0])
+    again = Directory(store, SourceEntry("a", ("127.0.0.1", 2), machine="m"))
+    again.update()
+    assert MachineRelays.unpack(store.get("weights/machine/m")) == MachineRelays((1, 2, 3), {})
+    assert elect(ranks[1])
+    assert not elect(again)
