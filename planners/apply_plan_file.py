@@ -158,7 +158,7 @@ def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
     among the ranks of a share that splits its model. Runs with groups divide what arrives evenly."""
     found = dict(layouts)
     while True:
-        more = {name: Parallel(rows=[rows for rows in before.rows for _ in range(before.tp * before.pp)])
+        more = {name: Parallel(rows=[int(rows) for rows in before.rows for _ in range(before.tp * before.pp)])
                 for name, node in spec.dag.nodes.items() if name not in found
                 for before in [next((found[each] for each in node.dependencies if each in found), None)] if before}
         if not more:

@@ -7,6 +7,7 @@ of the cost model for mixed hardware, memory is that of `distflow plan`, times w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -91,11 +92,12 @@ def fit(spec: Spec, margin: float = 0.1, factor: float = 1.0) -> Iterator[Fit]:
         some = False
         for settings in sorted(_candidates(spec, problem, offload), key=_order):
             need, why = _need(spec, settings)
-            if need is not None and need * factor <= limit:
+            need *= factor
+            if need <= limit:
                 some = True
-                yield Fit(settings, need * factor, limit)
+                yield Fit(settings, need, limit)
             elif not some and (least is None or settings.memory_last > least[0].memory_last):
-                least = settings, why or f"a rank needs {need * factor / GIB:.2f} GiB"
+                least = settings, why or f"a rank needs {need / GIB:.2f} GiB"
         if some:
             return
     raise InvalidInput(_nothing_fits(spec, least, limit))
@@ -235,13 +237,13 @@ def _alike(spec: Spec, memory_gib: float | None) -> Spec:
     return replace(spec, run=run, cluster=cluster)
 
 
-def _need(spec: Spec, settings: Settings) -> tuple[float | None, str]:
-    """Return the bytes of the fullest rank, or None and why no such run is planned."""
+def _need(spec: Spec, settings: Settings) -> tuple[float, str]:
+    """Return the bytes of the fullest rank; infinite, and why, if no such run is planned."""
     memory_gib = next(iter(spec.cluster.devices.values())).memory_gib
     try:
         made = plan(_alike(applied(spec, settings), memory_gib), spec.cluster.size or 1)
     except InvalidInput as error:
-        return None, error.mistakes[0].what
+        return math.inf, error.mistakes[0].what
     return most_needed(made), ""
 
 
