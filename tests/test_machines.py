@@ -121,7 +121,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     assert restored["source"] == "neighbour"
     assert restored["of_step"] >= 1
     assert [event["rank"] for event in run.events("worker ready")].count(2) == 1
-    assert kept(run) >= 0.8  # 1.0 on a machine that does nothing else
+    assert kept(run) >= 0.9
 
 
 def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
