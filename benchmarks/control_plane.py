@@ -269,6 +269,12 @@ def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> No
     attempts[number] = FakePublisher(client, number, ranks)._meet(LIMIT)
 
 
+def fake_relay(client: Store, number: int) -> Directory:
+    """A rollout's view of the weights, without memory and connections."""
+    machine = f"{number // LOCAL:016x}"
+    return Directory(client.below("weights/actor"), SourceEntry(f"rollout {number}", ("10.0.0.2", 1), machine=machine))
+
+
 def publish(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
     made = FakePublisher(client, number, ranks)
     made.attempt, made.held = attempt, []
@@ -279,18 +285,18 @@ def publish(ranks: int, attempt: str, version: int, number: int, client: Store) 
 
 
 def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
-    """What a pull asks of the store that finds its source at once."""
-    mine = Directory(client.below("weights/actor"), SourceEntry(f"rollout {number}", ("10.0.0.2", 1)))
+    """What a pull asks of the store that finds its source at once, by the rank that its machine has elected."""
+    mine = fake_relay(client, number)
     mine.update()
     sought = key(version, attempt)
     assert mine.newest() == sought
     head = mine.heads()[0]
     assert head.key == sought
-    mine.holders(range(ranks))
+    assert mine.elect(sought, mine.holders(range(ranks)))
     mine.update(held=(HeldChunks(version, sought, 0, 1),))
     mine.holders(range(ranks))
     mine.update(source="another")
-    mine.update(held=(HeldChunks(version, sought, 1, 1, True),), source="")
+    mine.update(held=(HeldChunks(version, sought, 1, 1, True),), source="", pulling="")
 
 
 def restart(ranks: int, number: int, client: Store) -> None:
@@ -339,7 +345,7 @@ def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
         _report_losses(mine, Rendezvous(0, number, machines), seen, set())
 
     def hold(number: int, client: Any) -> None:
-        client.below("weights/actor/weights").put(f"holder/{number + 1}", "x" * 150)
+        client.below("weights/actor/weights").put(f"holder/{number + 1}", "x" * 180)
 
     def look(number: int, client: Any) -> None:
         mine = Directory(client.below("weights/actor"), SourceEntry("x", ("x", 1)))
@@ -388,8 +394,7 @@ def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> 
     for rank, client in enumerate(trainers):
         publish(training, attempt, number, rank, client)
     for rank, client in enumerate(rollouts):  # the version before: all have it
-        Directory(client.below("weights/actor"), SourceEntry(f"rollout {rank}", ("10.0.0.2", 1))).update(
-            held=(HeldChunks(number, key(number, attempt), 1, 1, True),))
+        fake_relay(client, rank).update(held=(HeldChunks(number, key(number, attempt), 1, 1, True),))
     with Part(kept, trainers) as published:
         for rank, client in enumerate(trainers):
             publish(training, attempt, number + 1, rank, client)
