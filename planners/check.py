@@ -13,6 +13,7 @@ from distflow.config.dag import COMPUTE_ROLES, Node
 from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
 from distflow.config.run import Fault, RoleRun, Run
+from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.signature import ENGINE_TYPES, Contract
@@ -82,7 +83,7 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
         if mistake:
             mistakes.append(mistake)
         if contract:
-            for with_more in (with_reward_columns, with_environment_columns, with_template_columns):
+            for with_more in (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns):
                 contract = with_more(spec, name, contract)
             bound[name] = contract
     mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),

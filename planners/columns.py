@@ -57,6 +57,10 @@ SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str
 """Columns that every dataset gives: tokens of the question and of the answer, both as text, and the prompt's id.
 `row` is each row's own id; it is there wherever rows are."""
 
+_REPLACEABLE = {"prompts"}
+"""Columns of the dataset that a function may replace for the nodes behind it, where it repeats rows: it samples after
+prompts of its own."""
+
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
                  "token_rewards"}
 """Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
@@ -280,13 +284,15 @@ class _Tracer:
         return right
 
     def _check_names(self, node: str) -> bool:
-        right, names = True, self.written[node]
+        right, names, marks = True, self.written[node], self.bound[node].marks
+        given = {column for column in names if column in self.given
+                 and not (column in _REPLACEABLE and column in marks.writes and marks.repeats)}
         for column in dict.fromkeys(names):
             what, hint = f"node `{node}` writes column `{column}` twice", "Give each another name under `writes:`."
-            if column in self.given:
+            if column in given:
                 what = f"node `{node}` writes column `{column}`, which comes from the dataset"
                 hint = self._rename(node, column)
-            if column in self.given or names.count(column) > 1:
+            if column in given or names.count(column) > 1:
                 self.mistakes.append(Diagnostic(what, self._spot(node), hint))
                 right = False
         return right

@@ -13,6 +13,7 @@ from typing import Any
 
 from distflow.config.load import Spec
 from distflow.config.models import base_of
+from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import Layout, proportion, whole
@@ -206,10 +207,12 @@ def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, s
 
 
 def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> list[Diagnostic]:
-    if layout.width == 1 or request.node not in spec.environments or spec.run.mode != "sync":  # there one rank leads
+    answering = {*spec.environments, *agent_nodes(spec)}
+    if layout.width == 1 or request.node not in answering or spec.run.mode != "sync":  # there one rank leads
         return []
-    what = (f"node `{request.node}` talks with an environment, and its model is split over {layout.width} ranks: each "
-            "would have an environment of its own, which may answer otherwise")
+    kind = "environment" if request.node in spec.environments else "agent"
+    what = (f"node `{request.node}` talks with an {kind}, and its model is split over {layout.width} ranks: each "
+            f"would have an {kind} of its own, which may answer otherwise")
     where = spec.run_source.location(("layouts", request.node))
     return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{tp: 1}}}}")]
 

@@ -23,7 +23,7 @@ FLOORS = {"distflow": 0, "distflow.config": 0, "distflow.contracts": 0, "distflo
           "distflow.data": 2, "distflow.dock": 2, "distflow.weights": 2, "distflow.recovery": 2, "workers": 3,
           "distflow.cli": 4, "distflow.launch": 4, "distflow.run_handle": 4, "distflow.__main__": 4, "benchmarks": 4}
 STAIRS = {"workers.isolation.sandbox": 0, "workers.isolation.user_code": 0, "workers.isolation": 1,
-          "workers.engines": 0,
+          "workers.engines": 0, "workers.endpoint": 1,
           "workers.roles": 1, "workers.functions": 2, "workers": 3}
 """Inside workers/: engines ← roles ← functions ← loop and what stands beside it."""
 MAY_IMPORT_ANYTHING = {"distflow", "distflow.launch"}

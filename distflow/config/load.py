@@ -13,6 +13,7 @@ from distflow.config.models import Shape, check_chat_options, check_engines, che
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import SHIPPED, find, find_yaml
 from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
+from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
 from distflow.contracts.environments import EnvironmentContract, check_environments
 from distflow.contracts.losses import check_losses
@@ -144,7 +145,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     _check_models(spec)
     _check_data(spec)
     for find_mistakes in (check_engines, check_lora, check_chat_options, check_rewards, check_environments,
-                          check_losses, check_templates, check_detectors):
+                          check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
     return spec
 

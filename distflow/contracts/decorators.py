@@ -19,6 +19,7 @@ Regex = str  # annotation of a setting that is a regular expression
 
 Loss = str  # annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`
 Environment = str  # annotation of a setting that names an environment
+Agent = str  # annotation of a setting that holds a command: see `distflow.contracts.agents`
 Template = str  # annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`
 
 NODES: dict[str, Callable[..., Any]] = {}

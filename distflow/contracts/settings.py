@@ -27,7 +27,7 @@ _WORDS = {"ge": "at least {:g}", "gt": "above {:g}", "le": "at most {:g}", "lt":
 """Arguments of `Field` that bound a value, in words."""
 _SAID = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list",
          "dict": "a mapping", "None": "null", "Loss": "MODULE:FUNCTION", "Environment": "a name", "Template": "text",
-         "Regex": "text"}
+         "Agent": "a command", "Regex": "text"}
 _ORDER = ("ge", "gt", "le", "lt")
 BOUNDS = tuple(_WORDS)
 _FIELD = (*_WORDS, "description")
@@ -47,7 +47,7 @@ def _compiles(text: str) -> str:
 
 _TYPES: dict[str, Any] = {
     "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": type(None),
-    "Environment": str, "Template": str, "Loss": Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")],
+    "Environment": str, "Template": str, "Agent": str, "Loss": Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")],
     "Regex": Annotated[str, AfterValidator(_compiles)]}
 
 

@@ -203,3 +203,7 @@ def test_a_conversation_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
         plan(load("grpo_tools.yaml", None, ["roles.actor.rollout=vllm", "layouts.rollout.tp=2"]), 2)
     mistake, = caught.value.mistakes
     assert "node `rollout` talks with an environment, and its model is split over 2 ranks" in mistake.what
+    with pytest.raises(InvalidInput, match="talks with an agent, and its model is split over 2 ranks"):
+        plan(load("grpo_tools.yaml", None, [
+            "roles.actor.rollout=vllm", "layouts.rollout.tp=2", "nodes.rollout.function=run_agent",
+            "nodes.rollout.with={agent: 'python -c 1 {questions}', group_size: 2}"]), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from jinja2 import TemplateError
@@ -44,19 +45,15 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 
 
 class Between:
-    """Tokens between a sampled answer and the next one: the template's text around an observation by `role`, derived
-    once from a known conversation, so that no sampled token is encoded again. Special tokens of observations are plain
-    text. Raises InvalidInput: the template cannot render such a conversation."""
+    """Tokens between a sampled answer and the next one: the template's text around messages by others, derived once
+    from a known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
+    Raises InvalidInput: the template cannot render such a conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user"):
-        self.tokenizer, self.end_tokens = tokenizer, set(end_tokens)
-        before, after = _around(tokenizer, role) if tokenizer.chat_template else ("\n", "\n")
-        with tokenizer_lock:
-            self.before, self.after = (tokenizer(text, add_special_tokens=False)["input_ids"]
-                                       for text in (before, after))
-        ends = [place for place, token in enumerate(self.before) if token in end_tokens]
-        self._behind_end = self.before[ends[0] + 1 :] if ends else self.before
+        self.tokenizer, self.end_tokens, self.role = tokenizer, set(end_tokens), role
+        self.around: dict[tuple[str, ...], list[list[int]]] = {}  # by the roles of the messages
+        self._around((role,))
 
     def ended(self, answer: Tensor) -> bool:
         """Return whether an answer has its end token: not if it was cut off or ended by `generation.stop`."""
@@ -64,22 +61,44 @@ class Between:
 
     def tokens(self, observation: str, ended: bool) -> list[int]:
         """Return the tokens around `observation`; unless the answer has `ended`, they start with the end token."""
-        with tokenizer_lock:
-            text = self.tokenizer(observation, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [*(self._behind_end if ended else self.before), *text, *self.after]
+        return self.of_messages([(self.role, observation)], ended)
+
+    def of_messages(self, messages: Sequence[tuple[str, str]], ended: bool) -> list[int]:
+        """Return the tokens of (role, text) messages and around them, as `tokens` does for one."""
+        before, *after = self._around(tuple(role for role, _ in messages))
+        ends = [place for place, token in enumerate(before) if token in self.end_tokens] if ended else []
+        found = before[ends[0] + 1 :] if ends else list(before)
+        for (_, text), behind in zip(messages, after):
+            with tokenizer_lock:
+                found += self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            found += behind
+        return found
+
+    def _around(self, roles: tuple[str, ...]) -> list[list[int]]:
+        if roles not in self.around:
+            texts = _texts_around(self.tokenizer, roles) if self.tokenizer.chat_template else ["\n"] * (len(roles) + 1)
+            with tokenizer_lock:
+                self.around[roles] = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return self.around[roles]
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, role: str) -> tuple[str, str]:
+def _texts_around(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...]) -> list[str]:
+    marks = [f"{_OBSERVATION}{number}\ue003" for number in range(len(roles))]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER},
-                {"role": role, "content": _OBSERVATION}]
+                *({"role": role, "content": mark} for role, mark in zip(roles, marks))]
     why = ""
     try:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        with tokenizer_lock:
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
         text, why = "", f": {error}"
-    before, found, after = text.partition(_ANSWER)[2].partition(_OBSERVATION)
-    if not found:
-        other = "user" if role == "tool" else "tool"
-        raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`{why}. "
-                           f"Instead:  with: {{observation_role: {other}}}   or give the tokenizer another template")
-    return before, after
+    found, rest = [], text.partition(_ANSWER)[2]
+    for role, mark in zip(roles, marks):
+        before, there, rest = rest.partition(mark)
+        if not there:
+            other = "user" if role == "tool" else "tool"
+            raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`{why}"
+                               f". Instead:  with: {{observation_role: {other}}}   or give the tokenizer another "
+                               "template")
+        found.append(before)
+    return [*found, rest]

@@ -58,24 +58,20 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, env_settings) as pool:
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
-        episodes = [_Episode(each, {name: columns[column][index // group_size]
-                                    for name, column in kind.columns.items()}, index < saved)
+        episodes = [Trajectory(each, {name: columns[column][index // group_size]
+                                   for name, column in kind.columns.items()}, index < saved)
                     for index, each in enumerate(rows)]
         for start in range(0, len(rows), group_size):
             session.add(rows[start : start + group_size])
         loop = _ConversationLoop(session, pool, engine, between, (max_turns, own, max_tokens))
         loop.run(episodes)
     note_lengths(prompts.lengths, torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
-    _report(episodes, ids, environment, None if session.shared else loop.idle)
-    _report_rewards(episodes, ids // group_size)
-    failures = [episode.failure for episode in episodes if episode.failure]
-    if failure_streak_of(environment).count(engine.step, len(episodes), len(failures)) >= _PATIENCE:
-        raise RewardsFailed(f"environment `{environment}` has failed for every trajectory of {_PATIENCE} steps in a "
-                            f"row; the last: {failures[-1].reason}")
-    return _columns(episodes, engine)
+    report_episodes(episodes, ids, engine.step, ("environment", environment), None if session.shared else loop.idle)
+    report_rewards(episodes, ids // group_size)
+    return columns_of(episodes, engine)
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     tokens: Tensor
     logprobs: Tensor
     versions: Tensor
@@ -83,11 +79,11 @@ class _Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Episode:
+class Trajectory:
     row: SampledRow
     columns: dict[str, str]
     saved: bool  # its turns are written to the run folder
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
     asked: int = 0  # when its environment was, in the timeline's microseconds
@@ -98,6 +94,27 @@ class _Episode:
     def length(self) -> int:
         return sum(len(piece.tokens) for piece in self.pieces)
 
+    def add_turn(self) -> None:
+        """Take up the turn that was sampled last."""
+        self.turns += 1
+        self.pieces.append(Piece(self.row.tokens, self.row.logprobs, self.row.versions, True))
+        self.asked = timeline.now()
+
+    def add_observed(self, tokens: Tensor) -> None:
+        """Take up tokens after the last turn that the model did not sample."""
+        self.pieces.append(Piece(tokens, torch.zeros(len(tokens)), self.row.versions[-1:].expand(len(tokens)), False))
+
+    def record(self, answer: Turn | EnvFailure, engine: RoleEngines) -> None:
+        """Write the last turn, and what answered it, to the timeline and the trajectories of the run."""
+        timeline.current().add(timeline.TOOLS, f"row {self.row.id}", self.asked, engine.step + 1, turn=self.turns)
+        if not self.saved:
+            return
+        turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
+            "observation": answer.observation, "reward": answer.reward, "done": answer.done}
+        trajectories().write(engine.step, self.row.id, {
+            "turn": self.turns, "text": text_of(engine, self.row), "tokens": len(self.row.tokens), **turn,
+            "seconds": (timeline.now() - self.asked) / 1e6})
+
 
 class _ConversationLoop:
     def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: Between,
@@ -106,7 +123,7 @@ class _ConversationLoop:
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
         self.idle = 0.0  # seconds without anything to sample
 
-    def run(self, episodes: list[_Episode]) -> None:
+    def run(self, episodes: list[Trajectory]) -> None:
         self.by_row = {episode.row.id: episode for episode in episodes}
         while self.session.busy or self.pool.busy:
             start = time.perf_counter()
@@ -130,19 +147,14 @@ class _ConversationLoop:
         self.idle += time.perf_counter() - start
         return found
 
-    def _step_environment(self, episode: _Episode) -> None:
-        row = episode.row
-        episode.turns += 1
-        episode.pieces.append(_Piece(row.tokens, row.logprobs, row.versions, True))
-        episode.asked = timeline.now()
+    def _step_environment(self, episode: Trajectory) -> None:
+        episode.add_turn()
         heartbeat.current().notify("tools")
-        self.pool.step(row.id, episode.columns, self._text(row))
+        self.pool.step(episode.row.id, episode.columns, text_of(self.engine, episode.row))
 
-    def _continue(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
+    def _continue(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         row = episode.row
-        timeline.current().add(timeline.TOOLS, f"row {row.id}", episode.asked, self.engine.step + 1, turn=episode.turns)
-        if episode.saved:
-            self._save(episode, answer)
+        episode.record(answer, self.engine)
         if isinstance(answer, EnvFailure):
             episode.failure = answer
         else:
@@ -152,26 +164,21 @@ class _ConversationLoop:
                 observed = torch.tensor(between, dtype=torch.int64)
                 room = self.max_tokens - episode.length - len(observed)
                 if room > 0:
-                    episode.pieces.append(_Piece(observed, torch.zeros(len(observed)),
-                                                 row.versions[-1:].expand(len(observed)), False))
+                    episode.add_observed(observed)
                     self.session.extend(row, observed, min(self.max_new_tokens, room))
                     return
                 episode.cut = True
         self.pool.end(row.id)
         self.session.forget(row)
 
-    def _text(self, row: SampledRow) -> str:
-        return str(self.engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True))
 
-    def _save(self, episode: _Episode, answer: Turn | EnvFailure) -> None:
-        turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
-            "observation": answer.observation, "reward": answer.reward, "done": answer.done}
-        trajectories().write(self.engine.step, episode.row.id, {
-            "turn": episode.turns, "text": self._text(episode.row), "tokens": len(episode.row.tokens), **turn,
-            "seconds": (timeline.now() - episode.asked) / 1e6})
+def text_of(engine: RoleEngines, row: SampledRow) -> str:
+    return str(engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True))
 
 
-def _report(episodes: list[_Episode], ids: Tensor, environment: str, idle: float | None) -> None:
+def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tuple[str, str],
+                    idle: float | None) -> None:
+    """Report metrics and failures. `who` answers: its kind, as "environment", and its name. Raises RewardsFailed."""
     metrics, failures = current(), [episode.failure for episode in episodes if episode.failure]
     metrics.mean("environment/turns", sum(episode.turns for episode in episodes), len(episodes))
     truncated = sum(episode.cut or not episode.row.finished for episode in episodes)
@@ -184,10 +191,13 @@ def _report(episodes: list[_Episode], ids: Tensor, environment: str, idle: float
         metrics.maximum("environment/idle_seconds", idle)
     metrics.add("response/fingerprint", fingerprint(_tokens(episodes), ids))
     if failures:
-        _report_failures(episodes, environment)
+        _report_failures(episodes, who)
+    if failure_streak_of(who[1]).count(step, len(episodes), len(failures)) >= _PATIENCE:
+        raise RewardsFailed(f"{who[0]} `{who[1]}` has failed for every trajectory of {_PATIENCE} steps in a row; the "
+                            f"last: {failures[-1].reason}")
 
 
-def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
+def report_rewards(episodes: list[Trajectory], group: Tensor) -> None:
     kept = [index for index, episode in enumerate(episodes) if not episode.failure]
     rewards, metrics = torch.tensor([episodes[index].reward for index in kept]), current()
     metrics.mean_of("environment/reward", rewards)
@@ -196,24 +206,25 @@ def _report_rewards(episodes: list[_Episode], group: Tensor) -> None:
     metrics.mean_of("environment/zero_std_groups", all_equal(rewards, group[kept]))
 
 
-def _report_failures(episodes: list[_Episode], environment: str) -> None:
+def _report_failures(episodes: list[Trajectory], who: tuple[str, str]) -> None:
     alike: dict[str, list[int]] = {}
     for episode in episodes:
         if episode.failure:
             alike.setdefault(episode.failure.reason, []).append(episode.row.id)
     rank = f"[rank {events.current().rank}] "
     reason, rows = max(alike.items(), key=lambda item: len(item[1]))
-    events.show(f"{rank}environment `{environment}`: {sum(map(len, alike.values()))} of {len(episodes)} trajectories "
+    events.show(f"{rank}{who[0]} `{who[1]}`: {sum(map(len, alike.values()))} of {len(episodes)} trajectories "
                 f"failed and are left out; {len(rows)} of them, as row {rows[0]}: {reason}", sys.stderr)
     for reason, rows in list(alike.items())[:_REASONS]:
-        events.record("environment_failed", environment=environment, reason=reason, rows=rows[:_ROWS], count=len(rows))
+        events.record("environment_failed", environment=who[1], reason=reason, rows=rows[:_ROWS], count=len(rows))
 
 
-def _tokens(episodes: list[_Episode]) -> Ragged:
-    return Ragged.from_rows([torch.cat([piece.tokens for piece in episode.pieces]) for episode in episodes])
+def _tokens(episodes: list[Trajectory]) -> Ragged:
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Ragged.from_rows([torch.cat([nothing, *(piece.tokens for piece in episode.pieces)]) for episode in episodes])
 
 
-def _columns(episodes: list[_Episode], engine: RoleEngines,
+def columns_of(episodes: list[Trajectory], engine: RoleEngines,
              ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
     responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
     mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)

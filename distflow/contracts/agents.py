@@ -1,0 +1,90 @@
+"""Commands of agents that a DAG names: `agent: python solve.py {questions}`. Each row starts its own.
+
+A command is split into words as a shell does, and each `{column}` in a word becomes that column's text: no shell reads
+it. `python` is the interpreter of the run. Checked are the words, the program, and a Python file that it is to run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import string
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.contracts.signature import Contract, Read, named_settings
+from distflow.contracts.templates import fields
+from distflow.errors import Diagnostic
+
+if TYPE_CHECKING:
+    from distflow.contracts.spec import CheckedSpec
+
+ANNOTATION = "Agent"  # annotation of a setting that holds a command; its function gets the columns beside its own
+_TOKENS = ("prompts", "targets", "group", "row")  # columns of the dataset that are no text
+
+
+def agent_words(command: str) -> list[str]:
+    """Return the words of a command, columns still in braces. Raises ValueError if it cannot be split, or has none."""
+    words = shlex.split(command)
+    if not words:
+        raise ValueError("it is empty")
+    if any(True for _, name, _, _ in string.Formatter().parse(words[0]) if name is not None):
+        raise ValueError("its program is a column")
+    return [sys.executable if words[0] == "python" else words[0], *words[1:]]
+
+
+def filled_words(command: str, columns: Mapping[str, str]) -> list[str]:
+    """Return the words of a row's command."""
+    program, *words = agent_words(command)
+    return [program, *(word.format(**columns) for word in words)]
+
+
+def agent_columns(command: str) -> list[str]:
+    """Return the columns that a command names, each once; [] if it cannot be read, which `check_agents` reports."""
+    try:
+        return fields(command)
+    except ValueError:
+        return []
+
+
+def check_agents(spec: CheckedSpec) -> list[Diagnostic]:
+    return [Diagnostic(f"node `{node}`: `{name}` {what}", spec.dag_source.location(("nodes", node, "with", name)), hint)
+            for node, name, command in _agents(spec) for what, hint in _wrong(command)]
+
+
+def with_agent_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+    """Return the contract of a node's function with the columns that its agent's command names too."""
+    return contract.reading(Read(name, "list[str]") for owner, _, command in _agents(spec) if owner == node
+                            for name in agent_columns(command))
+
+
+def agent_nodes(spec: CheckedSpec) -> set[str]:
+    """Return the nodes that start agents."""
+    return {node for node, _, _ in _agents(spec)}
+
+
+def _wrong(command: str) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a command, and what to write instead."""
+    try:
+        program, *words = agent_words(command)
+        named = fields(command)
+    except ValueError as error:
+        what = "it names no column, so that all rows would be alike" if "names no column" in str(error) else str(error)
+        yield f"cannot be read: {what}", ("As in  agent: python solve.py {questions}   Columns stand in braces; a "
+                                          "brace of the command itself is written twice:  {{ }}")
+        return
+    if found := [name for name in named if name in _TOKENS]:
+        yield f"names the column `{found[0]}`, which is no text", "The question's text is  {questions}"
+    if shutil.which(program) is None:
+        yield (f"starts `{program}`, which is no program of the PATH and no file that can be executed here",
+               f"For a Python file:  agent: python {program} …")
+    elif program == sys.executable and words and words[0].endswith(".py") and "{" not in words[0] \
+            and not Path(words[0]).is_file():
+        yield (f"runs `{words[0]}`, which is not a file",
+               f"It was looked for in {Path.cwd()}, where the run is started: paths are relative to that folder.")
+
+
+def _agents(spec: CheckedSpec) -> list[tuple[str, str, str]]:
+    return [each for each in named_settings(spec.dag, spec.functions, ANNOTATION) if isinstance(each[2], str)]

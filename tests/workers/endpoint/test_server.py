@@ -1,0 +1,318 @@
+"""The endpoint over real sockets: what clients get, and what bad ones cost."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from harness import ROOT
+
+from workers.endpoint import server
+from workers.endpoint.dialogue import Dialogue, DialogueLimits, Sampled
+from workers.endpoint.messages import find_tool_calls
+from workers.endpoint.server import EndpointServer, ServedRow
+from workers.engines.chat import Between
+from workers.engines.embedded import build_tokenizer
+
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ASKED = [{"role": "user", "content": "one"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(["a question and an answer"])
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    return EndpointServer()
+
+
+class Scripted:
+    """A row whose turns say what they are told to; `held` ones are sampled when `release` is called."""
+
+    def __init__(self, endpoint, tokenizer, texts, limits, held):
+        self.endpoint, self.tokenizer, self.texts, self.asks = endpoint, tokenizer, iter(texts), []
+        self.dialogue = Dialogue("1-7", tokenizer, Between(tokenizer, [tokenizer.eos_token_id]), limits)
+        self.asked, self.held = threading.Semaphore(0), held
+        self.served = ServedRow(7, self.dialogue, self.ask)
+        endpoint.add(self.served)
+
+    def ask(self, ask):
+        self.asks.append(ask)
+        if not self.held:
+            self.release()
+        self.asked.release()
+
+    def release(self):
+        text = next(self.texts)
+        tokens = self.tokenizer(text.removesuffix("…"), add_special_tokens=False)["input_ids"]
+        tokens += [] if text.endswith("…") else [self.tokenizer.eos_token_id]
+        self.asks[-1].answer(Sampled(tokens, [-0.5 * (index + 1) for index in range(len(tokens))], 3, text[-1] != "…"))
+
+    def post(self, path="chat/completions", token=None, headers=None, **body):
+        connection = http.client.HTTPConnection("127.0.0.1", self.endpoint.port, timeout=60)
+        text = json.dumps(body).encode()
+        connection.request("POST", f"/v1/{path}", text, {
+            "Authorization": f"Bearer {token or self.served.token}", **(headers or {})})
+        reply = connection.getresponse()
+        found = json.loads(reply.read())
+        connection.close()
+        return reply.status, found
+
+    def chat(self, *messages, **more):
+        return self.post(messages=[*messages], **more)
+
+
+@pytest.fixture
+def row(endpoint, tokenizer):
+    rows = []
+
+    def make(*texts, held=False, **limits):
+        limits = DialogueLimits(**{"turns": 4, "tokens": 200, "new_tokens": 60, "prompt_tokens": 100, **limits})
+        rows.append(Scripted(endpoint, tokenizer, texts, limits, held))
+        return rows[-1]
+
+    yield make
+    for each in rows:
+        endpoint.remove(each.served)
+
+
+@pytest.fixture
+def client(endpoint):
+    openai = pytest.importorskip("openai")
+    opened = []
+
+    def make(row, **more):
+        opened.append(openai.OpenAI(base_url=endpoint.address, api_key=row.served.token, **more))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def test_the_client_of_openai_talks_turn_by_turn(client, row, tokenizer):
+    served = row("an answer", "a question")
+    chat = client(served).chat.completions
+    first = chat.create(model="m", messages=ASKED, logprobs=True, extra_body={"return_token_ids": True})
+    assert (first.object, first.model, first.system_fingerprint) == ("chat.completion", "m", "weights-3")
+    choice = first.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "an answer", "stop")
+    assert [tokenizer.decode([token]) for token in choice.token_ids] == [each.token for each in choice.logprobs.content]
+    assert [each.logprob for each in choice.logprobs.content[:2]] == [-0.5, -1.0]
+    assert bytes(choice.logprobs.content[0].bytes).decode() == choice.logprobs.content[0].token
+    assert tokenizer.decode(first.prompt_token_ids) == f"{USER}one{ASSISTANT}"
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (
+        len(first.prompt_token_ids), len(choice.token_ids))
+    second = chat.create(model="m", messages=[*ASKED, choice.message, {"role": "user", "content": "two"}],
+                         extra_body={"return_token_ids": True})
+    assert second.prompt_token_ids[: len(first.prompt_token_ids) + len(choice.token_ids)] == [
+        *first.prompt_token_ids, *choice.token_ids]
+    assert tokenizer.decode(served.asks[1].addition.tokens) == f"{USER}two{ASSISTANT}"
+    assert served.dialogue.tokens == [*second.prompt_token_ids, *second.choices[0].token_ids]
+    assert [each.id for each in client(served).models.list()] == ["policy"]
+
+
+def test_a_streamed_turn_is_the_same(client, row):
+    asked = {"model": "m", "messages": ASKED, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    whole = client(row("an answer")).chat.completions.create(**asked)
+    chunks = [*client(row("an answer")).chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True})]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(part.delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert [part.finish_reason for part in parts] == [None, "stop"]
+    assert parts[0].logprobs.content == whole.choices[0].logprobs.content
+    assert parts[0].token_ids == whole.choices[0].token_ids
+    assert (chunks[-1].choices, chunks[-1].usage) == ([], whole.usage)
+
+
+def test_calls_of_tools_are_read_from_the_text(client, row):
+    served = row(f"I add.\n{CALL}", "3", f"{CALL}…")
+    chat = client(served).chat.completions
+    choice = chat.create(model="m", messages=ASKED, tools=TOOLS).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I add.", "tool_calls")
+    call, = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+    messages = [*ASKED, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+    second = chat.create(model="m", messages=messages, tools=TOOLS).choices[0]
+    assert second.message.content == "3"
+    messages += [second.message, {"role": "user", "content": "again"}]
+    chunks = [*chat.create(model="m", messages=messages, tools=TOOLS, stream=True)]
+    assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert client(row(CALL)).chat.completions.create(model="m", messages=ASKED).choices[0].message.content == CALL
+    assert find_tool_calls("<tool_call>{}</tool_call>", "") == ("<tool_call>{}</tool_call>", [])
+
+
+def test_completions_take_and_give_tokens(client, row, tokenizer):
+    served = row("an answer…", "more")
+    complete = client(served).completions
+    prompt = tokenizer("a question")["input_ids"]
+    first = complete.create(model="m", prompt=prompt, logprobs=1, extra_body={"return_token_ids": True}).choices[0]
+    assert (first.text, first.finish_reason) == ("an answer", "length")
+    assert first.logprobs.token_logprobs == [-0.5 * (index + 1) for index in range(len(first.token_ids))]
+    assert first.logprobs.text_offset[1] == len(first.logprobs.tokens[0])
+    second = complete.create(model="m", prompt=[*prompt, *first.token_ids, *prompt])
+    assert (second.choices[0].text, second.object) == ("more", "text_completion")
+    assert served.asks[1].addition.tokens == prompt
+    text = row("b", "c")
+    assert client(text).completions.create(model="m", prompt="a ").choices[0].text == "b"
+    chunks = [*client(text).completions.create(model="m", prompt="a b d", stream=True)]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "c"
+    assert tokenizer.decode(text.asks[1].addition.tokens) == " d"
+    assert text.post("completions", prompt="a d")[0] == 400
+    assert served.post("completions", prompt=[len(tokenizer)])[0] == 400
+
+
+SAID = {"role": "assistant", "content": " an answer "}
+
+
+@pytest.mark.parametrize(("messages", "more", "says"), [
+    ([{"role": "user", "content": "two"}, SAID, *ASKED], {}, "message 0 is another one"),
+    ([*ASKED, {**SAID, "content": "another"}, *ASKED], {}, "message 1 is another one"),
+    (ASKED, {}, "it ends before the last turn"),
+    ([*ASKED, SAID], {}, "the last message is the assistant's"),
+    ([*ASKED, SAID, *ASKED, SAID, *ASKED], {}, "it has a turn of the assistant after that"),
+    ([*ASKED, SAID, *ASKED], {"tools": TOOLS}, "other `tools`")])
+def test_what_does_not_extend_the_trajectory_is_refused(row, messages, more, says):
+    served = row("an answer", "yes")
+    assert served.chat(*ASKED)[0] == 200
+    status, body = served.chat(*messages, **more)
+    assert status == 400
+    assert says in body["error"]["message"]
+    assert served.chat(*ASKED, SAID, *ASKED)[1]["choices"][0]["message"]["content"] == "yes"
+
+
+@pytest.mark.parametrize(("body", "says"), [
+    ({"messages": []}, "`messages`: List should have at least 1"), ({}, "`messages`: Field required"),
+    ({"messages": [{**ASKED[0], "content": [{"type": "image_url", "image_url": {}}]}]}, "Input should be 'text'"),
+    ({"messages": ASKED, "n": 2}, "`n` must be 1 here, not 2"),
+    ({"messages": ASKED, "top_logprobs": 5}, "`top_logprobs` must be 0"),
+    ({"messages": ASKED, "tool_choice": "required"}, '`tool_choice` must be "auto" or "none"'),
+    ({"messages": ASKED, "response_format": {"type": "json_object"}}, "`response_format` must be"),
+    ({"messages": ASKED, "stop": ["\n"]}, "generation: {stop: ['\\n']}"),
+    ({"messages": ASKED, "max_tokens": 0}, "`max_tokens`")])
+def test_what_cannot_be_had_is_refused_by_name(row, body, says):
+    status, found = row().post(**body)
+    assert status == 400
+    assert says in found["error"]["message"]
+
+
+def test_limits(row):
+    assert "`max_prompt_tokens` is 100" in row().chat({"role": "user", "content": "one " * 200})[1]["error"]["message"]
+    served = row("an answer", turns=1)
+    assert served.chat(*ASKED, max_tokens=5, temperature=0.7)[0] == 200
+    assert served.asks[0].addition.limit == 5
+    assert served.chat(*ASKED, SAID, *ASKED)[1]["error"]["code"] == "context_length_exceeded"
+    assert served.dialogue.cut
+    served = row("an answer", tokens=50)
+    served.chat(*ASKED)
+    assert served.asks[0].addition.limit == 50
+    assert "`max_tokens` 50" in served.chat(*ASKED, SAID, {"role": "user", "content": "1" * 60})[1]["error"]["message"]
+
+
+def test_a_retry_gets_the_turn_of_the_request_that_it_repeats(row):
+    """Whether that was sampled meanwhile or not; anything else in that time is refused."""
+    served, found = row("an answer", held=True), []
+    threads = [threading.Thread(target=lambda retry=retry: found.append(
+        served.chat(*ASKED, headers={"x-stainless-retry-count": retry}))) for retry in "01"]
+    threads[0].start()
+    served.asked.acquire()
+    status, body = served.chat({"role": "user", "content": "two"})
+    assert (status, body["error"]["code"]) == (400, "not_extended")
+    threads[1].start()
+    served.release()
+    for thread in threads:
+        thread.join()
+    found.append(served.chat(*ASKED, headers={"x-stainless-retry-count": "2"}))
+    assert [(status, body["choices"][0]["message"]["content"]) for status, body in found] == [(200, "an answer")] * 3
+    assert len(served.asks) == 1
+    assert served.chat(*ASKED)[0] == 400
+
+
+def test_a_request_under_way_ends_with_its_row(row, endpoint):
+    served, found = row("an answer", held=True), []
+
+    def ask():
+        try:
+            found.append(served.chat(*ASKED))
+        except (http.client.HTTPException, OSError):
+            found.append(None)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    served.asked.acquire()
+    endpoint.remove(served.served)
+    thread.join()
+    assert found == [None]
+    assert served.chat(*ASKED)[0] == 401
+
+
+def raw(endpoint, text: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) as connection:
+        connection.sendall(text.encode("latin-1"))
+        found = b""
+        while data := connection.recv(1 << 16):
+            found += data
+    return found
+
+
+def test_bodies_without_a_token_or_too_large_are_not_read(endpoint, row):
+    served, post = row("an answer"), "POST /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n"
+    key = f"Authorization: Bearer {served.served.token}\r\n"
+    assert raw(endpoint, f"{post}Content-Length: 9999999\r\n\r\n").startswith(b"HTTP/1.1 401 Unauthorized")
+    assert raw(endpoint, f"{post}{key}Content-Length: {server.MAX_BODY + 1}\r\n\r\n").startswith(b"HTTP/1.1 413")
+    assert raw(endpoint, f"{post}{key}Content-Length: {'9' * 5000}\r\n\r\n").startswith(b"HTTP/1.1 413")
+    assert raw(endpoint, f"{post}{key}Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
+    assert raw(endpoint, f"{post}{key}Content-Length: 3\r\n\r\n[1]").count(b"must be a JSON object")
+    assert raw(endpoint, f"{post}{key}Content-Length: 3000\r\n\r\n{'[' * 3000}").count(b"is not JSON")
+    assert raw(endpoint, f"GET /v1/nothing HTTP/1.1\r\n{key}\r\n").startswith(b"HTTP/1.1 404")
+    with contextlib.suppress(ConnectionError):
+        assert raw(endpoint, "x" * (1 << 18)) == b""
+    assert served.chat(*ASKED)[0] == 200
+
+
+def test_a_row_that_is_refused_too_often_loses_its_token_alone(row):
+    flooding, other = row("an answer"), row("an answer")
+    for _ in range(server.MAX_REFUSED):
+        assert flooding.chat(*ASKED, n=2)[0] == 400
+    assert flooding.chat(*ASKED)[0] == 403
+    assert "sent 64 requests that were refused; the last: `n` must be 1" in flooding.served.lost
+    assert other.chat(*ASKED)[0] == 200
+
+
+def test_idle_connections_keep_none_out(endpoint, row, monkeypatch):
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 8)
+    served = row("an answer")
+    opened = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) for _ in range(40)]
+    assert served.chat(*ASKED)[0] == 200
+    for each in opened:
+        each.close()
+
+
+@pytest.mark.parametrize(("texts", "reward"), [
+    (["12 + 5 =", "17 + 7 =", "#### 24"], 1.0), ([CALL.replace('"a": 1, "b": 2', '"sum": "12 + 12"'), "#### 24"], 1.0),
+    (["it is 24"], 0.0), (["1 + 1 ="] * 5, 0.0)])
+def test_the_agent_of_the_examples_answers_sums(endpoint, row, texts, reward):
+    pytest.importorskip("openai")
+    served = row(*texts, tokens=400, prompt_tokens=400)
+    script = ROOT / "examples/calculator_agent/calculator_agent.py"
+    done = subprocess.run([sys.executable, script, "How many?", "12 + 12 = 24 #### 24"], capture_output=True, text=True,
+                          check=False, env={**os.environ, "OPENAI_BASE_URL": endpoint.address,
+                                            "OPENAI_API_KEY": served.served.token, "NO_PROXY": "127.0.0.1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"reward": reward}
+    assert len(served.asks) == min(len(texts), 4)
+    asked = [served.tokenizer.decode(ask.addition.tokens) for ask in served.asks[1:]]
+    assert asked == [f"{USER}{number}{ASSISTANT}" for number in {3: [17, 24], 2: [24], 1: [], 5: [2, 2, 2]}[len(texts)]]

@@ -1,0 +1,249 @@
+"""Bodies of the OpenAI API as far as an agent can use it: requests that are read, answers that are written.
+
+What a request cannot have (several choices, other likely tokens, a forced tool) is refused by name. How tokens are
+drawn is the run's: `temperature`, `top_p`, `seed` and penalties of a request change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
+
+from distflow.errors import DistflowError
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1), "best_of": (None, 1), "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}), "logit_bias": (None, {}), "functions": (None,), "echo": (None, False),
+    "suffix": (None, "")}
+"""Values that a field may have, where others would need another answer than the one that is sampled."""
+
+
+class RequestRefused(DistflowError):
+    """A request that cannot be answered; its sender gets the reason."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400):
+        super().__init__(message)
+        self.code, self.status = code, status
+
+    def body(self) -> dict[str, Any]:
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        content = self.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+    def same(self, other: ChatMessage) -> bool:
+        """Return whether it says the same. White space around what an assistant said does not count: the tokens that
+        were sampled stay as they are."""
+        mine, theirs = (each.text.strip() if each.role == "assistant" else each.text for each in (self, other))
+        return mine == theirs and (self.role, self.tool_calls or [], self.tool_call_id, self.name) == (
+            other.role, other.tool_calls or [], other.tool_call_id, other.name)
+
+    def for_template(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            found["tool_calls"] = [{**each.model_dump(), "function": {
+                "name": each.function.name, "arguments": _parsed(each.function.arguments)}} for each in self.tool_calls]
+        return found | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name)) is not None}
+
+
+def _parsed(arguments: str) -> Any:
+    """Return arguments as templates want them: an object, if the text is one."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class TemplateOptions(BaseModel):
+    enable_thinking: bool | None = None
+
+
+class AgentRequest(BaseModel):
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: PositiveInt | None = None
+    stop: str | list[str] | None = None
+    return_token_ids: bool = False
+
+
+class ChatRequest(AgentRequest):
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
+    logprobs: bool = False
+    max_completion_tokens: PositiveInt | None = None
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.logprobs
+
+
+class CompletionRequest(AgentRequest):
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+def read_request(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> ChatRequest | CompletionRequest:
+    """Return what a body asks for. Raises RequestRefused: it is malformed, or asks for what cannot be had."""
+    try:
+        given = json.loads(body)
+        if not isinstance(given, dict):
+            raise RequestRefused("the body must be a JSON object")
+        for name, allowed in _ONLY.items():
+            if given.get(name) not in allowed:
+                fitting = " or ".join(map(json.dumps, allowed[1:])) or "left out"
+                raise RequestRefused(f"`{name}` must be {fitting} here, not {json.dumps(given[name])[:100]}: each "
+                                     "request continues the row's one trajectory by one sampled turn",
+                                     "unsupported_parameter")
+        return kind.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        deepest = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+        where = ".".join(map(str, deepest["loc"]))
+        raise RequestRefused(f"`{where}`: {deepest['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from None
+
+
+@dataclass(frozen=True)
+class ServedTurn:
+    """Sampled turn as it is answered: `text` without the `calls` of tools in it. `finished`: not cut off."""
+
+    id: str
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    version: int
+    finished: bool
+    text: str
+    calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage(role="assistant", content=self.text or None, tool_calls=self.calls or None)
+
+    @property
+    def finish_reason(self) -> str:
+        return ("tool_calls" if self.calls else "stop") if self.finished else "length"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": len(self.prompt), "completion_tokens": len(self.tokens),
+                "total_tokens": len(self.prompt) + len(self.tokens)}
+
+
+def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
+    """Return the text before the calls of tools, and these, as Qwen and Hermes models write them; if one of them is
+    malformed, the whole text and none. `name` begins their ids."""
+    calls = []
+    for number, found in enumerate(_CALL.finditer(text)):
+        called = _parsed(found[1])
+        arguments = called.get("arguments", {}) if isinstance(called, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
+            return text, []
+        function = CalledFunction(name=called["name"], arguments=json.dumps(arguments))
+        calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
+    return (text.partition("<tool_call>")[0].strip() if calls else text), calls
+
+
+def answer_of(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
+              decode: Callable[[int], str]) -> dict[str, Any]:
+    """Return the body of an answer. `decode` gives the text of one token."""
+    kind = "chat.completion" if isinstance(request, ChatRequest) else "text_completion"
+    return {**_head(request, turn, created, kind), "choices": [_choice(request, turn, decode)], "usage": turn.usage,
+            **({"prompt_token_ids": turn.prompt} if request.return_token_ids else {})}
+
+
+def chunks_of(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
+              decode: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a streamed answer: a turn is sampled whole, so that one chunk holds all of its text."""
+    kind = "chat.completion.chunk" if isinstance(request, ChatRequest) else "text_completion"
+    head, choice = _head(request, turn, created, kind), _choice(request, turn, decode)
+    head |= {"prompt_token_ids": turn.prompt} if request.return_token_ids else {}
+    usage = {"usage": None} if request.stream_options.include_usage else {}
+    if isinstance(request, ChatRequest):
+        message = choice.pop("message")
+        calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
+        delta = {**message, **({"tool_calls": calls} if calls else {})}
+        yield {**head, "choices": [{**choice, "delta": delta, "finish_reason": None}], **usage}
+        last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": turn.finish_reason}
+    else:
+        yield {**head, "choices": [{**choice, "finish_reason": None}], **usage}
+        last = {"index": 0, "text": "", "logprobs": None, "finish_reason": turn.finish_reason}
+    yield {**head, "choices": [last], **usage}
+    if usage:
+        yield {**head, "choices": [], "usage": turn.usage}
+
+
+def _head(request: AgentRequest, turn: ServedTurn, created: int, kind: str) -> dict[str, Any]:
+    return {"id": turn.id, "object": kind, "created": created, "model": request.model,
+            "system_fingerprint": f"weights-{turn.version}"}
+
+
+def _choice(request: ChatRequest | CompletionRequest, turn: ServedTurn, decode: Callable[[int], str]) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": turn.finish_reason}
+    texts = [decode(token) for token in turn.tokens] if request.with_logprobs else []
+    if isinstance(request, ChatRequest):
+        message: dict[str, Any] = {"role": "assistant", "content": turn.message.content, "refusal": None}
+        choice["message"] = message | ({"tool_calls": [each.model_dump() for each in turn.calls]} if turn.calls else {})
+        if texts:
+            choice["logprobs"] = {"content": [
+                {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else [*text.encode()],
+                 "top_logprobs": []} for text, logprob in zip(texts, turn.logprobs)], "refusal": None}
+    else:
+        choice["text"] = turn.text
+        if texts:
+            offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+            choice["logprobs"] = {"tokens": texts, "token_logprobs": turn.logprobs, "top_logprobs": None,
+                                  "text_offset": offsets}
+    return choice | ({"token_ids": turn.tokens} if request.return_token_ids else {})
