@@ -108,7 +108,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
                group: Path | None) -> tuple[set[Cell], list[str]]:
     """The cells whose fault has happened, and what is wrong with the run in which they did."""
     again = [cell for cell in wanted if cell.unit == "rollout"]
-    tried = [*wanted, *again]  # not one after the other: two exceptions of a rollout in one step are a mistake of its own
+    tried = [*wanted, *again]  # not one after the other: a rollout that raises twice in one step ends the run
     apart = (f"mode={course.mode}", f"groups.rollout={course.rollouts}") if course.rollouts else ()
     dag = scratch / f"matrix-{'tools' if course.talks else 'no-tools'}.yaml"
     dag.write_text(DAG.replace("ROLLOUT", TALK if course.talks else ANSWER)
