@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import secrets
 import sys
@@ -306,7 +307,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
-    directory, shard_process = ShardDirectory(store.store, plan.ranks), None
+    directory, shard_process = ShardDirectory(store.store, plan.ranks, place.silence or math.inf), None
     find = partial(directory.addresses, len(training), store.wait_limit)
     before, taken = find(), place.takes in directory.known
     if place.takes is not None and taken:

@@ -80,8 +80,9 @@ class Robust(Document):
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
     Kubernetes and torchrun kill after 30 s."""
-    machine_silence: PositiveFloat = 30.0
-    """Seconds without a heartbeat after which a machine counts as lost, where machines start apart (--board)."""
+    machine_silence: float = Field(default=30.0, ge=3)
+    """Seconds without a heartbeat, of which there is one a second, after which a machine counts as lost, where machines
+    start apart (--board)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state

@@ -10,12 +10,15 @@ more once the entry is not its own.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple
 
+from distflow.errors import DistflowError
 from distflow.rpc.connection import Address
 from distflow.store.clients import open_store
 from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
@@ -24,8 +27,13 @@ _ANSWER, _START = 3.0, 60.0
 """Seconds within which the store must answer: whoever waits for a shard has more to look after; and at a start, when it
 has much to do."""
 _LOOK = 1.0  # seconds between two looks of a process that waits
-_FRESH = 3.0
-"""Seconds for which a shard counts on its entry: fewer than a machine must be silent before it is replaced."""
+_FENCE = 6
+"""A fence looks this often in the seconds after which a silent machine is replaced, or once in `_LOOK`. The store has
+as long to answer, and a shard counts on its entry for three times as long: half of those seconds at most."""
+_FAILURES = (DistflowError, OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
+             MemoryError)
+"""Errors of a look at the store that end no fence: all replies of its shard wait for it."""
+_log = logging.getLogger("distflow.dock")
 
 
 class ShardEntry(NamedTuple):
@@ -42,21 +50,23 @@ class ShardEntry(NamedTuple):
 
 class ShardDirectory:
     """Directory of the shards of a run's dock; all threads may use it. `clients`: how many processes look at the store.
+    `silence`: seconds after which another process may take a shard's place.
     """
 
-    def __init__(self, store: Store, clients: int = 1):
-        self.store, self.clients = store.below("shard"), clients
+    def __init__(self, store: Store, clients: int = 1, silence: float = math.inf):
+        self.store, self.clients, self.silence = store.below("shard"), clients, silence
         self.store.deadline = Deadline(_ANSWER)
         self.known: dict[int, ShardEntry] = {}
 
     @classmethod
-    def opened(cls, url: str, prefix: str, clients: int) -> ShardDirectory:
-        """Return the directory that has the `url`, `prefix` and `clients` of `to_plain`."""
+    def opened(cls, url: str, prefix: str, clients: int, silence: float) -> ShardDirectory:
+        """Return the directory that has the settings of `to_plain`."""
         store = open_store(url, _START)
-        return cls(store.below(prefix.removesuffix("/")) if prefix else store, clients)
+        return cls(store.below(prefix.removesuffix("/")) if prefix else store, clients, silence)
 
-    def to_plain(self) -> dict[str, str | int]:
-        return {"url": self.store.url, "prefix": self.store.prefix.removesuffix("shard/"), "clients": self.clients}
+    def to_plain(self) -> dict[str, str | float]:
+        return {"url": self.store.url, "prefix": self.store.prefix.removesuffix("shard/"), "clients": self.clients,
+                "silence": self.silence}
 
     @property
     def seconds(self) -> float:
@@ -65,11 +75,9 @@ class ShardDirectory:
 
     def find(self, number: int) -> ShardEntry | None:
         """Return the present entry of a shard. Raises StoreUnavailable."""
-        text = self.store.get(str(number))
-        if not text:
-            return None
-        self.known[number] = ShardEntry(*json.loads(text))
-        return self.known[number]
+        if found := _entry(self.store, number):
+            self.known[number] = found
+        return found
 
     def locate(self, number: int) -> Address | None:
         """Return the address of a shard; the one before if the store does not answer."""
@@ -98,6 +106,11 @@ class ShardDirectory:
                     return entry
 
 
+def _entry(store: Store, number: int) -> ShardEntry | None:
+    text = store.get(str(number))
+    return ShardEntry(*json.loads(text)) if text else None
+
+
 class Fence(threading.Thread):
     """Looks whether a shard's entry is still `entry`, and calls `on_replaced` once if another process has its place.
 
@@ -107,15 +120,26 @@ class Fence(threading.Thread):
 
     def __init__(self, directory: ShardDirectory, number: int, entry: ShardEntry, on_replaced: Callable[[], None]):
         super().__init__(name="fence", daemon=True)
-        self.directory, self.number, self.entry, self.on_replaced = directory, number, entry, on_replaced
+        self.number, self.entry, self.on_replaced = number, entry, on_replaced
+        self.pause = min(_LOOK, directory.silence / _FENCE)
+        self.fresh, self.store = 3 * self.pause, copy(directory.store)
+        self.store.deadline = Deadline(self.pause)  # its own: other threads may wait longer
         self.looked, self.doubted, self.replaced = time.monotonic(), 0.0, False
+        self.over = self.warned = False
         self.due, self.changed = threading.Event(), threading.Condition()
 
     def run(self) -> None:
-        while self.looked < math.inf and not self.replaced:
-            self._look()
-            self.due.wait(self.directory.seconds)
-            self.due.clear()
+        try:
+            while not (self.over or self.replaced):
+                self._look()
+                self.due.wait(self.pause)
+                self.due.clear()
+        finally:
+            self._note(math.inf, self.replaced)  # nobody waits for a look that does not come
+
+    def stop(self) -> None:
+        self.over = True
+        self.due.set()
 
     def holds(self) -> bool:
         """Return whether the shard is served here; waits for an answer if the last one is old."""
@@ -130,19 +154,37 @@ class Fence(threading.Thread):
         self.doubted = time.monotonic()
 
     def _is_fresh(self) -> bool:
-        return self.looked >= self.doubted and time.monotonic() - self.looked < _FRESH
+        return self.looked >= self.doubted and time.monotonic() - self.looked < self.fresh
 
     def _look(self) -> None:
-        began, replaced = time.monotonic(), False
+        began, found = time.monotonic(), None
         try:
-            replaced = self.directory.find(self.number) != self.entry
-        except StoreUnavailable as error:
-            if error.gone:  # the supervisor finds out too
-                began = math.inf
-            elif (now := time.monotonic()) - began < _ANSWER + _LOOK:  # else it was this process that was stopped
+            found = self._read()
+        except _FAILURES as error:
+            self._warn(error)
+            if (now := time.monotonic()) - began < self.fresh:  # else it was this process that was stopped
                 began = now
-        with self.changed:
-            self.looked, self.replaced = began, replaced
-            self.changed.notify_all()
+        replaced = found is not None and found.generation > self.entry.generation
+        self._note(began, replaced)
         if replaced:
             self.on_replaced()
+
+    def _read(self) -> ShardEntry | None:
+        try:
+            return _entry(self.store, self.number)
+        except StoreUnavailable as error:
+            if not error.gone:
+                raise
+            return _entry(self.store, self.number)  # by another connection: one of a stopped process may have ended
+
+    def _note(self, looked: float, replaced: bool) -> None:
+        with self.changed:
+            self.looked, self.replaced = looked, replaced
+            self.changed.notify_all()
+
+    def _warn(self, error: Exception) -> None:
+        late = isinstance(error, StoreUnavailable) and not error.gone  # others say so
+        if not (late or self.warned):
+            self.warned = True
+            _log.warning("shard %d of the dock cannot look whether another process has its place, and goes on: %r",
+                         self.number, error)

@@ -87,6 +87,8 @@ class StorageShardServer:
     def close(self) -> None:
         """Stop listening and end all connections; the rows are gone with the process."""
         self.over = True
+        if self.fence is not None:
+            self.fence.stop()
         self.server.close()
         with self.state.lock:
             self.state.stop()
