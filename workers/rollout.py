@@ -261,7 +261,7 @@ class RolloutContext:
         waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"
                    for name, version in list(self.awaited.values())]
         dock.report_activity(waiting[0] if waiting else self.doing)
-        dock.catch_up()
+        dock.renew_moved_leases()
         for number, (lease, since) in list(self.leases.items()):
             if time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so

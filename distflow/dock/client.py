@@ -7,7 +7,6 @@ import math
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,7 +50,7 @@ class DockClient:
         self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all,
                                    directory.seconds if directory else math.inf)
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
-        self.attempt, self.look_at = attempt, 0.0
+        self.attempt = attempt
         self.known: DockLayout | None = None
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
@@ -176,12 +175,9 @@ class DockClient:
         """Make the commits of steps before this one final: their rows leave."""
         self._ask_index({"op": "release_before", "consumer": consumer, "step": step})
 
-    def catch_up(self) -> None:
+    def renew_moved_leases(self) -> None:
         """Renew leases where another process has taken the place of their index: no request may be due before it gives
-        the rows to others. Looks once a second at most."""
-        if self.directory is None or (now := time.monotonic()) < self.look_at:
-            return
-        self.look_at = now + self.directory.seconds
+        the rows to others."""
         for home in {self._home(lease.consumer) for lease in self.held()}:
             self.pool.follow(home)
 

@@ -9,6 +9,7 @@ more once the entry is not its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -57,6 +58,7 @@ class ShardDirectory:
         self.store, self.clients, self.silence = store.below("shard"), clients, silence
         self.store.deadline = Deadline(_ANSWER)
         self.known: dict[int, ShardEntry] = {}
+        self.lock, self.look_at = threading.Lock(), dict[int, float]()  # when `locate` looks again, by shard
 
     @classmethod
     def opened(cls, url: str, prefix: str, clients: int, silence: float) -> ShardDirectory:
@@ -70,7 +72,7 @@ class ShardDirectory:
 
     @property
     def seconds(self) -> float:
-        """Seconds between two looks of a process that waits."""
+        """Seconds between two looks of a process at a shard's entry."""
         return paused(_LOOK, self.clients)
 
     def find(self, number: int) -> ShardEntry | None:
@@ -80,11 +82,16 @@ class ShardDirectory:
         return found
 
     def locate(self, number: int) -> Address | None:
-        """Return the address of a shard; the one before if the store does not answer."""
-        try:
-            found = self.find(number)
-        except StoreUnavailable:
-            found = self.known.get(number)
+        """Return the address of a shard as it was `seconds` ago at most, or when the store answered last."""
+        with self.lock:
+            due = (now := time.monotonic()) >= self.look_at.get(number, 0.0)
+            if due:
+                self.look_at[number] = now + _ANSWER + self.seconds  # no second thread looks meanwhile
+        if due:
+            with contextlib.suppress(StoreUnavailable):
+                self.find(number)
+            self.look_at[number] = time.monotonic() + self.seconds
+        found = self.known.get(number)
         return found and found.address
 
     def addresses(self, most: int, seconds: float) -> list[Address]:

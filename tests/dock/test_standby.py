@@ -113,7 +113,7 @@ def test_leases_of_rows_on_shards_that_survive_are_kept(children, token, directo
         mine.held = lambda: leases
         stop(other)
         lose(first, second)
-        mine.catch_up()
+        until(lambda: mine.renew_moved_leases() or directory.known[0].generation == 2)
         other.process.signal(signal.SIGCONT)
         left = late.lease("rollout", 2, wait=30)
         assert {*range(8)} - {row for lease in leases for row in lease.ids.tolist()} == {*left.ids.tolist()}

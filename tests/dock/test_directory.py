@@ -1,0 +1,69 @@
+"""Looks of a process at the addresses of shards: few, whoever asks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from stores import SECONDS, CountingStore, StoreProcess, client, store_on
+
+from distflow.dock import Consumer, DockClient, StorageShardServer
+from distflow.dock.directory import ShardDirectory
+from distflow.rpc.errors import Unreachable
+
+HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 2)
+
+
+def test_clients_of_a_dead_shard_look_at_its_entry_once_in_a_while(token, monkeypatch):
+    """They try to connect 20 times a second, in several threads."""
+    monkeypatch.setattr("distflow.dock.directory._LOOK", 600.0)
+    hosted = store_on("127.0.0.1")
+    store, server = CountingStore(hosted.port), StorageShardServer(token)
+    directory = ShardDirectory(store)
+    directory.take(0, server.start())
+
+    def wait_for_the_dead() -> None:
+        with DockClient([server.address], token, "rollout", 1.0, directory=directory) as at, pytest.raises(Unreachable):
+            at.status()
+
+    with DockClient([server.address], token, "trainer", directory=directory) as at:
+        at.configure((Consumer("trainer", ("order",)),))
+        server.close()
+        before = len(store.operations)
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(wait_for_the_dead) for _ in range(3)]:
+                done.result(SECONDS)
+    assert len(store.operations) == before
+
+
+def test_an_entry_is_read_again_when_that_is_due(monkeypatch):
+    hosted = store_on("127.0.0.1")
+    store = CountingStore(hosted.port)
+    mine, other = ShardDirectory(store), ShardDirectory(client(hosted.port))
+    other.take(0, HERE)
+    assert mine.locate(0) == HERE
+    other.take(0, THERE)
+    assert mine.locate(0) == HERE
+    mine.look_at[0] = 0.0
+    assert (mine.locate(0), mine.locate(1), mine.locate(1)) == (THERE, None, None)
+    assert len(store.operations) == 3
+
+
+def test_one_thread_waits_for_a_store_that_stands_still():
+    store = StoreProcess()
+    directory = ShardDirectory(client(store.port))
+    directory.take(0, HERE)
+    store.stop()
+    answer = directory.store.get
+    looking: list[str] = []
+
+    def get(key: str) -> str | None:
+        looking.append(key)
+        assert directory.locate(0) == HERE, "as another thread that comes meanwhile"
+        return answer(key)
+
+    directory.store.get = get
+    assert directory.locate(0) == HERE
+    assert directory.locate(0) == HERE
+    assert looking == ["0"]
+    store.end()
