@@ -43,12 +43,14 @@ class Follower:
         self.posted: queue.SimpleQueue[tuple[Message, threading.Event]] = queue.SimpleQueue()
         self.complete, self.heard, self.has_taken_over = False, time.monotonic(), False
 
-    def wait(self, copied: threading.Event) -> None:
-        """Wait for an event of `post`, unless the standby has not all rows yet; break with one that answers nothing."""
+    def wait(self, copied: threading.Event) -> bool:
+        """Wait for an event of `post`, unless the standby has not all rows yet; break with one that answers nothing.
+        Return whether it has the message: else it may serve the shard without it."""
         while self.complete and not copied.wait(_PROBE):
             if time.monotonic() - self.heard > PATIENCE:
                 self.connection.hang_up()
-                return
+                return False
+        return self.complete
 
     def post(self, message: Message) -> threading.Event:
         """Send a message soon; return an event that is set when the standby has it, or has ended."""
@@ -73,7 +75,12 @@ class Follower:
                 copied.set()
 
     def _send(self, message: Message) -> None:
-        self.has_taken_over = bool(self.connection.ask(*message).get("over"))
+        answered = False
+        try:
+            self.has_taken_over = bool(self.connection.ask(*message).get("over"))
+            answered = not self.has_taken_over
+        finally:
+            self.complete = self.complete and answered  # before any that wait for the message go on
         if self.has_taken_over:
             raise TakenOver
         self.heard = time.monotonic()

@@ -156,7 +156,8 @@ class StorageShardServer:
             put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
             copies = self.state.replicate((put, [payload.numpy().data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
-            follower.wait(copied)
+            if not follower.wait(copied) and self.fence is not None:
+                self.fence.doubt()
             self.over = self.over or follower.has_taken_over
         return {"stored": len(stored)}, []
 

@@ -15,8 +15,9 @@ from stores import StoreProcess, client, hosted
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, StorageShardServer
 from distflow.dock.directory import Fence, ShardDirectory
+from distflow.dock.replication import Follower
 from distflow.recovery.membership import HEARTBEAT_SECONDS
-from distflow.rpc.connection import connect
+from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
 from distflow.store.interface import StoreUnavailable
 
@@ -78,6 +79,37 @@ def test_a_shard_whose_standby_has_gone_asks_the_store_before_it_answers(at, ser
     until(lambda: not server.state.followers)
     with pytest.raises(Unreachable):
         at.put(rows(range(4)))
+
+
+def test_a_put_that_a_standby_has_not_confirmed_asks_the_store(at, server, token, directory):
+    """The standby has not all rows yet, and may serve the shard without these."""
+    with contextlib.closing(connect(server.address, token, 20)) as standby:
+        standby.ask({"op": "hello", "who": "standby", "session": ""})
+        standby.send({"op": "follow"})
+        standby.receive()  # and answers nothing
+        directory.take(0, ELSEWHERE)
+        with pytest.raises(Unreachable):
+            at.put(rows(range(4)))
+
+
+@pytest.mark.parametrize("posted", [True, False])
+def test_a_standby_that_ends_has_confirmed_nothing(posted):
+    """It ends when it is asked to take a row, or while the row is on its way."""
+
+    class Ending:
+        def ask(self, header, buffers):
+            if header.get("complete"):
+                return {}
+            raise ConnectionEnded
+
+    follower = Follower(Ending(), ())
+    copied = [follower.post(({"op": "put"}, [])) for _ in range(posted)]
+    with pytest.raises(ConnectionEnded):
+        follower.stream()
+    copied = copied or [follower.post(({"op": "put"}, []))]
+    follower.end()
+    assert copied[0].is_set()
+    assert follower.wait(copied[0]) is False
 
 
 def test_a_store_that_stands_still_holds_up_no_put(token, monkeypatch):
