@@ -103,7 +103,8 @@ class Standby(threading.Thread):
 
     def run(self) -> None:
         while not self.over.is_set():
-            if address := self.directory.locate(self.form[0]):  # another process may have taken the shard's place
+            address = self.directory.locate(self.form[0])  # another process may have taken the shard's place
+            if address and not self.over.is_set():  # once it is, the address may be of this process itself
                 with contextlib.suppress(OSError, ConnectionEnded, DockError, RpcError):
                     self._follow(address)
             self.over.wait(_PAUSE)

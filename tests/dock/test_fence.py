@@ -15,7 +15,7 @@ from stores import StoreProcess, client, hosted
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, StorageShardServer
 from distflow.dock.directory import Fence, ShardDirectory
-from distflow.dock.replication import Follower
+from distflow.dock.replication import Follower, Standby
 from distflow.recovery.membership import HEARTBEAT_SECONDS
 from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
@@ -110,6 +110,20 @@ def test_a_standby_that_ends_has_confirmed_nothing(posted):
     follower.end()
     assert copied[0].is_set()
     assert follower.wait(copied[0]) is False
+
+
+def test_a_standby_that_takes_over_while_it_looks_does_not_follow_itself(directory, monkeypatch):
+    """It would tell its own shard that another process has its place."""
+    standby, followed = Standby(directory, bytes(16), 0, 1, 1), []
+
+    def locate(number: int) -> tuple[str, int]:
+        standby.stop()
+        return ELSEWHERE
+
+    monkeypatch.setattr(directory, "locate", locate)
+    monkeypatch.setattr(standby, "_follow", followed.append)
+    standby.run()
+    assert followed == []
 
 
 def test_a_store_that_stands_still_holds_up_no_put(token, monkeypatch):
