@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -307,19 +306,18 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
-    directory, shard_process = ShardDirectory(store.store, plan.ranks, place.silence or math.inf), None
-    find = partial(directory.addresses, len(training), store.wait_limit)
-    before, taken = find(), place.takes in directory.known
-    if place.takes is not None and taken:
-        layout = layout_at(tuple(before))
-        shard_process = place.standbys.pop(place.takes, None) or start(
-            token, host=host, directory=directory, layout=layout, number=place.takes, standby=True)
-        shard_process.take_over()
-    elif store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        shard_process = start(token, host=host, directory=directory, number=int(os.environ.get("GROUP_RANK", 0)))
-    if not taken:
-        store.gather(_DOCK, "", training)  # all shards are in the directory
-    layout = layout_at(tuple(find()))
+    directory = ShardDirectory(store.store, plan.ranks, place.silence) if place.silence else None
+    started = partial(start, token, host=host, directory=directory)
+    keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
+    find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
+    before, taken = find(), directory is not None and place.takes in directory.known
+    if taken:
+        again = partial(started, layout=layout_at(tuple(before)), number=place.takes, standby=True)
+        shard_process = taken_over(place.standbys.pop(place.takes, None), again)
+    else:
+        shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
+        met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
+    layout = layout_at(tuple(find() if directory else [tuple(json.loads(text)) for text in met if text]))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
                              layout, directory, place.standbys, max(_PATIENCE, 3 * place.silence))
     if store.rank == 0 and not taken:
@@ -329,6 +327,22 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     for number in place.copies:
         channel.start_standby(number)
     return channel
+
+
+def taken_over(standby: ShardProcess | None, again: Callable[[], ShardProcess]) -> ShardProcess:
+    """Have a standby serve its shard, or if it does not another one, with no rows, that `again` starts. Raises
+    DockError: neither does."""
+    if standby is not None:
+        try:
+            standby.take_over()
+            return standby
+        except DockError as error:
+            print(f"warning: shard {standby.number} of the dock begins with no rows: {error}", file=sys.stderr,
+                  flush=True)
+            standby.kill()
+    empty = again()
+    empty.take_over()
+    return empty
 
 
 def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:

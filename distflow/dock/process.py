@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,15 @@ from distflow.dock.replication import Standby
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard import StorageShardServer
 from distflow.rpc.connection import Address
-from distflow.telemetry.processes import Child, spawn
+from distflow.telemetry.processes import Child, spawn, stopped
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
               "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc keeps the memory of removed batches for new ones: fresh pages cost as much as the bytes that arrive."""
-_START, _ANSWER = 120.0, 10.0  # seconds within which it must come up, and must do what it is told
+_START, _TAKE, _ANSWER = 120.0, 90.0, 10.0
+"""Seconds within which it must come up, must have taken a shard's place, for which the store has a minute alone
+(`ShardDirectory.take`), and must do anything else, or go on where it was stopped."""
 _SERVE = "serve"  # the line by which a standby takes its shard's place
 
 
@@ -49,14 +52,14 @@ class ShardProcess:
         return host, port
 
     def take_over(self) -> None:
-        """Have a standby become its shard, at its own address; returns when it serves. Raises `DockError`: it has
-        ended, or does not answer, as one that is stopped."""
+        """Have a standby become its shard, at its own address; returns when it serves. A slow one is waited for: it may
+        have the only copy of the rows. Raises `DockError`: it has ended, or is stopped."""
         if self.serves:
             return
         self.address  # noqa: B018 - its first line
         with contextlib.suppress(BrokenPipeError):
             print(_SERVE, file=self.process.stdin, flush=True)
-        self._line(_ANSWER)
+        self._line(_TAKE)
         self.serves = True
 
     def stop(self) -> None:
@@ -70,11 +73,12 @@ class ShardProcess:
 
     def _line(self, seconds: float) -> str:
         """Return its next line. Raises `DockError`."""
-        written = select.poll()
+        written, began = select.poll(), time.monotonic()
         written.register(self.process.stdout, select.POLLIN | select.POLLHUP)
-        if not written.poll(1000 * seconds):
-            raise DockError(f"the process of shard {self.number} of the dock (process {self.process.pid}) has not "
-                            f"answered for {seconds:g} s. It may have been stopped: then continue it")
+        while not written.poll(1000 * min(seconds, _ANSWER)):
+            if (waited := time.monotonic() - began) >= seconds or stopped(self.process.pid):
+                raise DockError(f"the process of shard {self.number} of the dock (process {self.process.pid}) has not "
+                                f"answered for {waited:.1f} s. It may have been stopped: then continue it")
         if line := self.process.stdout.readline():
             return line
         raise DockError(f"the process of shard {self.number} of the dock has ended (exit status "

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from stores import hosted
+from stores import StoreProcess, client, hosted
 
 from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, process
@@ -21,7 +21,7 @@ from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import Segments
 from distflow.telemetry.processes import stopped
-from workers.rollout_channel import RolloutChannel
+from workers.rollout_channel import RolloutChannel, taken_over
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
@@ -59,10 +59,11 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token, director
     """Rows that came before the standby and after it, a saved turn, what has left, and prompts under way."""
     first = children(directory=directory)
 
-    def client(who: str, attempt: int = 0) -> DockClient:
+    def connected(who: str, attempt: int = 0) -> DockClient:
         return DockClient([first.address], token, who, 20, attempt, directory)
 
-    with client("trainer") as at, client("rollout 0") as mine, client("rollout 1") as other, client("new", 1) as new:
+    with (connected("trainer") as at, connected("rollout 0") as mine, connected("rollout 1") as other,
+          connected("new", 1) as new):
         at.configure(CONSUMERS)
         at.put(rows(range(12), "order"), version=5)
         for _ in range(2):
@@ -101,10 +102,10 @@ def test_leases_of_rows_on_shards_that_survive_are_kept(children, token, directo
     """Their holder, which asks for nothing, renews them before the shard has told the new index of its rows."""
     first, other = (children(directory=directory, number=number) for number in range(2))
 
-    def client(who: str) -> DockClient:
+    def connected(who: str) -> DockClient:
         return DockClient([first.address, other.address], token, who, 60, directory=directory)
 
-    with client("trainer") as at, client("rollout 0") as mine, client("rollout 1") as late:
+    with connected("trainer") as at, connected("rollout 0") as mine, connected("rollout 1") as late:
         at.configure(CONSUMERS)
         at.put(rows(range(8), "order"))
         second = children(layout=at.layout, directory=directory, standby=True)
@@ -236,10 +237,41 @@ def test_a_standby_that_is_stopped_holds_up_no_supervisor(children, directory, m
     standby = children(layout=DockLayout((("127.0.0.1", 1),), CONSUMERS), directory=directory, standby=True)
     assert standby.address
     stop(standby)
-    with pytest.raises(DockError, match=r"has not answered for 0.2 s. It may have been stopped"):
+    with pytest.raises(DockError, match=r"has not answered for \d+\.\d s. It may have been stopped"):
         standby.take_over()
     standby.stop()
     assert standby.process.status == -signal.SIGKILL
+
+
+def test_a_standby_that_waits_for_the_store_is_waited_for(children, monkeypatch):
+    """It may have the only copy of the rows."""
+    monkeypatch.setattr(process, "_ANSWER", 0.2)
+    store = StoreProcess()
+    directory = ShardDirectory(client(store.port))
+    standby = children(layout=DockLayout((("127.0.0.1", 1),), CONSUMERS), directory=directory, standby=True)
+    assert standby.address
+    store.stop()
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(standby.take_over)
+        try:
+            with pytest.raises(TimeoutError):
+                taken.result(1.0)
+        finally:
+            store.go_on()
+        taken.result(60)
+    assert directory.find(0).address == (standby.address[0], directory.known[0].port)
+    store.end()
+
+
+def test_a_shard_whose_standby_has_ended_begins_with_no_rows(children, token, directory, capfd):
+    layout = DockLayout((("127.0.0.1", 1),), CONSUMERS)
+    lost = children(layout=layout, directory=directory, standby=True)
+    assert lost.address
+    lost.process.signal(signal.SIGKILL)
+    served = taken_over(lost, lambda: children(layout=layout, directory=directory, standby=True))
+    with DockClient([served.address], token, "trainer", directory=directory) as at:
+        assert at.status()[0]["rows"] == 0
+    assert "begins with no rows: the process of shard 0 of the dock has ended" in capfd.readouterr().err
 
 
 def test_a_standby_that_has_ended_is_started_again(children, token, directory, capfd):

@@ -1,4 +1,4 @@
-"""The token by which the connections of a run authenticate each other."""
+"""The token by which the connections of a run authenticate each other, and the shards of its dock."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from stores import hosted
 
+from distflow.config.load import load
 from distflow.errors import Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
-from workers.rollout_channel import agreed_token
+from planners import plan
+from workers.rollout_channel import DockPlace, agreed_token, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -59,3 +61,30 @@ def test_machines_with_other_tokens_are_told(board, exported):
     for error in run_ranks(2, tokens, board.port, [*exported]):
         assert error.startswith(f"the ranks do not have the same {TOKEN}: rank 1 has ")
         assert error.endswith(f"Export the same {TOKEN} on all machines.")
+
+
+def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]], bool]:
+    """The number of this machine's shard, the addresses of all, and whether they may move. Two of three machines train.
+    """
+    rank = dist.get_rank()
+    place = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+             "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: ""}
+    made = plan(load("grpo.yaml", None, ["mode=async", "groups.rollout=1"], None), 3)
+    with mock.patch.dict(os.environ, place):
+        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockPlace(silence=silence))
+    with channel.dock("any") as dock:
+        assert [shard["rows"] for shard in dock.status()] == [0, 0]
+    number = channel.shard_process and channel.shard_process.number
+    dist.barrier()
+    channel.close()
+    return number, channel.addresses, channel.directory is not None
+
+
+@pytest.mark.parametrize("silence", [0.0, 30.0])
+def test_each_machine_that_trains_has_a_shard_which_moves_only_where_machines_come_and_go(board, silence):
+    numbers, addresses, moves = zip(*run_ranks(3, shards, board.port, silence))
+    assert numbers == (0, 1, None)
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert len({*addresses[0]}) == 2
+    assert {*moves} == {bool(silence)}
+    assert bool(board.get("0/shard/0")) == bool(silence)
