@@ -208,7 +208,7 @@ class Patience:
     """Clock of a wait for rollouts, which stands still while one of them validates: its prompts come later then."""
 
     def __init__(self, channel: RolloutChannel, dock: DockClient, limit: float):
-        self.channel, self.dock, self.limit = channel, dock, limit
+        self.channel, self.dock, self.limit, self.look_at = channel, dock, limit, 0.0
         self.renew()
 
     def renew(self) -> None:
@@ -225,8 +225,10 @@ class Patience:
 
     def is_over(self) -> bool:
         """Return whether `limit` seconds have passed since anybody was seen to validate."""
-        if self.channel.is_validating(self.dock):
-            self.renew()
+        if (now := time.monotonic()) >= self.look_at or not self.left:  # it asks all shards
+            self.look_at = now + self.limit / _LOOKS
+            if self.channel.is_validating(self.dock):
+                self.renew()
         return not self.left
 
     def check(self, error: TimedOut) -> None:

@@ -93,6 +93,18 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
     assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
 
 
+def test_shards_are_asked_who_validates_a_few_times_in_a_wait(channel, monkeypatch):
+    """However often somebody wants to know whether it is over, as after each step of training."""
+    asked = []
+    monkeypatch.setattr(RolloutChannel, "is_validating", lambda self, dock: asked.append(dock))
+    patience = Patience(channel, None, 600.0)
+    assert not any(patience.is_over() for _ in range(100))
+    assert len(asked) == 1
+    patience.look_at = 0.0
+    patience.is_over()
+    assert len(asked) == 2
+
+
 def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(channel, tmp_path, monkeypatch):
     events = Events()
     events.open(tmp_path / "events.jsonl", 0)
