@@ -15,8 +15,9 @@ import torch
 from stores import hosted
 
 from distflow.data.batch import Batch
-from distflow.dock import StorageShardServer
+from distflow.dock import StorageShardServer, TimedOut
 from distflow.errors import EngineError
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_reader import RunReader
 from workers.engines.shared_engine import SharedEngine
@@ -224,6 +225,10 @@ def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(ch
     mine.role.version = 20
     mine.ask(2)
     holder.turn(), holder.turn()
+    channel.enqueue_prompts(mine.dock, 0, PROMPTS - 1)
+    holder.dock.lease(ROLLOUT, ROWS)
+    with pytest.raises(TimedOut, match="are leased by rollout 1 .* was waiting for version 20 of the weights"):
+        mine.dock.lease(TRAINER, ROWS * PROMPTS, step=0)
     outcomes = []
     holder.turn_until(lambda: outcomes.extend(mine.results(2)) or outcomes)
     assert outcomes[0].missing.startswith("no rollout works on it, or has for 0.4 s (`wait_limit` of the run file)")
