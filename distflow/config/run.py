@@ -156,7 +156,8 @@ class Generation(Document):
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
-    """Rows that generate at the same time on one rank."""
+    """Rows that generate at the same time on one rank. With `rollout: hf` on a CPU and 1 a row is sampled bit for bit
+    alike, whatever else is sampled and however long its tools take."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
     batch_invariant: bool = False
