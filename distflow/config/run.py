@@ -365,7 +365,8 @@ class Parallel(Document):
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
     rows: list[NonNegativeInt] | Literal["measured"] = []
     """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many.
-    measured: by the seconds that each rank takes to sample, corrected every two steps (mode sync)."""
+    measured: by the throughput at which each rank samples, looked at every two steps (mode sync); runs with one seed
+    then need not be equal bit for bit."""
 
     @field_validator("rows", mode="before")
     @classmethod
