@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 
 import pytest
 from stores import CountingStore, client
@@ -24,9 +25,12 @@ def trainer(mover):
 
 @pytest.fixture
 def machine(mover):
-    def start(name, ranks, **more):
-        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(ranks)]
+    def start(name, ranks, first=0, **more):
+        """No heartbeat is ever late, unless a test says so."""
+        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(first, first + ranks)]
         assert [rank.ask("newest") for rank in made] == [{"newest": -1}] * ranks, "all have joined"
+        for rank in made:
+            rank.ask("be_patient", seconds=3600.0)
         return made
 
     return start
@@ -87,20 +91,17 @@ def test_another_takes_over_when_the_elected_rank_is_killed(trainer, machine, ev
 
 def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machine, events, store):
     """When it goes on, it does so with what the other one has pulled."""
-    first, second = machine("a", 2, deadline=1.0)
-    for rank in (first, second):
-        rank.ask("hold_lease", seconds=1.5)
+    [first], [second] = machine("a", 1, deadline=60.0), machine("a", 1, first=1, deadline=1.0)
     trainer.ask("publish", version=1, mib=MIB)
-    trainer.ask("tire", seconds=0.5)
-    first.send("pull", mib=MIB)
-    begun(trainer)
-    first.stop()
+    first.ask("stop_pulling", chunks=3, lease=1.5)
+    second.ask("doubt", who="a0", seconds=1.5)
+    first.send("pull", mib=MIB).wait_until_stopped()
     assert second.ask("pull", mib=MIB) == {"version": 1, "right": True}
     sent = trainer.ask("sent")["sent"]
     first.go_on()
     assert first.answer() == {"version": 1, "right": True}
     pulls = last_pulls(events)
-    assert [*elected_of(store, "a").values()] == [("a1", 2)]
+    assert [who for who, _ in elected_of(store, "a").values()] == ["a1"]
     assert "a1" in pulls["a0"]["sources"]
     assert trainer.ask("sent")["sent"] <= sent + 2 * RUN, "what it had requested before"
 
@@ -145,12 +146,19 @@ KEY = "3.attempt"
 
 
 @pytest.fixture
-def ranks(store):
+def make(store):
     def make(who):
-        one = Directory(store, SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),)))
+        """No heartbeat is ever late, unless a test says so."""
+        entry = SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),))
+        one = Directory(store, entry, dead=math.inf)
         one.update()
         return one
 
+    return make
+
+
+@pytest.fixture
+def ranks(make):
     return [make(who) for who in "abc"]
 
 
@@ -182,11 +190,14 @@ def test_a_rank_without_heartbeat_loses_the_lease_and_knows_it(ranks):
     first, second, _ = ranks
     assert elect(first)
     assert not elect(second)
-    first.dead = second.dead = 0.2
-    while not elect(second):
-        assert first.mine.pulling == KEY
+    second.dead = 0.0
+    assert "a" not in second.holders(), "no heartbeat between two looks"
+    second.dead = math.inf
+    assert elect(second)
+    first.dead = 0.0
     first.update(source="another")
     assert first.mine.pulling == ""
+    first.dead = math.inf
     assert second.holders()["a"].pulling == ""
     second.update(source="yet another")
     assert not elect(first)
