@@ -86,8 +86,8 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class MachineRelays:
-    """Relays of one machine, by number. elected: by version, the relay that pulls it for all, and how often one was
-    elected: so each election changes the text, also one that elects the same relay again."""
+    """Relays of one machine, by number. elected: by version, the relay that pulls it for all, and its term: so each
+    election changes the text, also one that elects the same relay again."""
 
     numbers: tuple[int, ...] = ()
     elected: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class MachineRelays:
     @classmethod
     def unpack(cls, text: str | None) -> MachineRelays:
         numbers, elected = json.loads(text) if text else ((), {})
-        return cls(tuple(numbers), {key: (who, turn) for key, (who, turn) in elected.items()})
+        return cls(tuple(numbers), {key: (who, term) for key, (who, term) in elected.items()})
 
     def joined(self, number: int, who: str) -> MachineRelays:
         """Add a relay; what an earlier process of its name was elected for, it is not."""

@@ -116,7 +116,7 @@ def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, eve
     assert ranks[2].ask("pull", mib=mib) == {"version": 1, "right": True}
     assert [crossed(last_pulls(events)[f"a{rank}"]) for rank in range(3)] == [{"trainer-0": mib << 19}] * 2 + [{}]
     assert trainer.ask("sent")["sent"] == mib << 20
-    assert [turn for _, turn in elected_of(store, "a").values()] == [2], "one after the other"
+    assert [term for _, term in elected_of(store, "a").values()] == [2], "one after the other"
 
 
 def test_a_rank_that_is_alone_pays_nothing(store, token, monkeypatch):
