@@ -106,8 +106,10 @@ class MachineRelays:
         return MachineRelays((*self.numbers, *{number} - {*self.numbers}), kept)
 
     def after_election(self, key: str, who: str, known: Collection[str]) -> MachineRelays:
-        """Elect a relay for a version, and forget versions that are not `known` any more."""
-        kept = {other: pair for other, pair in self.elected.items() if other in known}
+        """Elect a relay for a version, and forget versions that are older than all that are `known`: others may know
+        newer ones."""
+        oldest = min(map(version_of, {*known, key}))
+        kept = {other: pair for other, pair in self.elected.items() if version_of(other) >= oldest}
         return MachineRelays(self.numbers, kept | {key: (who, self.elected.get(key, ("", 0))[1] + 1)})
 
 

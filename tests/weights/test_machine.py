@@ -186,6 +186,19 @@ def test_of_two_that_see_the_same_one_is_elected(ranks):
         ranks[first].update(pulling="")
 
 
+def test_an_election_for_an_older_version_leaves_that_of_a_newer_one(ranks):
+    """The rank that pulls the older one may not know the newer one yet."""
+    assert elect(ranks[0], "4.attempt")
+    assert elect(ranks[1], KEY)
+    assert not elect(ranks[2], "4.attempt")
+
+
+def test_an_election_forgets_only_what_is_older_than_all_known_versions():
+    before = MachineRelays((1, 2, 3), {"2.a": ("a", 1), "3.a": ("b", 1), "5.b": ("c", 2)})
+    assert before.after_election("4.a", "a", {"4.a", "3.a"}).elected == \
+        {"3.a": ("b", 1), "4.a": ("a", 1), "5.b": ("c", 2)}
+
+
 def test_a_rank_without_heartbeat_loses_the_lease_and_knows_it(ranks):
     first, second, _ = ranks
     assert elect(first)
