@@ -189,8 +189,9 @@ class Directory:
             return False
         self.update(pulling=key)
         after = relays.after_election(key, self.mine.who, self.known).pack()
-        self.machine_text = self.store.put_if(self.machine_key, after, before)
-        if self.machine_text != after:
+        if self.store.put_if(self.machine_key, after, before) == after:
+            self.machine_text = after
+        else:  # `alive` says nothing of whoever has changed the text: it stays as it was read with them
             self.update_later(pulling="")
         return self.mine.pulling == key
 
@@ -273,10 +274,19 @@ class Directory:
         self.relays, self.ranks, found = self.store.add(_RELAYS, 0), max(self.ranks, len(parts)), Holders()
         numbers = range(1, self.relays + 1)
         found.whole = len(numbers) <= SEEN and len(parts) <= SEEN
-        here = MachineRelays.unpack(self.machine_text).numbers
+        seen = {*self._here(), *random.sample(numbers, min(SEEN, len(numbers)))}
         keys = [self.machine_key] if self.mine.machine else []
-        keys += [f"holder/{number}" for number in {*here, *random.sample(numbers, min(SEEN, len(numbers)))}]
-        keys += [f"trainer/{rank}" for rank in parts[:SEEN]]
+        keys += [f"holder/{number}" for number in seen] + [f"trainer/{rank}" for rank in parts[:SEEN]]
+        found.update(self._living(keys))
+        found.update(self._living([f"holder/{number}" for number in self._here() if number not in seen]))  # have joined
+        return found
+
+    def _here(self) -> tuple[int, ...]:
+        return MachineRelays.unpack(self.machine_text).numbers
+
+    def _living(self, keys: Sequence[str]) -> Holders:
+        """Read these entries, and the machine's relays where their key is among them."""
+        found = Holders()
         for key, text in zip(keys, self.store.get_all(keys) if keys else ()):
             if key == self.machine_key:
                 self.machine_text = text
