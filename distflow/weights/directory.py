@@ -153,10 +153,11 @@ class Directory:
 
     def _put(self) -> None:
         self.own_key = self.own_key or self._find_key()
-        late = time.monotonic() - self.put_at > self._silence
+        now = time.monotonic()  # others count from when the store has it, which is later
+        late = now - self.put_at > self._silence
         self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1, pulling="" if late else self.mine.pulling)
         self.store.put(self.own_key, self.mine.pack())
-        self.put_at = time.monotonic()
+        self.put_at = now
 
     def _find_key(self) -> str:
         """Return the key of this process's entry: a relay that starts again has the same one."""

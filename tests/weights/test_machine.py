@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+import time
 
 import pytest
 from stores import CountingStore, client
@@ -224,6 +225,27 @@ def test_a_rank_without_heartbeat_loses_the_lease_and_knows_it(ranks):
     assert second.holders()["a"].pulling == ""
     second.update(source="yet another")
     assert not elect(first)
+
+
+def test_a_lease_that_is_lost_while_a_heartbeat_is_sent_is_lost(ranks, monkeypatch):
+    first, second, _ = ranks
+    assert elect(first)
+    put = first.store.put
+
+    def stand_still(key, value):
+        put(key, value)
+        begin, second.dead = time.monotonic(), 0.0
+        second.holders()
+        assert "a" not in second.holders()
+        second.dead = math.inf
+        assert elect(second)
+        first.dead = time.monotonic() - begin
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first.store, "put", stand_still)
+        first.update(source="another")
+    first.update(source="yet another")
+    assert first.mine.pulling == ""
 
 
 def test_a_rank_that_starts_again_is_not_the_elected_one(ranks, store):
