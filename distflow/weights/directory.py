@@ -30,6 +30,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.telemetry.events import record
 from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion, version_of
 
@@ -189,9 +190,12 @@ class Directory:
         if elected is not None and elected.pulling == key:
             return False
         self.update(pulling=key)
-        after = relays.after_election(key, self.mine.who, self.known).pack()
+        relays = relays.after_election(key, self.mine.who, self.known)
+        after, (_, term) = relays.pack(), relays.elected[key]
         if self.store.put_if(self.machine_key, after, before) == after:
             self.machine_text = after
+            if term > 1:
+                record("weights_elected", who=self.mine.who, version=version_of(key), term=term)
         else:  # `alive` says nothing of whoever has changed the text: it stays as it was read with them
             self.update_later(pulling="")
         return self.mine.pulling == key

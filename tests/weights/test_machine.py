@@ -87,6 +87,8 @@ def test_another_takes_over_when_the_elected_rank_is_killed(trainer, machine, ev
     assert [rank.answer() for rank in rest] == [{"version": 1, "right": True}] * others
     found = {who: crossed(event) for who, event in last_pulls(events).items() if crossed(event)}
     assert [*elected_of(store, "a").values()] == [(who, 2) for who in found], "the second election"
+    assert [(event["who"], event["version"], event["term"]) for event in events("weights_elected")] == \
+        [(who, 1, 2) for who in found], "the first is no event"
     assert 0 < sum(found.popitem()[1].values()) <= WHOLE - RUN
     assert len({tuple(rank.ask("files")["files"]) for rank in rest}) == 1
 
