@@ -87,6 +87,10 @@ class Robust(Document):
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
     before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""
 
+    @property
+    def replicates(self) -> bool:
+        return self.snapshots and self.neighbour
+
 
 class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""

@@ -1,8 +1,8 @@
 """Answers the next questions about a placement: alternatives, weights that are sent, memory, price, a lost machine.
 
-What a lost machine costs follows how runs with `--board` or `--store` recover: after `machine_silence` seconds ranks
+What a lost machine costs follows how elastic runs recover: after `machine_silence` seconds ranks
 that train start again, with all ranks of mode sync, and rollouts alone. The state after the last step is in the memory
-of a second machine, so that half a step is lost on the mean; without `snapshots` and `neighbour` it is that of the last
+of a second machine, so that half a step is lost on the mean; without such a copy it is that of the last
 checkpoint, and half of the steps between two are lost. The state of the lost ranks is counted as brought over the
 slowest link. How long processes take to start is not in the model.
 """
@@ -136,7 +136,7 @@ def steps_again(spec: Spec) -> float:
     """Return how many steps are trained again on the mean when a machine that trains is lost; infinite if its state is
     nowhere else."""
     robust, every = spec.run.robust, spec.run.checkpoint.every
-    if robust.snapshots and robust.neighbour and len(machines_of(spec.cluster)) > 1:
+    if robust.replicates and len(machines_of(spec.cluster)) > 1:
         return 0.5
     return every / 2 if every else math.inf
 
