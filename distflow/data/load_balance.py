@@ -100,8 +100,8 @@ class LoadBalance:
         if self.steps % WINDOW:
             return False
         self._restart_if_unlike(known)
-        changed = self._correct(_Observed(*([value / self.steps for value in values]
-                                            for values in (self.seconds, self.rows)), self.steps))
+        seconds, rows = ([value / self.steps for value in values] for values in (self.seconds, self.rows))
+        changed = self._correct(_Observed(seconds, rows, self.steps))
         if self.steps >= _MEMORY:
             self._forget()
         return changed
