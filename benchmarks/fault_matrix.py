@@ -5,9 +5,8 @@ where each rank is one (modes sync and async) and another comes for each that is
 sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, in async the relay of a second one. Each
 cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
 reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
-faults has sampled, have its losses, and end with its very weights. For that each rank samples one row at a time, and a
-conversation has one turn: rows that are decoded together, and a history that is read again after a pause, round
-otherwise, and one token in some hundred thousand is another one by that.
+faults has sampled, have its losses, and end with its very weights. For that each rank samples one row at a time: rows
+that are decoded together round otherwise, and one token in some hundred thousand is another one by that.
 
 A cell is passed if its fault has happened and the run ended so. Some phases of a rollout do not come in every step, as
 where the other rollout was quicker: these cells are tried in two steps, and else told as not reached.
@@ -67,7 +66,7 @@ MEMORY = 4 << 30
 """Bytes that all processes of a run may have together."""
 TALK = """
   rollout:   {role: actor, type: MODEL_INFERENCE, function: converse, with: {environment: PatientTool, group_size: 4,
-              max_turns: 1, max_tokens: 48}}"""
+              max_turns: 4, max_tokens: 48}}"""
 ANSWER = """
   rollout:   {role: actor, type: MODEL_INFERENCE, function: generate, with: {group_size: 4}}
   reward:    {role: reward, type: COMPUTE, function: score, dependencies: [rollout], with: {reward: brevity}}"""

@@ -18,6 +18,7 @@ from typing import Any
 SOURCE = "source"  # the producer of columns that come from the dataset
 TRAINING, SAMPLING = "training", "sampling"
 TRAINER, ROLLOUT = "trainer", "rollout"  # groups of a run whose training and sampling do not share their ranks
+MEASURED = "measured"  # `Layout.rows` by the throughput of each rank in the steps before
 Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
 ROW = "row"  # column of row ids, which is no transfer of its own: ids travel with every row
 KEEP = "keep"  # column by which a node drops rows: those where it is False leave the step for all later nodes
@@ -30,8 +31,8 @@ class Layout:
 
     Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on, which split each layer's
     matrices `tp` ways (neighbours), each row's tokens `cp` ways, the layers `pp` ways (furthest apart); `ep` cuts
-    experts across dp and cp. `rows` of each share are in proportion (empty: alike); or `early`, as they come; or
-    `measured`, by the pace of each rank in the steps before.
+    experts across dp and cp. `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as
+    they come.
     """
 
     dp: int
@@ -40,9 +41,16 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] | str = ()
     early: bool = False
-    measured: bool = False
+
+    @property
+    def measured(self) -> bool:
+        return self.rows == MEASURED
+
+    @property
+    def proportion(self) -> tuple[int, ...]:
+        return self.rows if isinstance(self.rows, tuple) else ()
 
     @property
     def width(self) -> int:
@@ -58,11 +66,11 @@ class Layout:
         return index if 0 <= index < self.dp else None
 
     def part(self, share: int) -> Fraction:
-        return Fraction(self.rows[share], sum(self.rows)) if self.rows else Fraction(1, self.dp)
+        return Fraction(self.proportion[share], sum(self.proportion)) if self.proportion else Fraction(1, self.dp)
 
     def cut(self, count: int, share: int) -> range:
         """Return which of `count` rows a share has, cut in the order of the shares; unequal shares are rounded."""
-        edges, half = [0, *accumulate(map(self.part, range(share + 1)))], Fraction(1, 2) if self.rows else 0
+        edges, half = [0, *accumulate(map(self.part, range(share + 1)))], Fraction(1, 2) if self.proportion else 0
         return range(int(count * edges[share] + half), int(count * edges[share + 1] + half))
 
     @property
@@ -206,7 +214,7 @@ class Group:
 
 def whole(layouts: list[Layout], ranks: int) -> Layout:
     """Return the layout of all `ranks` whose model is split as in the first of `layouts`; unsplit if there is none."""
-    single = replace(layouts[0], dp=1, first=0, rows=(), early=False, measured=False) if layouts else Layout(1)
+    single = replace(layouts[0], dp=1, first=0, rows=(), early=False) if layouts else Layout(1)
     return replace(single, dp=ranks // single.width)
 
 

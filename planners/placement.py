@@ -16,7 +16,7 @@ from distflow.config.models import base_of
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import Layout, proportion, whole
+from distflow.plan import MEASURED, Layout, proportion, whole
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -63,8 +63,8 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
         rows = proportion(request.rows) if not found else ()
-        layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares), rows=rows,
-                                        measured=request.measured)
+        layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares),
+                                        rows=MEASURED if request.measured else rows)
         mistakes += found
     _follow_measured(spec, requests, layouts, ranks)
     return layouts, mistakes + _check_replicas(spec, requests, layouts, ranks)
@@ -78,7 +78,7 @@ def _follow_measured(spec: Spec, requests: list[_LayoutRequest], layouts: dict[s
         for node in found:
             before = next(each for each in spec.dag.nodes[node].dependencies if layouts[each].measured)
             alike = layouts[before].width == 1
-            layouts[node] = layouts[before] if alike else Layout(ranks, measured=True)
+            layouts[node] = layouts[before] if alike else Layout(ranks, rows=MEASURED)
         left.difference_update(found)
 
 
@@ -174,10 +174,10 @@ def _check_measured(spec: Spec, request: _LayoutRequest, sampling: set[str], dp:
                f"share{'s' * (dp > 1)}, or leave `rows` out.")
     if spec.run.mode != "sync":
         what = (f"node `{node}` has `rows: measured`, and in mode {spec.run.mode} ranks that sample take prompts as "
-                "they get free: a rank that trains shows no pace")
+                "they get free: a rank that trains shows no throughput")
     elif not sampling:
         what = (f"node `{node}` has `rows: measured`, and no node of DAG `{spec.dag.name}` samples: where a model "
-                "trains or infers ranks wait for each other, so that none shows its own pace")
+                "trains or infers ranks wait for each other, so that none shows its own throughput")
     elif batch < dp:
         what = f"node `{node}` has `rows: measured` with {dp} shares, and a step's {batch} prompts are too few for them"
         instead = f"Give each share a prompt:  data: {{batch: {dp}}}"

@@ -58,6 +58,12 @@ class RankContext:
     backend: str = "gloo"  # of the collectives on its device
     elastic: ElasticAgent | None = None
     lock: RunLock | None = None  # of the run folder, on rank 0
+    whole_spec: Spec | None = None  # where `spec` has half of some settings
+
+    @property
+    def written_spec(self) -> Spec:
+        """The settings that the run folder has."""
+        return self.whole_spec or self.spec
 
     @property
     def group(self) -> Group | None:
@@ -127,8 +133,8 @@ class RankContext:
             context, read = context._reread(), True
 
     def smaller(self, halved: Collection[str]) -> RankContext:
-        """Return a context whose roles have half of these settings, which did not fit the memory. What is sampled and
-        learned depends on neither."""
+        """Return a context whose roles have half of these settings, since the memory was too small for the whole. The
+        run folder keeps the whole."""
         def size(settings: RoleRun) -> RoleRun:
             tokens, generation = settings.micro_batch_tokens, settings.generation
             return settings.model_copy(update={
@@ -138,7 +144,8 @@ class RankContext:
 
         run = self.spec.run
         roles = {name: size(settings) for name, settings in run.roles.items()}
-        return replace(self, spec=replace(self.spec, run=run.model_copy(update={"roles": roles}))) if halved else self
+        smaller = replace(self.spec, run=run.model_copy(update={"roles": roles}))
+        return replace(self, spec=smaller, whole_spec=self.spec) if halved else self
 
     def _reread(self) -> RankContext:
         return replace(self, spec=replace(self.spec, run=reload(self.path).run))

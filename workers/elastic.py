@@ -65,7 +65,7 @@ class ElasticAgent:
         self.joins, self.rendezvous, self.machine_heartbeat = 0, Rendezvous(-1, 0, 0), None
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0
-        self.replicates = robust.snapshots and robust.neighbour
+        self.replicates = robust.replicates
         self.standbys: dict[int, ShardProcess] = {}  # copies of shards of the dock, by number
         self.serve_shard: Callable[[int], None] = lambda number: None
         self.restart_standbys: Callable[[], None] = lambda: None

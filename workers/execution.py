@@ -32,7 +32,8 @@ from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
 
 SAMPLED = "sampled"
-"""Metric of each rank: the seconds that it took to sample in a step, and the rows."""
+"""Metric of each rank: the seconds that it took to sample in a step, without waits for other ranks and loading of
+weights before, and the rows."""
 _NODE_STREAMS = 1_000  # the first stream of random numbers of a node of its own; no run has as many roles
 Written = tuple[dict[str, ColumnData], torch.Tensor]  # what a task's function wrote, and the ids of the rows
 
@@ -133,10 +134,10 @@ class TrainExecutor(Executor):
             return self.sampled.run(task, self.step, self.roles, partial(self._computed, task, inputs))
 
     def _computed(self, task: Task, inputs: Batch) -> Written:
-        began = time.perf_counter()
+        before = self.roles[task.role].sampling_seconds if task.samples else 0.0
         columns, ids = super().run(task, inputs)
         if task.samples:
-            current().per_rank(SAMPLED, time.perf_counter() - began, len(ids))
+            current().per_rank(SAMPLED, self.roles[task.role].sampling_seconds - before, len(ids))
         return columns, ids
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,7 @@ class RoleEngines:
         self.generation_config = model.generation_config if self.head == "lm" else None
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
+        self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
         self.max_target_tokens = spec.run.data.max_target_tokens
         self.source = spec.model_of(name)
         self._load = functools.partial(load_model, spec, head=self.head)
@@ -122,11 +124,16 @@ class RoleEngines:
             raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
         return self.rollout
 
-    def sampling(self) -> contextlib.AbstractContextManager[Sampler]:
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[Sampler]:
         """Surround sampling with the newest weights. Collective, unless several threads share the engine."""
         sampler = self.shared_engine or self.sampler
-        return contextlib.nullcontext(sampler) if self.engine_swap is None or self.shared_engine else \
+        entered = contextlib.nullcontext(sampler) if self.engine_swap is None or self.shared_engine else \
             self.engine_swap.sampling()
+        with entered as engine:
+            began = time.perf_counter()  # what is collective is done: here no rank waits for those beside it
+            yield engine
+            self.sampling_seconds += time.perf_counter() - began
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
                  temperature: float | None = None) -> Ragged:

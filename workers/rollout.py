@@ -128,6 +128,7 @@ class RolloutContext:
         self.computing = threading.Lock()  # functions without a model need not be thread-safe
         self.doing = ""
         self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
+        self.validating = ""  # what the dock was told last of a request to validate
         self.all_put = threading.Event()  # all sampled prompts are in the dock
 
     def run(self, engines: Mapping[str, SharedEngine], lease_prompts: Callable[[], None],
@@ -260,10 +261,12 @@ class RolloutContext:
     def _renew_leases(self, dock: DockClient) -> None:
         waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"
                    for name, version in list(self.awaited.values())]
-        dock.report_activity(waiting[0] if waiting else self.doing)
+        before, self.validating = self.validating, self.validation.activity if self.validation else ""
+        dock.report_activity(self.validating or next(iter(waiting), self.doing))
         dock.renew_moved_leases()
         for number, (lease, since) in list(self.leases.items()):
-            if time.monotonic() - since > lease.seconds / 3:
+            news = number[0] == VALIDATION and self.validating != before  # which the trainer's patience depends on
+            if news or time.monotonic() - since > lease.seconds / 3:
                 with contextlib.suppress(LeaseLost):  # its commit will say so
                     dock.renew(lease)
                 with contextlib.suppress(KeyError):  # committed meanwhile

@@ -38,6 +38,7 @@ from distflow.weights.puller import Puller
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
 VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
 RESULT = "result"  # column of an answered request to validate
+VALIDATING = "validating"  # what the dock is told of a rollout that has a request to validate, and the weights for it
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
 _PATIENCE, _AGAIN = 10.0, 5.0  # seconds: of clients, and between two starts of a standby that ends at once
@@ -127,8 +128,9 @@ class RolloutChannel:
         return {int(number): tuple(json.loads(text)) for number, text in found.items()}
 
     def is_validating(self, dock: DockClient) -> bool:
-        """Return whether a rollout has a request to validate; if it ends or hangs, it loses the lease."""
-        return any(shard["indexes"].get(VALIDATION, {}).get("leases") for shard in dock.status())
+        """Return whether a rollout validates. One that waits for the weights does not: they may never come."""
+        return any(shard["indexes"].get(VALIDATION, {}).get("leases")
+                   and any(activity == VALIDATING for _, activity, _ in shard["clients"]) for shard in dock.status())
 
     def forget_validation(self, number: int) -> None:
         self.store.delete(f"validations/{number}")

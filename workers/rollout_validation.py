@@ -28,6 +28,7 @@ from distflow.dock import DockClient, LeaseLost, TimedOut
 from distflow.dock.index import Lease
 from distflow.errors import EngineError
 from distflow.plan import Layout, Plan
+from distflow.store.interface import paused
 from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
@@ -35,12 +36,22 @@ from planners.check import prompted_role
 from workers.engines.rollout import Samples
 from workers.engines.shared_engine import SharedEngine
 from workers.roles import RoleEngines
-from workers.rollout_channel import ANSWERED, RESULT, VALIDATION, Patience, RolloutChannel, report_column, reports_of
+from workers.rollout_channel import (
+    ANSWERED,
+    RESULT,
+    VALIDATING,
+    VALIDATION,
+    Patience,
+    RolloutChannel,
+    report_column,
+    reports_of,
+)
 from workers.validation import MISSING, ValidationResult, Validations, Validator
 
 _ASKED, _VOID = "validation asked", "validation void"
 _ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
 """Events after which a request is no longer open, and where each has the step that has asked."""
+_LOOK = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits
 _LOST = "the run was interrupted before it was answered, and its weights are no longer there"
 
 
@@ -186,7 +197,7 @@ class RolloutValidation:
 
     def __init__(self, spec: Spec, role: RoleEngines, channel: RolloutChannel, who: str):
         self.spec, self.role, self.channel, self.who = spec, role, channel, who
-        self.under_way = False
+        self.activity = ""  # with the request that is under way; empty: none is
 
     @property
     def engine(self) -> SharedEngine:
@@ -199,41 +210,57 @@ class RolloutValidation:
 
     def lease(self, dock: DockClient) -> Lease | None:
         """Return a request if there is one and none is under way. The weights that it is owed stay from now on."""
-        lease = None if self.under_way else dock.try_lease(VALIDATION, self.channel.rows)
+        lease = None if self.activity else dock.try_lease(VALIDATION, self.channel.rows)
         if lease is None:
             return None
         if self.channel.validation_of(lease) not in self.channel.validations():
             dock.commit(lease)  # the trainer restarts from a step before it
             return None
-        self.under_way = True
-        self.engine.hold(int(lease.versions[0]))
+        version = int(lease.versions[0])
+        self.activity = (f"waiting for version {version} of the weights of `{self.role.name}`, to validate them (why: "
+                         "`weights_late` in events.jsonl)")
+        self.engine.hold(version)
         return lease
 
     @property
     def holds_weights(self) -> bool:
-        return self.engine.held_from is not None
+        held_from = self.engine.held_from
+        return held_from is not None and self.engine.version >= held_from
 
     def is_passed_by(self) -> bool:
         """Return whether prompts may be owed newer weights than those that the engine has."""
         return self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
 
     def answer(self, lease: Lease) -> None:
-        """Answer a request, and put the result into the dock."""
+        """Answer a request, and put the result into the dock; or give it up, if nobody wants it any more."""
         engine, start = self.engine, time.perf_counter()
         with recording(Metrics()), self.channel.dock(f"{self.who}, which validates") as dock:
             try:
                 validator = self.validator
-                engine.wait(int(lease.versions[0]))
-                samples = validator.sample()
+                samples = validator.sample() if self._has_weights(lease) else None
             finally:
                 engine.hold(None)
-            values = validator.score(samples)
-            result = {"version": _version_of([*samples.values()], engine.version), "values": values, "who": self.who,
-                      "answers": validator.answers, "seconds": time.perf_counter() - start}
-            dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(result).encode()], self.channel.rows)}))
+            if samples is not None:
+                self._put_result(dock, lease, samples, start)
             with contextlib.suppress(LeaseLost):  # of two results the dock keeps the first
                 dock.commit(lease)
-        self.under_way = False
+        self.activity = ""
+
+    def _has_weights(self, lease: Lease) -> bool:
+        """Wait for the weights of a request. Return whether they have come: a trainer that has died may have been the
+        only one that had them, and the one that restarts asks for others."""
+        look = paused(_LOOK, self.channel.ranks)
+        while not self.engine.wait(int(lease.versions[0]), look):
+            if self.channel.validation_of(lease) not in self.channel.validations():
+                return False
+        self.activity = VALIDATING
+        return True
+
+    def _put_result(self, dock: DockClient, lease: Lease, samples: dict[str, Samples], start: float) -> None:
+        values = self.validator.score(samples)
+        result = {"version": _version_of([*samples.values()], self.engine.version), "values": values, "who": self.who,
+                  "answers": self.validator.answers, "seconds": time.perf_counter() - start}
+        dock.put(Batch(lease.ids, {RESULT: report_column([json.dumps(result).encode()], self.channel.rows)}))
 
 
 def _version_of(samples: Sequence[Samples], newest: int) -> int:

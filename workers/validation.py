@@ -101,7 +101,7 @@ class Validator(Validations):
         """Return the validator of the role `name`, whose ranks answer as many questions as they sample prompts."""
         layout = plan.layout_of(name, samples=True)
         ours = [task.layout for task in plan.tasks if task.samples and task.role == name and not task.arrives]
-        rows = next((each.rows for each in [*ours, plan.source] if each.dp == layout.dp), ())
+        rows = next((each.proportion for each in [*ours, plan.source] if each.dp == layout.dp), ())
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def ask(self, step: int) -> None:
@@ -174,7 +174,7 @@ def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
     records, share = open_records(path), layout.share(dist.get_rank())
     rows: Sequence[int] = ()
     if share is not None:
-        rows = layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp)
+        rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
     wanted = fields_of(spec.run.data, validation_fields(spec))
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
     mine = list(found.values())

@@ -135,7 +135,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
         write_models(ctx.trained, export)
     else:
         if ctx.rank == 0 and context.resume and worker_context.first:
-            RunFolder.describe(context.path, context.spec, context.plan)  # overrides hold for the next resume too
+            RunFolder.describe(context.path, context.written_spec, context.plan)  # overrides hold for a resume too
         if channel and ctx.rank == 0:
             channel.begin(ctx.first_step)
         done = train(ctx)
@@ -157,7 +157,7 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
-            created = RunFolder.created(context.path, context.spec, context.plan, search, context.agent)
+            created = RunFolder.created(context.path, context.written_spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size())
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--margin", type=float, default=0.1, metavar="SHARE",
                         help="of a device's memory, what is to stay free (default: 0.1)")
     parser.add_argument("--from", metavar="RUN", dest="runs", nargs=1, default=[],
-                        help="count memory as this run has taken it, a few steps on the same kind of device: a folder, "
-                        "as runs/grpo-1; without DAG, what it runs is fitted")
+                        help="count memory as this run has taken it, a few steps on the same kind of device, and "
+                        "never below the plan: a folder, as runs/grpo-1; without DAG, what it runs is fitted")
     parser.set_defaults(plan=None)
 
 
@@ -43,30 +42,45 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidInput(f"--margin {options.margin:g} is no share of a device's memory; give one, as 0.1")
     factor, said = _measured(Path(options.runs[0])) if options.runs else (1.0, "")
     spec = spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
-    found = list(itertools.islice(fit(spec, options.margin, factor), _SHOWN))
-    print("\n".join(_described(spec, found, said)))
+    print("\n".join(_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said)))
     return 0
 
 
-def _described(spec: Spec, found: list[Fit], said: str) -> Iterator[str]:
+def _unlike(spec: Spec, found: Iterable[Fit]) -> dict[tuple[str, ...], Fit]:
+    """Return the first few of what fits, by their rows of the table, without those that look and take the same."""
+    rows: dict[tuple[str, ...], Fit] = {}
+    for each in found:
+        rows.setdefault(_row(spec, each), each)
+        if len(rows) == _SHOWN:
+            break
+    return rows
+
+
+def _row(spec: Spec, found: Fit) -> tuple[str, ...]:
     from planners.heterogeneous.explain import duration
     from planners.heterogeneous.fit import lines
 
+    chosen = found.settings
+    written = {role["generation"]["batch_rows"] for role in lines(spec, chosen)["roles"].values()
+               if "generation" in role}
+    return (str(chosen.micro_batch_tokens), ", ".join(map(str, sorted(written))) or "as it is",
+            *map(_word, (chosen.recompute, chosen.swap, chosen.offload)), str(chosen.sample_tp), str(chosen.train_tp),
+            str(chosen.rollout or "all"), duration(chosen.seconds),
+            f"{found.need / _GIB:.1f} of {found.limit / _GIB:.1f} GiB")
+
+
+def _described(spec: Spec, rows: dict[tuple[str, ...], Fit], said: str) -> Iterator[str]:
+    from planners.heterogeneous.fit import lines
+
+    found = list(rows.values())
     best, device = found[0], next(iter(spec.cluster.devices))
     yield (f"{spec.dag.name} on {spec.cluster.size} × {device}, mode {spec.run.mode} (predictions of the memory plan "
            "and the cost model, not measurements)")
     if said:
         yield said
-    head = ("micro_batch_tokens", "recompute", "swap", "offload", "tp to sample", "tp to train", "sampling ranks",
-            "an iteration", "memory of a rank")
-    rows = []
-    for each in found:
-        chosen = each.settings
-        rows.append((str(chosen.micro_batch_tokens), *(_word(value) for value in (
-            chosen.recompute, chosen.swap, chosen.offload)), str(chosen.sample_tp), str(chosen.train_tp),
-            str(chosen.rollout or "all"), duration(chosen.seconds),
-            f"{each.need / _GIB:.1f} of {each.limit / _GIB:.1f} GiB"))
-    yield from ("", f"what fits, fastest first (the best {len(found)})", *table(rows, head))
+    head = ("micro_batch_tokens", "batch_rows", "recompute", "swap", "offload", "tp to sample", "tp to train",
+            "sampling ranks", "an iteration", "memory of a rank")
+    yield from ("", f"what fits, fastest first (the best {len(found)})", *table(list(rows), head))
     if best.settings.offload:
         yield "nothing fits without `offload`, whose traffic to host memory is not in these seconds"
     yield from ("", "write into the run file", "")
@@ -78,8 +92,8 @@ def _word(value: bool) -> str:
 
 
 def _measured(folder: Path) -> tuple[float, str]:
-    """Return the bytes that a run's ranks have taken at their fullest over those of its plan, and this as a sentence.
-    Raises InvalidInput if it has measured nothing."""
+    """Return the bytes that a run's ranks have taken at their fullest over those of its plan, at least 1, and this as a
+    sentence. Raises InvalidInput if it has measured nothing."""
     from planners.memory import needed
 
     if not (folder / "plan.json").is_file():
@@ -94,9 +108,10 @@ def _measured(folder: Path) -> tuple[float, str]:
     expected = needed([MemoryItem(**item) for item in planned["memory"]]) / _GIB
     if not expected:
         raise InvalidInput(f"the plan of {folder} says nothing of memory, since the sizes of its models are not known")
-    factor = max(peaks) / expected
+    factor = max(1.0, max(peaks) / expected)
+    counted = f"{factor:.2f} times" if factor > 1 else "as planned, since other rows may be longer"
     return factor, (f"{folder} took {max(peaks):.1f} GiB at its fullest in {len(peaks)} steps, and its plan said "
-                    f"{expected:.1f}: memory is counted {factor:.2f} times")
+                    f"{expected:.1f}: memory is counted {counted}")
 
 
 VERBS = {"fit": Verb("choose the settings of memory and speed that fit one kind of device and are fastest by the cost "

@@ -24,6 +24,7 @@ from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan_file import PlacedPlan, read_plan_file
 
 if TYPE_CHECKING:
+    from planners.heterogeneous.alternatives import MachineLoss
     from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.problem import Placement
 
@@ -48,9 +49,10 @@ def _add_lose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lose", metavar="MACHINE", help="what the loss of a machine costs: hopper:2 is the second "
                         "`hopper` of the cluster file, machine:2 the second of all")
     parser.add_argument("--interruptions-hours", type=float, metavar="N", help="with --lose: hours between two "
-                        "interruptions of one machine (default: 6,335, as Llama 3's training had them)")
-    parser.add_argument("--starting", type=float, default=0.0, metavar="SECONDS", help="with --lose: until processes "
-                        "run again after an interruption, which no model knows (default: 0)")
+                        "interruptions of one machine (default: 6,335 · 8 / its devices, as Llama 3's training had "
+                        "them)")
+    parser.add_argument("--starting", type=float, metavar="SECONDS", help="with --lose: until processes run again "
+                        "after an interruption, which no model knows (default: not counted)")
 
 
 def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -359,22 +361,38 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
 def _lost(options: argparse.Namespace, spec: Spec, costed: CostedProblem, placement: Placement,
           plan: PlacedPlan) -> Iterator[str]:
     """Yield what the loss of the machine of `--lose` costs, and of all machines at the rate of interruptions."""
-    from planners.heterogeneous.alternatives import MACHINE_HOURS, chosen_machine, ettr, loss_of, machines_of
+    from planners.heterogeneous.alternatives import chosen_machine, loss_of, machines_of
     from planners.heterogeneous.explain import duration
 
     if not options.lose:
         return
     given, starting = options.interruptions_hours, options.starting
-    hours = MACHINE_HOURS if given is None else given
-    if hours <= 0 or starting < 0:
+    if (given is not None and given <= 0) or (starting or 0.0) < 0:
         raise InvalidInput("--interruptions-hours must be above 0, and --starting at least 0")
     chosen, ranks = chosen_machine(spec.cluster, options.lose), [group.ranks for group in plan.groups]
-    losses = [loss_of(costed, placement, spec.cluster, index, ranks) for index in range(len(machines_of(spec.cluster)))]
+    losses = [loss_of(costed, placement, spec, index, ranks) for index in range(len(machines_of(spec.cluster)))]
     lost = losses[chosen]
-    yield from ("", f"if {lost.machine} is lost", f"  starts again: {lost.restarts}",
-                f"  lost: {duration(lost.seconds - lost.fetching)} of work, half a step on the mean; "
-                f"{duration(lost.fetching)} to bring the state; {starting:g} s to start processes (--starting)")
-    source = "as given" if given else \
-        "Llama 3: 419 unexpected interruptions of 16,384 H100 in 54 days"
-    yield (f"  ETTR {ettr(losses, hours, starting):.4%} with an interruption of each of {len(losses)} machines every "
-           f"{hours:,.0f} h ({source})")
+    starts = "without the start of processes (--starting)" if starting is None else \
+        f"{starting:g} s to start processes (--starting)"
+    yield from ("", f"if {lost.machine} is lost (assumes --board or --store)", f"  starts again: {lost.restarts}")
+    if lost.work == float("inf"):
+        yield ("  lost: all of the run; there is nothing to go on from, with checkpoint.every=0 and no copy of the "
+               "state on a second machine (robust.snapshots and robust.neighbour, of two machines)")
+    else:
+        yield (f"  lost: {duration(lost.work)} of work on the mean; {duration(lost.detecting)} until it is noticed "
+               f"(robust.machine_silence); {duration(lost.fetching)} to bring the state; {starts}")
+    yield _share_of_training(losses, given, starting)
+
+
+def _share_of_training(losses: list[MachineLoss], given: float | None, starting: float | None) -> str:
+    from planners.heterogeneous.alternatives import MACHINE_HOURS, share_of_training
+
+    if any(loss.work == float("inf") for loss in losses):
+        return "  share of time that trains: unknown, since one lost machine ends all work so far"
+    rate = f"every {given:,.0f} h (as given)" if given else \
+        (f"every {MACHINE_HOURS:,.0f} h · 8 / its devices (Llama 3: 419 unexpected interruptions of 16,384 H100 in 54 "
+         "days)")
+    starts = ", without the start of processes" if starting is None else ", start of processes"
+    return (f"  share of time that trains {share_of_training(losses, given, starting or 0.0):.4%}, less work that is "
+            f"done again, detection, bringing the state{starts}, with an interruption of each of {len(losses)} "
+            f"machines {rate}")

@@ -76,7 +76,8 @@ def _repeats(plan: Plan, lineage: Sequence[str]) -> int:
 def _where(task: Task, ranks: int) -> str:
     layout = task.layout
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
-    sizes += f", rows {':'.join(map(str, layout.rows))}" if layout.rows else ", rows measured" * layout.measured
+    rows = ":".join(map(str, layout.proportion)) or "measured" * layout.measured
+    sizes += f", rows {rows}" if rows else ""
     if layout.dp * layout.width == ranks:
         return sizes
     where = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"

@@ -88,6 +88,10 @@ class Robust(Document):
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
     before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""
 
+    @property
+    def replicates(self) -> bool:
+        return self.snapshots and self.neighbour
+
 
 class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
@@ -157,7 +161,8 @@ class Generation(Document):
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
-    """Rows that generate at the same time on one rank."""
+    """Rows that generate at the same time on one rank. With `rollout: hf` on a CPU and 1 a row is sampled bit for bit
+    alike, whatever else is sampled and however long its tools take."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
     batch_invariant: bool = False
@@ -365,7 +370,8 @@ class Parallel(Document):
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
     rows: list[NonNegativeInt] | Literal["measured"] = []
     """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many.
-    measured: by the seconds that each rank takes to sample, corrected every two steps (mode sync)."""
+    measured: by the throughput at which each rank samples, looked at every two steps (mode sync); runs with one seed
+    then need not be equal bit for bit."""
 
     @field_validator("rows", mode="before")
     @classmethod

@@ -193,7 +193,7 @@ class Databuffer:
     def _assign(self, layout: Layout, counts: list[bytes]) -> ShardAssignment:
         if layout not in self.assignments:
             self.assignments[layout], uneven = RowCounts(self.lineage, layout).assign(
-                counts, self.redistributor.host_group.machines, self.balance.current(layout).rows)
+                counts, self.redistributor.host_group.machines, self.balance.current(layout).proportion)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
         return self.assignments[layout]

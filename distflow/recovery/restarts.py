@@ -20,7 +20,8 @@ from distflow.store.interface import Store
 
 _SETTLE, _READ = 5.0, 64
 """Seconds that a rank which missed another waits for that one's failure; failures of an attempt that a rank reads."""
-_SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows"}
+_SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows",
+          "validating": "batch_rows"}
 """By phase of a worker, the setting that decides how much memory it takes."""
 
 
@@ -62,7 +63,7 @@ class Failure:
 
     @property
     def too_large(self) -> str:
-        """The setting of roles that decides how much memory the worker used when it ran out of it; "": none does."""
+        """The setting of roles that decides how much memory the worker took when it ran out of it; "": none does."""
         return _SIZES.get(self.phase, "") if self.out_of_memory else ""
 
 
@@ -76,7 +77,7 @@ class Attempt:
 
     @property
     def halved(self) -> set[str]:
-        """Settings of roles of which this attempt has half: what did not fit the memory is not tried once more."""
+        """Settings of roles of which this attempt takes half, since the memory was too small for the whole."""
         return {failure.too_large for failure in self.failures} - {""}
 
     def pack(self) -> str:
@@ -127,7 +128,9 @@ class RestartCoordinator:
         return Attempt.unpack(found)
 
     def renew(self, attempt: Attempt) -> Attempt:
-        following = replace(attempt, number=attempt.number + 1)
+        """Return the next attempt of a group that has not failed; it takes the settings as they are now."""
+        failures = tuple(replace(failure, out_of_memory=False) for failure in attempt.failures)
+        following = replace(attempt, number=attempt.number + 1, failures=failures)
         return Attempt.unpack(self.store.put_if(str(following.number), following.pack(), None))
 
     def done(self, attempt: Attempt) -> None:

@@ -30,6 +30,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.telemetry.events import record
 from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion, version_of
 
@@ -86,8 +87,8 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class MachineRelays:
-    """Relays of one machine, by number. elected: by version, the relay that pulls it for all, and how often one was
-    elected: so each election changes the text, also one that elects the same relay again."""
+    """Relays of one machine, by number. elected: by version, the relay that pulls it for all, and its term: so each
+    election changes the text, also one that elects the same relay again."""
 
     numbers: tuple[int, ...] = ()
     elected: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class MachineRelays:
     @classmethod
     def unpack(cls, text: str | None) -> MachineRelays:
         numbers, elected = json.loads(text) if text else ((), {})
-        return cls(tuple(numbers), {key: (who, turn) for key, (who, turn) in elected.items()})
+        return cls(tuple(numbers), {key: (who, term) for key, (who, term) in elected.items()})
 
     def joined(self, number: int, who: str) -> MachineRelays:
         """Add a relay; what an earlier process of its name was elected for, it is not."""
@@ -106,8 +107,10 @@ class MachineRelays:
         return MachineRelays((*self.numbers, *{number} - {*self.numbers}), kept)
 
     def after_election(self, key: str, who: str, known: Collection[str]) -> MachineRelays:
-        """Elect a relay for a version, and forget versions that are not `known` any more."""
-        kept = {other: pair for other, pair in self.elected.items() if other in known}
+        """Elect a relay for a version, and forget versions that are older than all that are `known`: others may know
+        newer ones."""
+        oldest = min(map(version_of, {*known, key}))
+        kept = {other: pair for other, pair in self.elected.items() if version_of(other) >= oldest}
         return MachineRelays(self.numbers, kept | {key: (who, self.elected.get(key, ("", 0))[1] + 1)})
 
 
@@ -151,10 +154,11 @@ class Directory:
 
     def _put(self) -> None:
         self.own_key = self.own_key or self._find_key()
-        late = time.monotonic() - self.put_at > self._silence
+        now = time.monotonic()  # others count from when the store has it, which is later
+        late = now - self.put_at > self._silence
         self.mine = replace(self.mine, heartbeat=self.mine.heartbeat + 1, pulling="" if late else self.mine.pulling)
         self.store.put(self.own_key, self.mine.pack())
-        self.put_at = time.monotonic()
+        self.put_at = now
 
     def _find_key(self) -> str:
         """Return the key of this process's entry: a relay that starts again has the same one."""
@@ -186,9 +190,13 @@ class Directory:
         if elected is not None and elected.pulling == key:
             return False
         self.update(pulling=key)
-        after = relays.after_election(key, self.mine.who, self.known).pack()
-        self.machine_text = self.store.put_if(self.machine_key, after, before)
-        if self.machine_text != after:
+        relays = relays.after_election(key, self.mine.who, self.known)
+        after, (_, term) = relays.pack(), relays.elected[key]
+        if self.store.put_if(self.machine_key, after, before) == after:
+            self.machine_text = after
+            if term > 1:
+                record("weights_elected", who=self.mine.who, version=version_of(key), term=term)
+        else:  # `alive` says nothing of whoever has changed the text: it stays as it was read with them
             self.update_later(pulling="")
         return self.mine.pulling == key
 
@@ -271,10 +279,19 @@ class Directory:
         self.relays, self.ranks, found = self.store.add(_RELAYS, 0), max(self.ranks, len(parts)), Holders()
         numbers = range(1, self.relays + 1)
         found.whole = len(numbers) <= SEEN and len(parts) <= SEEN
-        here = MachineRelays.unpack(self.machine_text).numbers
+        seen = {*self._here(), *random.sample(numbers, min(SEEN, len(numbers)))}
         keys = [self.machine_key] if self.mine.machine else []
-        keys += [f"holder/{number}" for number in {*here, *random.sample(numbers, min(SEEN, len(numbers)))}]
-        keys += [f"trainer/{rank}" for rank in parts[:SEEN]]
+        keys += [f"holder/{number}" for number in seen] + [f"trainer/{rank}" for rank in parts[:SEEN]]
+        found.update(self._living(keys))
+        found.update(self._living([f"holder/{number}" for number in self._here() if number not in seen]))  # have joined
+        return found
+
+    def _here(self) -> tuple[int, ...]:
+        return MachineRelays.unpack(self.machine_text).numbers
+
+    def _living(self, keys: Sequence[str]) -> Holders:
+        """Read these entries, and the machine's relays where their key is among them."""
+        found = Holders()
         for key, text in zip(keys, self.store.get_all(keys) if keys else ()):
             if key == self.machine_key:
                 self.machine_text = text

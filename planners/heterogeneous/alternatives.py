@@ -1,8 +1,10 @@
 """Answers the next questions about a placement: alternatives, weights that are sent, memory, price, a lost machine.
 
-What a lost machine costs follows how runs recover: ranks that train start again from the state after the last step,
-with all ranks of mode sync, and rollouts alone. Half a step is lost on the mean, and the state of the lost ranks comes
-over the slowest link from those that are left. How long processes take to start is not in the model.
+What a lost machine costs follows how elastic runs recover: after `machine_silence` seconds ranks
+that train start again, with all ranks of mode sync, and rollouts alone. The state after the last step is in the memory
+of a second machine, so that half a step is lost on the mean; without such a copy it is that of the last
+checkpoint, and half of the steps between two are lost. The state of the lost ranks is counted as brought over the
+slowest link. How long processes take to start is not in the model.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from distflow.config.cluster import Cluster
+from distflow.config.load import Spec
 from distflow.errors import InvalidInput, did_you_mean
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import ranks_of
@@ -20,7 +23,8 @@ from planners.heterogeneous.search import search
 
 _BUDGET = 500
 """Layouts and placements that the search for an alternative looks at."""
-MACHINE_HOURS = 54 * 24 * (16384 // 8) / 419
+_LLAMA_DEVICES = 8
+MACHINE_HOURS = 54 * 24 * (16384 // _LLAMA_DEVICES) / 419
 """Hours between interruptions of one machine of eight GPUs: 54 days · 24 hours · 2,048 machines / 419 unexpected
 interruptions = 6,335, of Llama 3's pre-training on 16,384 H100 (Llama Team 2024, The Llama 3 Herd of Models, §3.3.4).
 """
@@ -90,13 +94,20 @@ def price_of_samples(costed: CostedProblem, cluster: Cluster, seconds: float) ->
 
 @dataclass(frozen=True)
 class MachineLoss:
-    """What restarts when a machine is lost, and the seconds of an iteration's work that are lost; of these `fetching`
-    the state from other machines."""
+    """What restarts when a machine is lost, and the seconds that this costs: of `work` that is done again (infinite:
+    there is nothing to go on from), of `detecting` the loss, and of `fetching` the state. What stops rollouts alone
+    counts by their part of all that sample."""
 
     machine: str
+    devices: int
     restarts: str
-    seconds: float
+    work: float
+    detecting: float
     fetching: float
+
+    @property
+    def seconds(self) -> float:
+        return self.work + self.detecting + self.fetching
 
 
 def machines_of(cluster: Cluster) -> list[tuple[str, range]]:
@@ -121,25 +132,34 @@ def chosen_machine(cluster: Cluster, text: str) -> int:
                        f"{did_you_mean(text, machines[:20], 'Machines')} Or count all:  --lose machine:{len(machines)}")
 
 
-def loss_of(costed: CostedProblem, placement: Placement, cluster: Cluster, index: int,
+def steps_again(spec: Spec) -> float:
+    """Return how many steps are trained again on the mean when a machine that trains is lost; infinite if its state is
+    nowhere else."""
+    robust, every = spec.run.robust, spec.run.checkpoint.every
+    if robust.replicates and len(machines_of(spec.cluster)) > 1:
+        return 0.5
+    return every / 2 if every else math.inf
+
+
+def loss_of(costed: CostedProblem, placement: Placement, spec: Spec, index: int,
             ranks: list[list[int]] | None = None) -> MachineLoss:
     """Return what the loss of a machine costs. `ranks`: of each group; default: those that a plan file gives them."""
-    problem, (name, lost) = costed.problem, machines_of(cluster)[index]
-    restarts, part, fetching = [], 0.0, 0.0
+    problem, (name, lost) = costed.problem, machines_of(spec.cluster)[index]
+    restarts, steps, part, fetching = [], 0.0, 0.0, 0.0
     for group, own in zip(placement.grouping, ranks or ranks_of(problem, placement.subsets)):
         gone = [rank for rank in own if rank in lost]
         if not gone:
             continue
         trains = problem.mode == SYNC or any(problem.tasks[task].kind == TRAIN for task in group)
         share = 1.0 if trains else len(gone) / len(own)
-        part = max(part, share)
+        part, steps = max(part, share), max(steps, steps_again(spec) if trains else share / 2)
         fetching = max(fetching, max(_fetched(costed, placement, task, len(gone) / len(own)) for task in group))
         names = ", ".join(problem.tasks[task].name for task in group)
         restarts.append(f"all {len(own)} ranks of {names}" if trains else f"{len(gone)} of {len(own)} ranks of {names}")
     if problem.mode == SYNC and restarts:
         restarts = [f"all {sum(map(sum, placement.subsets))} ranks: mode sync runs one chain"]
-    return MachineLoss(name, "; ".join(restarts) or "nothing: no rank of it is used",
-                       part * placement.seconds / 2 + fetching, fetching)
+    return MachineLoss(name, len(lost), "; ".join(restarts) or "nothing: no rank of it is used",
+                       steps * placement.seconds, part * spec.run.robust.machine_silence, fetching)
 
 
 def _fetched(costed: CostedProblem, placement: Placement, number: int, part: float) -> float:
@@ -149,8 +169,20 @@ def _fetched(costed: CostedProblem, placement: Placement, number: int, part: flo
     return costed.costs.network.weights(layout.sites, layout.sites).seconds(nbytes)
 
 
-def ettr(losses: list[MachineLoss], hours: float, starting: float = 0.0) -> float:
-    """Return the share of the time that is effective if each machine is interrupted once in so many hours.
-    `starting`: seconds until the processes of a loss run again."""
-    lost = sum(loss.seconds + starting for loss in losses if loss.seconds)
-    return 1 / (1 + lost / (hours * 3600))
+def hours_of(loss: MachineLoss) -> float:
+    """Return the hours between interruptions of a machine, in proportion to its devices as Llama 3's training had
+    them."""
+    return MACHINE_HOURS * _LLAMA_DEVICES / loss.devices
+
+
+def share_of_training(losses: list[MachineLoss], hours: float | None, starting: float = 0.0) -> float:
+    """Return the share of all time that is left to train if each machine is interrupted once in so many hours: without
+    what interruptions cost, work that is done again included. It is not the ETTR of a run, by which the ranks of other
+    groups count as effective meanwhile, and so does work that is done twice.
+
+    Args:
+        hours: between interruptions of a machine; None: by `hours_of`.
+        starting: seconds until the processes of a loss run again.
+    """
+    lost = math.fsum((loss.seconds + starting) / (3600 * (hours or hours_of(loss))) for loss in losses if loss.seconds)
+    return 1 / (1 + lost)

@@ -37,8 +37,8 @@ _SLICES = (1, 2, 4, 8)
 _MICRO_TOKENS = tuple(2**power for power in range(11, 18))
 _HOST = 2.0**60
 """Bytes of memory, more than any model takes: what is offloaded does not lie on the device."""
-_TURNS = (1, 2, 4, 8)
-"""Turns in which a rank may sample its rows, with a cache for those of one."""
+_SAMPLING_PASSES = (1, 2, 4, 8)
+"""Passes in which a rank may sample its rows, one after the other, with a cache for those of one."""
 
 
 @dataclass(frozen=True)
@@ -139,20 +139,20 @@ def _candidates(spec: Spec, problem: Problem, offload: bool) -> Iterator[Setting
                 rollout = 0 if problem.mode == SYNC else sum(
                     sum(subset) for group, subset in zip(placement.grouping, placement.subsets)
                     if all(tasks[task].kind == GENERATE for task in group))
-                for (rows, sampled), swap in product(_turns(spec, costed, placement),
+                for (rows, sampled), swap in product(_rows_at_once(spec, costed, placement),
                                                      (False, True) if colocated else (False,)):
                     yield Settings(micro, recompute, swap, offload, sample_tp, train_tp, rollout, rows,
                                    _seconds(costed, sampled, swap))
 
 
-def _turns(spec: Spec, costed: CostedProblem, placement: Placement) -> Iterator[tuple[int, Placement]]:
+def _rows_at_once(spec: Spec, costed: CostedProblem, placement: Placement) -> Iterator[tuple[int, Placement]]:
     """Yield the rows that a rank samples at once, and the placement with a cache for so many. vLLM and SGLang page
     theirs and need no setting."""
     tasks = costed.problem.tasks
     most = max((max(layout.rows) for task, layout in zip(tasks, placement.layouts) if task.kind == GENERATE), default=0)
     paged = any((settings := spec.settings_of(task.role)) and settings.rollout != "hf" for task in tasks
                 if task.kind == GENERATE)
-    for rows in dict.fromkeys(-(-most // turns) for turns in (_TURNS if most and not paged else (1,))):
+    for rows in dict.fromkeys(-(-most // passes) for passes in (_SAMPLING_PASSES if most and not paged else (1,))):
         if rows == most:
             yield most, placement
             continue
@@ -223,25 +223,30 @@ def _role_settings(spec: Spec, name: str, settings: Settings) -> dict[str, Any]:
 def _splits(spec: Spec, settings: Settings) -> dict[str, int]:
     """Return the tp of each node with a model that is split."""
     found = {}
-    for task in plan(_alike(spec, None), 1).tasks if max(settings.sample_tp, settings.train_tp) > 1 else ():
+    for task in plan(_unplaced(spec), 1).tasks if max(settings.sample_tp, settings.train_tp) > 1 else ():
         tp = settings.sample_tp if task.samples else settings.train_tp
         if task.type != "COMPUTE" and tp > 1:
             found[task.node] = tp
     return found
 
 
-def _alike(spec: Spec, memory_gib: float | None) -> Spec:
+def _unplaced(spec: Spec) -> Spec:
+    """Return the spec for one rank in mode sync, of which any DAG can be planned to find what its nodes are."""
+    run = spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []})
+    return replace(_on_alike_ranks(spec, None), run=run)
+
+
+def _on_alike_ranks(spec: Spec, memory_gib: float | None) -> Spec:
     """Return the spec for ranks that are alike, as all are here, with their memory."""
-    run = spec.run if memory_gib else spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []})
-    cluster = spec.cluster.model_copy(update={"machines": {}, "devices": {}, "memory_gib": memory_gib})
-    return replace(spec, run=run, cluster=cluster)
+    return replace(spec, cluster=spec.cluster.model_copy(
+        update={"machines": {}, "devices": {}, "memory_gib": memory_gib}))
 
 
 def _need(spec: Spec, settings: Settings) -> tuple[float, str]:
     """Return the bytes of the fullest rank; infinite, and why, if no such run is planned."""
     memory_gib = next(iter(spec.cluster.devices.values())).memory_gib
     try:
-        made = plan(_alike(applied(spec, settings), memory_gib), spec.cluster.size or 1)
+        made = plan(_on_alike_ranks(applied(spec, settings), memory_gib), spec.cluster.size or 1)
     except InvalidInput as error:
         return math.inf, error.mistakes[0].what
     return most_needed(made), ""

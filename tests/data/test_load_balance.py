@@ -1,8 +1,9 @@
-"""Measured shares: they meet where all ranks take equally long, from any start, and no share is ever empty."""
+"""Measured shares: they meet where all ranks take equally long, are never worse than equal ones, and none is empty."""
 
 from __future__ import annotations
 
 import json
+from random import Random
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 
 from distflow.data.dataloader import Dataloader
 from distflow.data.load_balance import WINDOW, LoadBalance, divided
-from distflow.plan import Layout
+from distflow.plan import MEASURED, Layout
 
-TWO = Layout(2, measured=True)
+TWO = Layout(2, rows=MEASURED)
 
 
 def go_on(balance: LoadBalance, speeds: list[float], steps: int, fixed: float = 0.0, layout: Layout = TWO,
@@ -30,35 +31,88 @@ def go_on(balance: LoadBalance, speeds: list[float], steps: int, fixed: float = 
     return taken
 
 
-@pytest.mark.parametrize(("speeds", "fixed", "expected"), [
-    ([1.0, 0.5], 0.0, (16, 8)), ([1.0, 0.25], 0.0, (19, 5)), ([0.25, 1.0], 0.0, (5, 19)), ([1.0, 0.5], 6.0, (18, 6))])
-def test_shares_go_where_all_take_equally_long(speeds, fixed, expected):
+def noisy(seed: int, deviation: float = 0.2):
+    random = Random(seed)
+    return lambda step, rank: max(0.1, random.gauss(1, deviation))
+
+
+def slowest(rows: list[int], speeds: list[float], fixed: float) -> float:
+    return max((fixed + count) / speed for count, speed in zip(rows, speeds))
+
+
+@pytest.mark.parametrize(("speeds", "fixed", "best"), [
+    ([1.0, 0.5], 0.0, 16), ([1.0, 0.25], 0.0, 20), ([0.25, 1.0], 0.0, 20), ([1.0, 0.5], 6.0, 24)])
+def test_shares_go_where_all_take_equally_long(speeds, fixed, best):
     balance = LoadBalance(2, 24, [TWO])
-    assert balance.current(TWO) == TWO, "equal until there is something measured"
-    taken = go_on(balance, speeds, 1 + 5 * WINDOW, fixed)
-    assert balance.current(TWO).rows == expected
-    assert max(taken[-1]) <= 0.8 * max(taken[0])
-    go_on(balance, [1.0, 1.0], 5 * WINDOW)
-    assert balance.current(TWO).rows == (12, 12), "a rank that is quick again gets its rows back"
+    assert balance.current(TWO) == Layout(2), "equal until there is something measured"
+    taken = go_on(balance, speeds, 12 * WINDOW, fixed)
+    assert max(taken[5 * WINDOW]) <= 1.15 * best
+    assert max(taken[-1]) == best
+    go_on(balance, [1.0, 1.0], 25 * WINDOW)
+    assert balance.current(TWO).rows in ((12, 12), (13, 11), (11, 13)), "a rank that is quick again gets rows back"
+
+
+@pytest.mark.parametrize("fixed", [0.0, 10.0, 240.0])
+@pytest.mark.parametrize("slow", [1.0, 0.9, 0.8, 0.5, 0.25])
+def test_shares_are_never_worse_than_equal_ones_whatever_part_of_the_time_depends_on_rows(slow, fixed):
+    speeds = [1.0, slow]
+    best = min(slowest([rows, 24 - rows], speeds, fixed) for rows in range(1, 24))
+    for seed in range(4):
+        balance = LoadBalance(2, 24, [TWO])
+        go_on(balance, speeds, 200, fixed, noise=noisy(seed))
+        rows = [len(balance.current(TWO).cut(24, share)) for share in (0, 1)]
+        assert slowest(rows, speeds, fixed) <= 1.05 * slowest([12, 12], speeds, fixed), seed
+        assert min(rows) >= 3, "a quarter of an equal share"
+        if not fixed:
+            assert slowest(rows, speeds, fixed) <= 1.1 * best, seed
+
+
+@pytest.mark.parametrize("slow", [1.0, 0.9])
+def test_shares_do_not_run_away_where_seconds_hardly_depend_on_rows(slow):
+    for noise in (0.0, 0.2):
+        balance = LoadBalance(2, 24, [TWO])
+        go_on(balance, [1.0, slow], 50, 240.0, noise=noisy(1, noise))
+        assert balance.current(TWO).cut(24, 1) in (range(12, 24), range(13, 24), range(11, 24)), noise
+
+
+def test_of_many_alike_ranks_none_loses_rows_by_chance():
+    layout = Layout(32, rows=MEASURED)
+    balance = LoadBalance(32, 256, [layout])
+    go_on(balance, [1.0] * 32, 100, layout=layout, noise=noisy(0))
+    assert slowest([len(balance.current(layout).cut(256, share)) for share in range(32)], [1.0] * 32, 0.0) == 8
+
+
+def test_a_rank_that_becomes_slow_later_gives_rows_away():
+    balance = LoadBalance(2, 24, [TWO])
+    go_on(balance, [1.0, 0.5], 100)
+    go_on(balance, [0.5, 1.0], 25 * WINDOW)
+    assert balance.current(TWO).rows in ((8, 16), (9, 15), (7, 17))
+
+
+def test_what_changes_of_shares_bring_shows_how_much_depends_on_rows():
+    balance = LoadBalance(2, 24, [TWO])
+    go_on(balance, [1.0, 0.5], 30, 10.0)
+    assert balance.slope == pytest.approx(12 / 22, abs=0.1)
+    assert balance.current(TWO).rows == (19, 5), "as quick as can be: 29 and 30 seconds"
 
 
 def test_the_first_step_of_a_worker_says_nothing():
     balance = LoadBalance(2, 24, [TWO])
     assert not balance.record([(100.0, 12), (1.0, 12)])
     go_on(balance, [1.0, 1.0], 2 * WINDOW)
-    assert balance.current(TWO) == TWO
+    assert balance.current(TWO) == Layout(2)
 
 
 def test_one_slow_step_moves_few_rows():
     balance = LoadBalance(2, 24, [TWO])
     go_on(balance, [1.0, 1.0], 1 + WINDOW, noise=lambda step, rank: 50.0 if (step, rank) == (WINDOW, 1) else 1.0)
-    assert min(balance.current(TWO).rows) >= 7
+    assert min(len(balance.current(TWO).cut(24, share)) for share in (0, 1)) >= 7
     go_on(balance, [1.0, 1.0], 3 * WINDOW)
-    assert balance.current(TWO).rows in ((12, 12), (13, 11))
+    assert balance.current(TWO).rows in ((), (12, 12), (13, 11))
 
 
 def test_a_share_is_as_slow_as_its_slowest_rank():
-    split, alone = Layout(2, tp=2, measured=True), Layout(4, measured=True)
+    split, alone = Layout(2, tp=2, rows=MEASURED), Layout(4, rows=MEASURED)
     balance = LoadBalance(4, 24, [split, alone])
     for _ in range(1 + 6 * WINDOW):
         balance.record([(1.0, 6), (1.0, 6), (1.0, 6), (3.0, 6)])
@@ -67,28 +121,28 @@ def test_a_share_is_as_slow_as_its_slowest_rank():
     assert balance.current(Layout(4, rows=(1, 2, 3, 4))).rows == (1, 2, 3, 4), "others stay as they are"
 
 
-def test_a_rank_that_has_sampled_nothing_keeps_its_pace():
-    balance = LoadBalance(3, 24, [Layout(3, measured=True)])
+def test_a_rank_that_has_sampled_nothing_keeps_its_cost():
+    balance = LoadBalance(3, 24, [Layout(3, rows=MEASURED)])
     for _ in range(1 + WINDOW):
         balance.record([(1.0, 8), (0.0, 0), (1.0, 8)])
-    assert balance.paces == [1.0, 1.0, 1.0]
+    assert balance.costs == [1.0, 1.0, 1.0]
     for _ in range(WINDOW):
         balance.record([(0.0, 0)] * 3)
-    assert balance.paces == [1.0, 1.0, 1.0]
+    assert balance.costs == [1.0, 1.0, 1.0]
 
 
 @settings(max_examples=100)
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.integers(0, 60))
-def test_every_share_has_rows_and_none_could_take_one_from_the_last_that_is_done(paces, more):
-    count = len(paces) + more
-    rows = divided(count, paces)
+def test_every_share_has_rows_and_none_could_take_one_from_the_last_that_is_done(costs, more):
+    count, shares = len(costs) + more, len(costs)
+    rows, least, most = divided(count, costs), max(1, count // (4 * shares)), -(-4 * count // shares)
     assert sum(rows) == count
-    assert min(rows) >= 1
-    last = max(range(len(paces)), key=lambda share: rows[share] / paces[share])
-    done = rows[last] / paces[last]
-    assert rows[last] == 1 or all((rows[share] + 1) / paces[share] >= done * (1 - 1e-9)
-                                  for share in range(len(paces)) if share != last)
-    assert [len(Layout(len(paces), rows=rows).cut(count, share)) for share in range(len(paces))] == [*rows]
+    assert least <= min(rows) <= max(rows) <= most
+    last = max((share for share in range(shares) if rows[share] > least), default=None,
+               key=lambda share: rows[share] * costs[share])
+    assert last is None or all((rows[share] + 1) * costs[share] >= rows[last] * costs[last] * (1 - 1e-9)
+                               for share in range(shares) if share != last and rows[share] < most)
+    assert [len(Layout(shares, rows=rows).cut(count, share)) for share in range(shares)] == [*rows]
 
 
 class Numbers:
@@ -121,8 +175,8 @@ def test_a_worker_goes_on_with_the_shares_of_the_one_before():
 
 
 def test_on_other_ranks_it_begins_with_equal_shares():
-    one, three = LoadBalance(2, 24, [TWO]), LoadBalance(3, 24, [Layout(3, measured=True)])
+    one, three = LoadBalance(2, 24, [TWO]), LoadBalance(3, 24, [Layout(3, rows=MEASURED)])
     go_on(one, [1.0, 0.5], 1 + WINDOW)
     three.load_state_dict(one.state_dict())
-    assert three.paces == [1.0] * 3
+    assert three.costs == [1.0] * 3
     assert loaders(LoadBalance(2, 24))[0].state_dict() == {"position": 0}, "without measured layouts nothing is saved"

@@ -11,7 +11,7 @@ from planning import DIAMOND, node
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from distflow.plan import Layout
+from distflow.plan import MEASURED, Layout
 from planners import plan
 
 JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
@@ -48,14 +48,14 @@ def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> Non
     assert plan.layout_of("critic", samples=False) == Layout(4)
 
 
-MEASURED = ["layouts={rollout: {rows: measured}, update: {rows: measured}}"]
+TWO_NODES = ["layouts={rollout: {rows: measured}, update: {rows: measured}}"]
 
 
 def test_nodes_without_a_model_leave_rows_where_measured_shares_have_them() -> None:
-    layouts = {task.node: task.layout for task in plan(load("grpo", None, MEASURED), 4).tasks}
-    own = Layout(4, measured=True)
+    layouts = {task.node: task.layout for task in plan(load("grpo", None, TWO_NODES), 4).tasks}
+    own = Layout(4, rows=MEASURED)
     assert layouts == {"rollout": own, "reward": own, "advantage": own, "update": own, "reference": Layout(4)}
-    named = plan(load("grpo", None, [*MEASURED, "layouts.reward.dp=2"]), 4)
+    named = plan(load("grpo", None, [*TWO_NODES, "layouts.reward.dp=2"]), 4)
     assert {task.node: task.layout for task in named.tasks} == layouts | {
         "reward": Layout(2), "advantage": Layout(4)}, "what a node follows is what it reads"
 
@@ -64,8 +64,8 @@ def test_a_split_models_measured_rows_are_shared_by_its_ranks() -> None:
     layouts = {"update": {"tp": 2, "rows": "measured"}}
     found = plan(load("ppo", None, [f"layouts={layouts}", "layouts.reference.rows=measured"]), 4)
     layouts = {task.node: task.layout for task in found.tasks}
-    assert layouts["update"] == layouts["reference"] == Layout(2, tp=2, measured=True)
-    assert layouts["advantage"] == Layout(4, measured=True)
+    assert layouts["update"] == layouts["reference"] == Layout(2, tp=2, rows=MEASURED)
+    assert layouts["advantage"] == Layout(4, rows=MEASURED)
     assert layouts["reward"] == layouts["rollout"] == Layout(4)
 
 
@@ -75,7 +75,7 @@ def test_a_split_models_measured_rows_are_shared_by_its_ranks() -> None:
     ("grpo", ["data.batch=3"], "has `rows: measured` with 4 shares, and a step's 3 prompts are too few for them"),
     ("grpo", ["layouts.update.rows=[2, 1]"], "says the rows of 2 shares, and 4 ranks make 4")])
 def test_measured_shares_that_cannot_be_are_refused_with_a_remedy(dag: str, more: list[str], says: str) -> None:
-    nodes = MEASURED if dag == "grpo" else ["layouts={update: {rows: measured}}"]
+    nodes = TWO_NODES if dag == "grpo" else ["layouts={update: {rows: measured}}"]
     with pytest.raises(InvalidInput, match=says) as error:
         plan(load(dag, None, [*nodes, *more]), 4)
     for mistake in error.value.mistakes:

@@ -219,3 +219,11 @@ def test_three_processes_that_fail_at_once_begin_the_same_attempts():
     zero, one, two = run_ranks(3, fail_at_once, store.port)
     assert zero == one == two
     assert [each.rank for each in Attempt.unpack(zero[-1]).failures] == [number % 3 for number in range(1, 21)]
+
+
+def test_new_settings_are_taken_whole(store):
+    rank = rank_of(store, 0)
+    attempt = rank.next(Attempt(), FULL)
+    assert attempt.halved == {"micro_batch_tokens"}
+    assert rank.next(attempt, failed()).halved == {"micro_batch_tokens"}
+    assert not rank.renew(Attempt(7, attempt.failures)).halved

@@ -5,10 +5,12 @@ They are forked from a server that has imported everything already: a process of
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,11 @@ class Mover:
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
+
+    def wait_until_stopped(self) -> None:
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert self.process.is_alive()
+            time.sleep(0.01)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -190,9 +197,20 @@ class Pulling(Serving):
         good = right(dict(weights.tensors()), weights.version, mib, ranks, given.get("wanted"), same=same, every=every)
         return {"version": weights.version, "right": good}
 
-    def hold_lease(self, seconds: float) -> None:
-        """From now on another of this machine may take its lease after so many seconds without a heartbeat."""
+    def be_patient(self, seconds: float) -> None:
+        """From now on take others for dead, and an own lease for lost, after so many seconds without a heartbeat."""
         self.puller.directory.dead = seconds
+
+    def doubt(self, who: str, seconds: float) -> None:
+        """From now on take this one for dead after so many seconds without a heartbeat."""
+        from distflow.telemetry.heartbeat import Silence
+
+        class Doubted(Silence):
+            def of(self, counter: object) -> float:
+                return math.inf if super().of(counter) > seconds else 0.0
+
+        directory = self.puller.directory
+        directory.silences[f"holder/{directory.store.get(f'relay/{who}')}"] = Doubted()
 
     def keep(self, version: int, mib: float) -> None:
         """Keep only the tensors of this version."""
@@ -206,17 +224,37 @@ class Pulling(Serving):
 
     def die_pulling(self, chunks: int) -> None:
         """End when so many chunks have been received."""
-        from distflow.weights.chunk_store import ChunkStore
+        _at_chunk(chunks, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-        verify, left = ChunkStore.verify, [chunks]
+    def stop_pulling(self, chunks: int, lease: float) -> None:
+        """Stand still when so many chunks have been received, between two heartbeats; go on when the next one has found
+        that the lease, of so many seconds, was lost."""
+        directory = self.puller.directory
 
-        def count(chunks: Any, chunk: Any, found: bytes) -> bool:
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return verify(chunks, chunk, found)
+        def stand_still() -> None:
+            with directory.lock:
+                patience, directory.dead = directory.dead, lease
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while directory.mine.pulling:
+                time.sleep(0.01)
+            directory.dead = patience
 
-        ChunkStore.verify = count
+        _at_chunk(chunks, stand_still)
 
     def newest(self) -> dict[str, Any]:
         return {"newest": self.puller.newest()}
+
+
+def _at_chunk(number: int, act: Callable[[], None]) -> None:
+    """Act when this process has received so many chunks."""
+    from distflow.weights.chunk_store import ChunkStore
+
+    verify, left = ChunkStore.verify, [number]
+
+    def count(chunks: Any, chunk: Any, found: bytes) -> bool:
+        left[0] -= 1
+        if not left[0]:
+            act()
+        return verify(chunks, chunk, found)
+
+    ChunkStore.verify = count

@@ -2,11 +2,14 @@
 
 import contextlib
 import hashlib
+import math
+import time
 
 import pytest
 from stores import CountingStore, client
 from weights.movers import half
 
+from distflow.weights import directory
 from distflow.weights.directory import Directory, HeldChunks, MachineRelays, SourceEntry
 from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
@@ -24,9 +27,12 @@ def trainer(mover):
 
 @pytest.fixture
 def machine(mover):
-    def start(name, ranks, **more):
-        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(ranks)]
+    def start(name, ranks, first=0, **more):
+        """No heartbeat is ever late, unless a test says so."""
+        made = [mover("puller", who=f"{name}{rank}", machine=name, **more) for rank in range(first, first + ranks)]
         assert [rank.ask("newest") for rank in made] == [{"newest": -1}] * ranks, "all have joined"
+        for rank in made:
+            rank.ask("be_patient", seconds=3600.0)
         return made
 
     return start
@@ -81,26 +87,25 @@ def test_another_takes_over_when_the_elected_rank_is_killed(trainer, machine, ev
     assert [rank.answer() for rank in rest] == [{"version": 1, "right": True}] * others
     found = {who: crossed(event) for who, event in last_pulls(events).items() if crossed(event)}
     assert [*elected_of(store, "a").values()] == [(who, 2) for who in found], "the second election"
+    assert [(event["who"], event["version"], event["term"]) for event in events("weights_elected")] == \
+        [(who, 1, 2) for who in found], "the first is no event"
     assert 0 < sum(found.popitem()[1].values()) <= WHOLE - RUN
     assert len({tuple(rank.ask("files")["files"]) for rank in rest}) == 1
 
 
 def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machine, events, store):
     """When it goes on, it does so with what the other one has pulled."""
-    first, second = machine("a", 2, deadline=1.0)
-    for rank in (first, second):
-        rank.ask("hold_lease", seconds=1.5)
+    [first], [second] = machine("a", 1, deadline=60.0), machine("a", 1, first=1, deadline=1.0)
     trainer.ask("publish", version=1, mib=MIB)
-    trainer.ask("tire", seconds=0.5)
-    first.send("pull", mib=MIB)
-    begun(trainer)
-    first.stop()
+    first.ask("stop_pulling", chunks=3, lease=1.5)
+    second.ask("doubt", who="a0", seconds=1.5)
+    first.send("pull", mib=MIB).wait_until_stopped()
     assert second.ask("pull", mib=MIB) == {"version": 1, "right": True}
     sent = trainer.ask("sent")["sent"]
     first.go_on()
     assert first.answer() == {"version": 1, "right": True}
     pulls = last_pulls(events)
-    assert [*elected_of(store, "a").values()] == [("a1", 2)]
+    assert [who for who, _ in elected_of(store, "a").values()] == ["a1"]
     assert "a1" in pulls["a0"]["sources"]
     assert trainer.ask("sent")["sent"] <= sent + 2 * RUN, "what it had requested before"
 
@@ -115,7 +120,7 @@ def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, eve
     assert ranks[2].ask("pull", mib=mib) == {"version": 1, "right": True}
     assert [crossed(last_pulls(events)[f"a{rank}"]) for rank in range(3)] == [{"trainer-0": mib << 19}] * 2 + [{}]
     assert trainer.ask("sent")["sent"] == mib << 20
-    assert [turn for _, turn in elected_of(store, "a").values()] == [2], "one after the other"
+    assert [term for _, term in elected_of(store, "a").values()] == [2], "one after the other"
 
 
 def test_a_rank_that_is_alone_pays_nothing(store, token, monkeypatch):
@@ -145,12 +150,19 @@ KEY = "3.attempt"
 
 
 @pytest.fixture
-def ranks(store):
+def make(store):
     def make(who):
-        one = Directory(store, SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),)))
+        """No heartbeat is ever late, unless a test says so."""
+        entry = SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),))
+        one = Directory(store, entry, dead=math.inf)
         one.update()
         return one
 
+    return make
+
+
+@pytest.fixture
+def ranks(make):
     return [make(who) for who in "abc"]
 
 
@@ -173,23 +185,69 @@ def test_of_two_that_see_the_same_one_is_elected(ranks):
     for first, second in ((0, 1), (1, 0), (1, 2)):
         seen = [ranks[number].holders() for number in (first, second)]
         assert ranks[first].elect(KEY, seen[0])
-        assert not ranks[second].elect(KEY, seen[1])
+        assert [ranks[second].elect(KEY, seen[1]) for _ in range(2)] == [False] * 2, "until it has looked again"
         assert elect(ranks[second]) is False
         ranks[first].update(pulling="")
+
+
+def test_an_election_for_an_older_version_leaves_that_of_a_newer_one(ranks):
+    """The rank that pulls the older one may not know the newer one yet."""
+    assert elect(ranks[0], "4.attempt")
+    assert elect(ranks[1], KEY)
+    assert not elect(ranks[2], "4.attempt")
+
+
+def test_an_election_forgets_only_what_is_older_than_all_known_versions():
+    before = MachineRelays((1, 2, 3), {"2.a": ("a", 1), "3.a": ("b", 1), "5.b": ("c", 2)})
+    assert before.after_election("4.a", "a", {"4.a", "3.a"}).elected == \
+        {"3.a": ("b", 1), "4.a": ("a", 1), "5.b": ("c", 2)}
+
+
+def test_a_rank_that_has_just_joined_can_be_the_elected_one(ranks, make, monkeypatch):
+    """Also where those that read know of too many relays to look at all of them."""
+    monkeypatch.setattr(directory, "SEEN", 0)
+    assert "d" not in ranks[0].holders()
+    assert elect(new := make("d"))
+    assert new.mine.pulling == KEY
+    assert not elect(ranks[0])
 
 
 def test_a_rank_without_heartbeat_loses_the_lease_and_knows_it(ranks):
     first, second, _ = ranks
     assert elect(first)
     assert not elect(second)
-    first.dead = second.dead = 0.2
-    while not elect(second):
-        assert first.mine.pulling == KEY
+    second.dead = 0.0
+    assert "a" not in second.holders(), "no heartbeat between two looks"
+    second.dead = math.inf
+    assert elect(second)
+    first.dead = 0.0
     first.update(source="another")
     assert first.mine.pulling == ""
+    first.dead = math.inf
     assert second.holders()["a"].pulling == ""
     second.update(source="yet another")
     assert not elect(first)
+
+
+def test_a_lease_that_is_lost_while_a_heartbeat_is_sent_is_lost(ranks, monkeypatch):
+    first, second, _ = ranks
+    assert elect(first)
+    put = first.store.put
+
+    def stand_still(key, value):
+        put(key, value)
+        begin, second.dead = time.monotonic(), 0.0
+        second.holders()
+        assert "a" not in second.holders()
+        second.dead = math.inf
+        assert elect(second)
+        first.dead = time.monotonic() - begin
+
+    with monkeypatch.context() as patched:
+        patched.setattr(first.store, "put", stand_still)
+        first.update(source="another")
+    first.update(source="yet another")
+    assert first.mine.pulling == ""
 
 
 def test_a_rank_that_starts_again_is_not_the_elected_one(ranks, store):

@@ -64,4 +64,6 @@ def test_what_did_not_fit_the_memory_is_halved(written):
     whole, halved = before.spec.run.roles["actor"], before.smaller({"batch_rows"}).spec.run.roles["actor"]
     assert (halved.generation.batch_rows, halved.micro_batch_tokens) == (
         whole.generation.batch_rows // 2, whole.micro_batch_tokens)
-    assert before.smaller({"micro_batch_tokens"}).spec.run.roles["actor"].micro_batch_tokens == 32
+    smaller = before.smaller({"micro_batch_tokens"})
+    assert smaller.spec.run.roles["actor"].micro_batch_tokens == 32
+    assert smaller.written_spec is before.spec, "the run's files keep the whole"

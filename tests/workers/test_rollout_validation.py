@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -12,10 +15,22 @@ import torch
 from stores import hosted
 
 from distflow.data.batch import Batch
-from distflow.dock import StorageShardServer
+from distflow.dock import StorageShardServer, TimedOut
+from distflow.errors import EngineError
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_reader import RunReader
-from workers.rollout_channel import ORDER, RESULT, VALIDATION, RolloutChannel, consumers_of, report_column
+from workers.engines.shared_engine import SharedEngine
+from workers.rollout import RolloutContext
+from workers.rollout_channel import (
+    ORDER,
+    RESULT,
+    VALIDATING,
+    VALIDATION,
+    RolloutChannel,
+    consumers_of,
+    report_column,
+)
 from workers.rollout_validation import RolloutValidation, ValidationRequests, unanswered
 from workers.validation import MISSING
 
@@ -55,12 +70,66 @@ def requests(channel, alone, tmp_path):
         each.close()
 
 
+class Rollout:
+    """The part of a rollout's loop that validates, with a real engine that nothing drives."""
+
+    def __init__(self, channel: RolloutChannel, version: int, pool: ThreadPoolExecutor):
+        self.dock = channel.dock("rollout 1")
+        self.engine = SharedEngine(SimpleNamespace(generation=None, end_tokens=(), version=version))
+        self.may_sample = threading.Event()
+        role = SimpleNamespace(name="actor", shared_engine=self.engine)
+        self.validation = RolloutValidation(None, role, channel, "rollout 1")
+        self.validation.validator = SimpleNamespace(sample=self._sample, score=lambda samples: {"validation/held": 0.5},
+                                                    answers={})
+        self.jobs: list[Future] = []
+        self.loop = SimpleNamespace(leases={}, awaited={}, doing="sampling", validation=self.validation, validating="",
+                                    pool=pool, _notice=self.jobs.append)
+
+    def pull(self, version: int) -> None:
+        self.engine.rollout.version = version
+        self.engine._announce_version()
+
+    def turn(self) -> float | None:
+        """Do what the loop does between two prompts. Return how long it would wait for the next one."""
+        RolloutContext._renew_leases(self.loop, self.dock)
+        return RolloutContext._validate(self.loop, self.dock)
+
+    def turn_until(self, done: Callable[[], object]) -> None:
+        until = time.monotonic() + 60.0
+        while not done():
+            assert time.monotonic() < until, "nothing has ended the wait"
+            self.turn()
+
+    def _sample(self):
+        assert self.may_sample.wait(60.0)
+        return {"held": SimpleNamespace(versions=SimpleNamespace(values=torch.tensor([self.engine.version] * 3)))}
+
+
+@pytest.fixture
+def rollout(channel):
+    """`rollout(version)`: one that has this version of the weights."""
+    opened = []
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda version: opened.append(Rollout(channel, version, pool)) or opened[-1]
+        for each in opened:
+            each.may_sample.set()
+            each.engine._fail(EngineError("the test is over"))
+    for each in opened:
+        each.dock.close()
+
+
 def after(requests: ValidationRequests, step: int):
     """What is noted after a step; validation is due after each second one."""
     requests.role.version = 10 * step
     if step % EVERY == 0 and step not in requests.known:
         requests.ask(step)
     return [(each.step, each.asked, each.values) for each in requests.results(step)]
+
+
+def request_status(channel: RolloutChannel) -> dict[str, int]:
+    """Return what the dock says of requests to validate."""
+    with channel.dock("all") as dock:
+        return dock.status()[0]["indexes"][VALIDATION]
 
 
 def answer(channel: RolloutChannel, version: int, value: float, who: str = "rollout 1"):
@@ -116,16 +185,76 @@ def test_only_what_nobody_works_on_is_missing_and_it_is_said_what_became_of_it(c
     mine = requests(limit=0.1)
     mine.ask(0)
     with channel.dock("rollout 7") as holder:
+        holder.report_activity(VALIDATING)
         holder.lease(VALIDATION, ROWS)
         begun = time.monotonic()
         while time.monotonic() < begun + 0.3:
             assert not list(mine.results(0)), "its holder works on it, three times as long as `wait_limit`"
+    until = time.monotonic() + 60.0
     while not (outcomes := list(mine.results(0))):
         assert mine.open
+        assert time.monotonic() < until, "nobody works on it any more"
     outcome, = outcomes
     assert outcome.missing.startswith("no rollout works on it, or has for 0.1 s (`wait_limit` of the run file)")
     assert "are ready, and no process has leased them" in outcome.missing
     assert not mine.open
+
+
+def test_a_rollout_that_waits_for_its_weights_does_not_validate_yet(requests, rollout):
+    """Only what it does then may take as long as it likes."""
+    mine, holder, limit = requests(limit=0.4), rollout(version=10), 0.4
+    mine.role.version = 20
+    mine.ask(2)
+    holder.turn()
+    assert holder.turn(), "prompts come as usual"
+    assert not holder.validation.holds_weights
+    holder.pull(20)
+    holder.turn_until(lambda: holder.validation.activity == VALIDATING)
+    begun = time.monotonic()
+    while time.monotonic() < begun + 3 * limit:
+        assert holder.turn() == 0.0, "no newer weights are there for which a prompt would have to wait"
+        assert not list(mine.results(2)), "it works on it, three times as long as `wait_limit`"
+    holder.may_sample.set()
+    holder.turn_until(lambda: holder.jobs)
+    assert [(each.step, each.values) for each in mine.results(2)] == [(2, {"validation/held": 0.5})]
+    assert not holder.validation.holds_weights
+
+
+def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(channel, requests, rollout):
+    mine, holder = requests(limit=0.4), rollout(version=10)
+    mine.role.version = 20
+    mine.ask(2)
+    holder.turn(), holder.turn()
+    channel.enqueue_prompts(mine.dock, 0, PROMPTS - 1)
+    holder.dock.lease(ROLLOUT, ROWS)
+    with pytest.raises(TimedOut, match="are leased by rollout 1 .* was waiting for version 20 of the weights"):
+        mine.dock.lease(TRAINER, ROWS * PROMPTS, step=0)
+    outcomes = []
+    holder.turn_until(lambda: outcomes.extend(mine.results(2)) or outcomes)
+    assert outcomes[0].missing.startswith("no rollout works on it, or has for 0.4 s (`wait_limit` of the run file)")
+    assert "are leased by rollout 1 (" in outcomes[0].missing
+    assert "was waiting for version 20 of the weights of `actor`, to validate them" in outcomes[0].missing
+    assert not list(mine.results(3))
+    holder.turn_until(lambda: holder.jobs)
+    assert holder.jobs[0].exception() is None
+    assert (holder.engine.held_from, holder.loop.leases) == (None, {})
+    index = request_status(channel)
+    assert (index["leases"], index["committed"]) == (0, ROWS), "nobody validates what has been given up"
+
+
+def test_a_rollout_gives_up_a_request_that_a_restarted_trainer_does_not_want_any_more(channel, requests, rollout):
+    """The weights of the step that has asked were lost with the trainer. It ends with the step before."""
+    before, holder = requests(), rollout(version=40)
+    before.role.version = 50
+    before.ask(5)
+    holder.turn()
+    assert "version 50" in holder.validation.activity
+    again = requests(resumed_at=4)
+    again.ask(4)
+    holder.may_sample.set()
+    outcomes = []
+    holder.turn_until(lambda: outcomes.extend(again.results(4)) or outcomes)
+    assert [(each.step, each.missing, each.values) for each in outcomes] == [(4, "", {"validation/held": 0.5})]
 
 
 def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(channel, requests, tmp_path):
@@ -138,9 +267,11 @@ def test_a_trainer_that_restarts_goes_on_waiting_for_the_steps_that_it_has_done(
     assert [answer(channel, version, 0.5) for version in (0, 20)] == [0, 20]
     assert after(again, 3) == [(2, 2, {"validation/held": 0.5})], "that of step 0 is recorded"
     assert not again.open, "step 4 is done again, and asked for then"
+    assert request_status(channel)["ready"] == ROWS, "the request that was made for it before is still there"
     with channel.dock("rollout 1") as dock:
         validation = RolloutValidation(None, None, channel, "rollout 1")
-        assert validation.lease(dock) is None, "and nobody answers the request that was made for it before"
+        assert validation.lease(dock) is None, "and nobody answers it"
+    assert request_status(channel)["committed"] == 3 * ROWS
 
 
 def test_what_an_interrupted_run_has_not_answered_is_lost_but_for_its_last_step(requests, channel, tmp_path, events):

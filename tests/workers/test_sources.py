@@ -26,7 +26,7 @@ from planners import plan
 from workers.colocated import ColocatedSource
 from workers.fusion import Fusion
 from workers.rollout import RolloutContext
-from workers.rollout_channel import ORDER, REPORT, VALIDATION, Patience, RolloutChannel, report_column
+from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
 from workers.sources import AsyncSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
@@ -85,7 +85,8 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
     groups = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups
     fusion, ended = Fusion(groups[0].plan, 0, Loader(3), channel, limit, executor=None), time.monotonic() + 3 * limit
     with source.dock as dock:
-        dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}}}]
+        dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
+                                "clients": [["rollout 1", VALIDATING, 0.0]]}]
         patience = Patience(channel, dock, limit)
         look = partial(fusion._seen, dock, 3, ROWS, patience) if fused else partial(source._leased, 3, patience)
         with pytest.raises(TimedOut):

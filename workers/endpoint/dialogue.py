@@ -73,8 +73,8 @@ class Dialogue:
         """Return what a request adds. Raises RequestRefused; the dialogue is then as before."""
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         if unknown := [text for text in stops if text not in self.limits.stop]:
-            raise RequestRefused(f"a turn cannot end at {unknown[0]!r}: name it in the run file,  "
-                                 f"generation: {{stop: [{unknown[0]!r}]}}", "unsupported_parameter")
+            raise RequestRefused(f"a turn cannot end at {', '.join(map(repr, unknown))}: name it in the run file,  "
+                                 f"generation: {{stop: {[*self.limits.stop, *unknown]}}}", "unsupported_parameter")
         tokens, text = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
         return Addition(tokens, self._room(len(tokens), request.limit), text)
 
@@ -120,17 +120,12 @@ class Dialogue:
         return tokens, "\n".join(each.text for each in new)
 
     def _following(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        known = len(self.messages)
-        other = next((index for index, (one, two) in enumerate(zip(messages, self.messages)) if not one.same(two)),
-                     len(messages) if len(messages) <= known else None)
-        if other is not None or any(each.role == "assistant" for each in messages[known:]):
-            where = f"message {other} is another one" if other is not None and other < len(messages) else \
-                "it ends before the last turn" if other is not None else "it has a turn of the assistant after that"
+        if what := _difference(messages, self.messages):
             raise RequestRefused(
-                f"the messages do not extend those of the row, {known} so far ({where}). A row is one trajectory: send "
-                "all messages so far as they were sent and answered, and then new ones. Branches, shortened histories "
-                "and several conversations of one row are not supported", "not_extended")
-        return messages[known:]
+                f"the messages do not extend the {len(self.messages)} of the row so far: {what}. A row is one "
+                "trajectory: send all messages so far as they were sent and answered, and then new ones. Branches, "
+                "shortened histories and several conversations of one row are not supported", "not_extended")
+        return messages[len(self.messages) :]
 
     def _completion(self, request: CompletionRequest) -> tuple[list[int], str]:
         prompt = request.prompt
@@ -167,3 +162,14 @@ class Dialogue:
                                  f"`max_turns` is {limits.turns} and `max_tokens` {limits.tokens}",
                                  "context_length_exceeded")
         return min(limits.new_tokens, limits.tokens - after, wanted or limits.new_tokens)
+
+
+def _difference(given: list[ChatMessage], known: list[ChatMessage]) -> str:
+    """Return why messages do not extend those that are known; "" if they do."""
+    for index, (one, other) in enumerate(zip(given, known)):
+        if not one.same(other):
+            return f"message {index}, of role {one.role}, is another one"
+    if len(given) <= len(known):
+        return "they end before the last turn"
+    added = any(each.role == "assistant" for each in given[len(known) :])
+    return "a turn of the assistant follows that was not sampled" if added else ""

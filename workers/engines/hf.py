@@ -64,6 +64,7 @@ class HFRollout(Rollout):
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Decoding:
+        keep_cache &= self.generation.batch_rows > 1  # with one slot a row rounds alike, however long its tools take
         return Decoding(self, key, self.generation.temperature if temperature is None else temperature, keep_cache)
 
     def weight_buffers(self) -> dict[str, Tensor]:

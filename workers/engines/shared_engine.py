@@ -87,11 +87,12 @@ class SharedEngine(Sampler):
         """Keep the weights as they are once they are at least of this version; None: let newer ones come again."""
         self.held_from = version
 
-    def wait(self, version: int) -> None:
-        """Block until the engine has at least this version of the weights."""
+    def wait(self, version: int, seconds: float | None = None) -> bool:
+        """Block until the engine has at least this version of the weights. Return whether it came in `seconds`."""
         with self.changed:
-            self.changed.wait_for(lambda: self.version >= version or self.failure)
+            self.changed.wait_for(lambda: self.version >= version or self.failure, seconds)
         self.check()
+        return self.version >= version
 
     def check(self) -> None:
         if self.failure is not None:

@@ -15,11 +15,13 @@ from planners.heterogeneous.alternatives import (
     MACHINE_HOURS,
     alternatives,
     chosen_machine,
-    ettr,
+    hours_of,
     loss_of,
     machines_of,
     memory_of,
     price_of_samples,
+    share_of_training,
+    steps_again,
     weight_syncs,
 )
 from planners.heterogeneous.layouts import CostedProblem
@@ -80,14 +82,15 @@ def test_a_lost_machine_restarts_what_was_on_it(spec_of):
     spec = spec_of()
     costed, placement = placed(spec)
     assert machines_of(spec.cluster) == [("quick:1", range(2)), ("quick:2", range(2, 4)), ("slow:1", range(4, 6))]
-    lost = loss_of(costed, placement, spec.cluster, 1)
+    lost = loss_of(costed, placement, spec, 1)
     assert lost.restarts == "all 6 ranks: mode sync runs one chain"
-    assert lost.seconds == placement.seconds / 2 + lost.fetching
+    assert (lost.work, lost.detecting) == (placement.seconds / 2, spec.run.robust.machine_silence)
+    assert lost.seconds == lost.work + lost.detecting + lost.fetching
     assert lost.fetching > 0
     spec = spec_of("mode=async")
     costed, placement = placed(spec)
     ranks = ranks_of(costed.problem, placement)
-    losses = [loss_of(costed, placement, spec.cluster, index, ranks) for index in range(3)]
+    losses = [loss_of(costed, placement, spec, index, ranks) for index in range(3)]
     training = next(own for group, own in zip(placement.grouping, ranks) if len(group) > 1)
     sampling = next(own for group, own in zip(placement.grouping, ranks) if len(group) == 1)
     for (_, own), loss in zip(machines_of(spec.cluster), losses):
@@ -95,15 +98,30 @@ def test_a_lost_machine_restarts_what_was_on_it(spec_of):
         alone = len({*own} & {*sampling})
         assert (f"{alone} of {len(sampling)} ranks of rollout" in loss.restarts) == bool(alone)
         if alone == len(own):
-            assert loss.seconds - loss.fetching == pytest.approx(placement.seconds / 2 * alone / len(sampling))
+            assert loss.work == pytest.approx(placement.seconds / 2 * alone / len(sampling))
+            assert loss.detecting == pytest.approx(30 * alone / len(sampling))
+
+
+def test_without_a_copy_of_the_state_half_of_the_steps_between_checkpoints_are_lost(spec_of):
+    off = ("robust.snapshots=false", "robust.neighbour=false")
+    for each in off:
+        spec = spec_of(each, "checkpoint.every=40", "robust.machine_silence=12")
+        costed, placement = placed(spec)
+        lost = loss_of(costed, placement, spec, 1)
+        assert (lost.work, lost.detecting) == (20 * placement.seconds, 12)
+    nothing = spec_of(off[1], "checkpoint.every=0")
+    assert steps_again(nothing) == loss_of(costed, placement, nothing, 1).work == math.inf
+    assert steps_again(spec_of("checkpoint.every=0")) == 0.5, "a second machine has the state"
 
 
 def test_the_rate_of_interruptions_is_llama_3s(spec_of):
     assert abs(MACHINE_HOURS - 6334.6) < 0.1
     costed, placement = placed(spec_of())
-    losses = [loss_of(costed, placement, spec_of().cluster, index) for index in range(3)]
+    losses = [loss_of(costed, placement, spec_of(), index) for index in range(3)]
     lost = sum(loss.seconds + 60 for loss in losses)
-    assert ettr(losses, 1.0, 60) == pytest.approx(3600 / (3600 + lost))
+    assert share_of_training(losses, 1.0, 60) == pytest.approx(3600 / (3600 + lost))
+    assert [hours_of(loss) for loss in losses] == [MACHINE_HOURS * 8 / 2] * 3, "machines of two devices fail less"
+    assert share_of_training(losses, None) == share_of_training(losses, 4 * MACHINE_HOURS)
 
 
 def test_a_machine_is_named_or_counted(spec_of):
@@ -122,7 +140,8 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     printed = capsys.readouterr().out
     for part in ("simple alternatives", "can be run: yes", "update → rollout", "a thousand samples cost ",
                  "of 14.4 GiB", "if quick:2 is lost", "starts again: all 6 ranks", "60 s to start processes",
-                 "every 6,335 h (Llama 3"):
+                 "if quick:2 is lost (assumes --board or --store)", "30.00 s until it is noticed",
+                 "share of time that trains 99.9", "every 6,335 h · 8 / its devices (Llama 3"):
         assert part in printed, part
     said = yaml.safe_load(Path("plan.yaml").read_text())
     said["tasks"]["reference"] |= {"dp": 3, "pp": 2, "layers": [2, 2], "shares": [
@@ -132,5 +151,12 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     printed = capsys.readouterr().out
     assert "can be run: no; node `reference`" in printed
     assert "the best plan that can be run takes" in printed
-    assert main(["plan", "explain", "grpo", "--cluster", "cluster.yaml", *sizes, "--plan", "plan.yaml", "--lose",
-                 "slow:1", "--interruptions-hours", "0"]) == 2
+    explain = ["plan", "explain", "grpo", "--cluster", "cluster.yaml", *sizes, "--plan", "plan.yaml", "--lose",
+               "slow:1"]
+    assert main([*explain, "--interruptions-hours", "0"]) == 2
+    assert main(explain) == 0
+    assert "without the start of processes (--starting)" in capsys.readouterr().out
+    assert main([*explain, "--set", "robust.neighbour=false", "--set", "checkpoint.every=0"]) == 0
+    printed = capsys.readouterr().out
+    assert "there is nothing to go on from, with checkpoint.every=0" in printed
+    assert "share of time that trains: unknown" in printed

@@ -179,11 +179,11 @@ SAID = {"role": "assistant", "content": " an answer "}
 
 
 @pytest.mark.parametrize(("messages", "more", "says"), [
-    ([{"role": "user", "content": "two"}, SAID, *ASKED], {}, "message 0 is another one"),
-    ([*ASKED, {**SAID, "content": "another"}, *ASKED], {}, "message 1 is another one"),
-    (ASKED, {}, "it ends before the last turn"),
+    ([{"role": "user", "content": "two"}, SAID, *ASKED], {}, "message 0, of role user, is another one"),
+    ([*ASKED, {**SAID, "content": "another"}, *ASKED], {}, "message 1, of role assistant, is another one"),
+    (ASKED, {}, "they end before the last turn"),
     ([*ASKED, SAID], {}, "the last message is the assistant's"),
-    ([*ASKED, SAID, *ASKED, SAID, *ASKED], {}, "it has a turn of the assistant after that"),
+    ([*ASKED, SAID, *ASKED, SAID, *ASKED], {}, "a turn of the assistant follows that was not sampled"),
     ([*ASKED, SAID, *ASKED], {"tools": TOOLS}, "other `tools`")])
 def test_what_does_not_extend_the_trajectory_is_refused(row, messages, more, says):
     served = row("an answer", "yes")
@@ -247,7 +247,7 @@ def test_a_request_under_way_ends_with_its_row(row, endpoint):
     def ask():
         try:
             found.append(served.chat(*ASKED))
-        except (http.client.HTTPException, OSError):
+        except (http.client.HTTPException, ConnectionError):
             found.append(None)
 
     thread = threading.Thread(target=ask)
@@ -297,6 +297,8 @@ def test_idle_connections_keep_none_out(endpoint, row, monkeypatch):
     served = row("an answer")
     opened = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) for _ in range(40)]
     assert served.chat(*ASKED)[0] == 200
+    with contextlib.suppress(ConnectionResetError):
+        assert opened[0].recv(1) == b""  # the one that was idle longest is closed
     for each in opened:
         each.close()
 

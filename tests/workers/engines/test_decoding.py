@@ -25,19 +25,24 @@ def engine(model, batch_rows: int = 512) -> HFRollout:
     return HFRollout(model, Generation(max_new_tokens=9, batch_rows=batch_rows), pad_token=0, end_tokens=ENDS)
 
 
-def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: int = 3, each: int = 4) -> dict:
-    """Every row gets as many tokens of observation as it has turns behind it, twice; all of it by row."""
+def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: int = 3, each: int = 4,
+                 late: bool = False) -> dict:
+    """Every row gets as many tokens of observation as it has turns behind it, twice, at once or only when no other row
+    has work (`late`); all of it by row."""
     session = rollout.session(key=7, keep_cache=keep_cache)
     rows = rollout.rows(prompts, each, torch.arange(len(prompts) * each) + 100)
     for start in range(0, len(rows), each):
         session.add(rows[start : start + each])
-    behind, said, most = dict.fromkeys(rows, 0), {row: [] for row in rows}, 0
+    behind, said, most, answered = dict.fromkeys(rows, 0), {row: [] for row in rows}, 0, []
     while session.busy:
         for row in session.step():
             said[row].append((row.tokens.tolist(), row.logprobs.tolist(), row.finished))
             behind[row] += 1
             if behind[row] < turns:
-                session.extend(row, torch.arange(2 * behind[row]) + 40 + row.id % 5, limit=5)
+                answered.append(row)
+        while answered and not (late and session.busy):
+            row = answered.pop(0)
+            session.extend(row, torch.arange(2 * behind[row]) + 40 + row.id % 5, limit=5)
         most = max(most, session.live + len(session.parked))
     assert not keep_cache or most <= rollout.generation.batch_rows
     for row in rows:
@@ -55,6 +60,12 @@ def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, b
         for turn, same in zip(row, other, strict=True):
             assert turn[1] == pytest.approx(same[1], abs=1e-5)
             assert turn[2] == same[2]
+
+
+def test_with_one_slot_a_row_rounds_alike_however_long_its_tools_take(model, prompts):
+    quick, slow = (conversation(engine(model, 1), prompts, True, late=late)["said"] for late in (False, True))
+    equal = quick == slow  # pytest would be long in saying how thousands of numbers differ
+    assert equal
 
 
 def test_the_trainer_agrees_over_several_turns(model, prompts):

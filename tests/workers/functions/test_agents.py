@@ -11,13 +11,19 @@ import pytest
 import torch
 
 from distflow.config.run import Generation
+from distflow.contracts.decorators import Turn
 from distflow.data.batch import Ragged
 from distflow.errors import RewardsFailed
 from distflow.telemetry.metrics import current
+from workers.endpoint.dialogue import Dialogue, DialogueLimits
+from workers.endpoint.server import ServedRow
+from workers.engines.chat import Between
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
+from workers.engines.rollout import SampledRow
 from workers.engines.shared_engine import SharedEngine
-from workers.functions.agents import run_agent
+from workers.functions.agents import AgentLoop, run_agent
+from workers.functions.conversation import Trajectory
 from workers.isolation import env_service, user_code
 
 AGENT = '''
@@ -148,6 +154,22 @@ def test_limits_end_a_row_by_a_refusal(role, tmp_path):
     assert found.turns.tolist() == [2, 2]
     assert not found.keep.any()
     assert current().collect(lambda mine: [mine])["environment/cut"] == 2
+
+
+def test_a_turn_that_no_command_waits_for_is_not_trained(role):
+    row = SampledRow(3, torch.tensor([5, 6]), 2, 6)
+    row.end(torch.tensor([7]), torch.tensor([-1.0]), torch.tensor([4], dtype=torch.int32), True)
+    trajectory, session = Trajectory(row, {}, False), role.rollout.session(3, keep_cache=True)
+    trajectory.add_turn()
+    trajectory.add_observed(torch.tensor([8, 9]))
+    session.extend(row, torch.tensor([8, 9]), 6)
+    dialogue = Dialogue("1-3", role.tokenizer, Between(role.tokenizer, role.end_tokens), DialogueLimits(4, 90, 9, 9))
+    loop = AgentLoop(role, session, SimpleNamespace(end=lambda row: None), {3: ServedRow(3, dialogue, print)}, None)
+    loop.asks[3] = "under way"
+    loop._end(trajectory, Turn(done=True, reward=1.0))
+    assert not session.busy
+    assert [piece.tokens.tolist() for piece in trajectory.pieces] == [[7]]
+    assert (trajectory.reward, trajectory.failure) == (1.0, None)
 
 
 def test_no_rows(role, tmp_path):
