@@ -112,6 +112,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
         run.start(name)
     run.eventually(lambda: {event["rank"] for event in run.events("worker useful")} >= {0, 1, 2})
     run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
+    run.eventually(lambda: run.tells("step 2/"))
     lost, = run.tells("step 2/")
     run.lose(lost)
     assert set(run.ends().values()) == {0}, run.said()

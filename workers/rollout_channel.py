@@ -314,10 +314,11 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     started = partial(start, token, host=host, directory=directory)
     keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
-    before, taken = find(), directory is not None and place.takes in directory.known
-    if taken:
-        again = partial(started, layout=layout_at(tuple(before)), number=place.takes, standby=True)
-        shard_process = taken_over(place.standbys.pop(place.takes, None), again)
+    before, number = find(), place.takes
+    taken = directory is not None and number is not None and number in directory.known
+    if taken and number is not None:
+        again = partial(started, layout=layout_at(tuple(before)), number=number, standby=True)
+        shard_process = taken_over(place.standbys.pop(number, None), again)
     else:
         shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
         met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
