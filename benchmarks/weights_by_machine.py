@@ -11,7 +11,6 @@ they meet it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machines import NoMachines, address, enter, machines  # noqa: E402 - needs the path above
+from benchmarks.machines import NoMachines, address, answer, enter, machines  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed  # noqa: E402
 from benchmarks.weights_relay import MIB, PORT, Trainer  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
@@ -71,11 +70,7 @@ class Rank:
 def serve(line: Connection, machine: str, kind: str, given: tuple[Any, ...]) -> None:
     enter(machine)
     one = {"trainer": Trainer, "rank": Rank}[kind](*given)
-    line.send(True)
-    with contextlib.suppress(EOFError):
-        while True:
-            do, arguments = line.recv()
-            line.send(getattr(one, do)(*arguments))
+    answer(line, one)
 
 
 class Fleet:

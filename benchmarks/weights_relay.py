@@ -11,7 +11,6 @@ At the end one more rollout joins, and pulls: the trainer's bytes stay what they
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import secrets
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - needs the path above
 
-from benchmarks.machines import NoMachines, enter, machines  # noqa: E402
+from benchmarks.machines import NoMachines, answer, enter, machines  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
 from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
 from distflow.weights import puller  # noqa: E402
@@ -87,11 +86,7 @@ def _trainers(*given: Any) -> Sequence[Any]:
 def serve(line: Connection, machine: str, kind: str, token: bytes, address: str, mib: int) -> None:
     enter(machine)
     one = {"trainer": Trainer, "rollout": Rollout}[kind](token, address, mib)
-    line.send(True)
-    with contextlib.suppress(EOFError):
-        while True:
-            do, given = line.recv()
-            line.send(getattr(one, do)(*given))
+    answer(line, one)
 
 
 class Fleet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,3 +37,11 @@ def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
     yield make
     for one in reversed(opened):
         one.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until something holds; fail the test if it does not within half a minute."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from docks import until
 from stores import StoreProcess, client, hosted
 
 from distflow.data.batch import Batch
@@ -27,13 +28,6 @@ ELSEWHERE = "127.0.0.1", 1
 
 def rows(ids) -> Batch:
     return Batch(torch.tensor([*ids]), {"order": torch.tensor([*ids])})
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

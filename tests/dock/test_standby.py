@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from docks import until
 from stores import StoreProcess, client, hosted
 
 from distflow.data.batch import Batch
@@ -30,13 +30,6 @@ CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_row
 
 def rows(ids, column: str, value: int = 1) -> Batch:
     return Batch(torch.tensor([*ids]), {column: torch.tensor([*ids]) * value})
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
