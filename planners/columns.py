@@ -120,6 +120,8 @@ class _Tracer:
             self.given["images"] = "Ragged"
         self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
+        self.prompts: dict[str, str | None] = {}
+        """Whose `prompts` stand before the responses that a node's columns are of; None: it has none of responses."""
         misnamed = [node for node in bound if not (self._check_renames(node) and self._check_names(node))]
         self.unsure = {*unsure, *misnamed}.union(*map(self.closure.successors, [*unsure, *misnamed]))
 
@@ -137,6 +139,7 @@ class _Tracer:
                 own = own or (reads[-1] if _is_of_responses(read.name) else None)
         self._check_requirements(node, {column.parameter for column in reads})
         self._check_images(node, {column.name for column in reads})
+        self.prompts[node] = self._prompts(node, reads)
         fan = self._fan(node, reads)
         self.fans[node] = (*fan, node) if contract.marks.repeats else fan
         repeats = repeats_of(self.spec, node, contract)
@@ -296,6 +299,28 @@ class _Tracer:
                 self.mistakes.append(Diagnostic(what, self._spot(node), hint))
                 right = False
         return right
+
+    def _prompts(self, node: str, reads: list[Column]) -> str | None:
+        """Return whose prompts a node's responses follow. Responses behind the prompts of others are a mistake."""
+        given = next((column for column in reads if column.parameter == "prompts"), None)
+        follow = {column.name: origin for column in reads if _is_of_responses(column.parameter)
+                  and (origin := self.prompts.get(column.producer))}
+        wrong = next((name for name, origin in follow.items() if given and origin != given.producer), None)
+        if given and wrong and node not in self.unsure:
+            self._other_prompts(node, given, wrong, follow[wrong])
+        if "prompts" in self._marked(node):
+            return node
+        return given.producer if given else next(iter(follow.values()), None)
+
+    def _other_prompts(self, node: str, given: Column, responses: str, origin: str) -> None:
+        writer = "the dataset" if given.producer == SOURCE else f"node `{given.producer}`"
+        what = (f"node `{node}` reads `{given.name}` of {writer} and column `{responses}`, whose tokens were sampled "
+                f"after the prompts of {'the dataset' if origin == SOURCE else f'node `{origin}`'}")
+        hint = f"Keep the dataset's:  {given.producer}: {{…, writes: {{prompts: {given.producer}_prompts}}}}"
+        if origin != SOURCE:
+            name = self.written[origin][self._marked(origin).index("prompts")]
+            hint = f"Instead:  {node}: {{…, reads: {{prompts: {name}}}}}"
+        self.mistakes.append(Diagnostic(what, self._spot(node), hint))
 
     def _fan(self, node: str, reads: list[Column]) -> tuple[str, ...]:
         fan = self.fans[SOURCE]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Agent"  # annotation of a setting that holds a command; its function gets the columns beside its own
+_CODE = ("-c", "-e", "-lc")  # options of shells and interpreters before code
+_INTERPRETERS = ("python", "bash", "sh", "dash", "zsh", "perl", "ruby", "node")
 _TOKENS = ("prompts", "targets", "group", "row")  # columns of the dataset that are no text
 
 
@@ -30,7 +32,7 @@ def agent_words(command: str) -> list[str]:
     words = shlex.split(command)
     if not words:
         raise ValueError("it is empty")
-    if any(True for _, name, _, _ in string.Formatter().parse(words[0]) if name is not None):
+    if _names_column(words[0]):
         raise ValueError("its program is a column")
     return [sys.executable if words[0] == "python" else words[0], *words[1:]]
 
@@ -80,10 +82,20 @@ def _wrong(command: str) -> Iterator[tuple[str, str]]:
     if shutil.which(program) is None:
         yield (f"starts `{program}`, which is no program of the PATH and no file that can be executed here",
                f"For a Python file:  agent: python {program} …")
-    elif program == sys.executable and words and words[0].endswith(".py") and "{" not in words[0] \
+    if code := next((word for option, word in zip(words, words[1:]) if option in _CODE and _names_column(word)), None):
+        yield (f"puts the text of a column into code: `{code[:80]}`", "Whoever wrote the data would decide what runs. "
+                                                                      "Give it as an argument of a program of its own")
+    if words and _names_column(words[0]) and Path(program).name.startswith(_INTERPRETERS):
+        yield (f"has a column as the first argument of `{program}`, which may read a text that begins with `-` as an "
+               "option", "Name the argument, as  --question={questions}   or write  --  before it")
+    if program == sys.executable and words and words[0].endswith(".py") and "{" not in words[0] \
             and not Path(words[0]).is_file():
         yield (f"runs `{words[0]}`, which is not a file",
                f"It was looked for in {Path.cwd()}, where the run is started: paths are relative to that folder.")
+
+
+def _names_column(word: str) -> bool:
+    return any(name is not None for _, name, _, _ in string.Formatter().parse(word))
 
 
 def _agents(spec: CheckedSpec) -> list[tuple[str, str, str]]:

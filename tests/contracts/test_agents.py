@@ -56,6 +56,8 @@ def test_no_shell_reads_the_columns():
     ("python solve.py {questions!r}", ["{questions} is not the name of a column"]),
     ("{questions} solve.py", ["its program is a column"]),
     ("", ["it is empty"]),
+    ("bash -c 'python solve.py {questions}'", ["puts the text of a column into code", "python solve.py {questions}"]),
+    ("python {questions}", ["has a column as the first argument", "--question={questions}"]),
     ("python solve.py {prompts}", ["names the column `prompts`, which is no text"]),
     ("python solve.py {solutions}", ["reads column `solutions`, which no node writes"])])
 def test_mistakes_are_found_with_their_lines(checked, command, says):
@@ -76,3 +78,36 @@ def test_settings_are_checked(checked, settings, says):
         checked(settings)
     assert says in str(error.value)
     assert error.value.mistakes[0].where.line == 5
+
+
+PLAN_THEN_ACT = """name: talk
+roles:
+  actor: {trained: true}
+nodes:
+  first:     {role: actor, type: MODEL_INFERENCE, function: generate,
+              writes: {responses: plan, rollout_logprobs: plan_logprobs, versions: plan_versions, completions: plans}}
+  second:    {role: actor, type: MODEL_INFERENCE, function: run_agent, dependencies: [first],
+              with: {agent: "python solve.py {plans}", group_size: 2}WRITES}
+  advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [second],
+              reads: {rewards: environment_rewards}}
+  update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage],
+              reads: {READS}}
+"""
+OF_PLAN = "responses: plan, rollout_logprobs: plan_logprobs, versions: plan_versions"
+
+
+@pytest.mark.parametrize(("writes", "reads", "hint"), [
+    ("", OF_PLAN, "second: {…, writes: {prompts: second_prompts}}"),
+    (", writes: {prompts: second_prompts}", "", "update: {…, reads: {prompts: second_prompts}}")])
+def test_responses_are_trained_behind_the_prompts_that_they_were_sampled_after(checked, workspace, writes, reads, hint):
+    (workspace / "plan.yaml").write_text(PLAN_THEN_ACT.replace("WRITES", writes).replace("READS", reads))
+    with pytest.raises(InvalidInput) as error:
+        plan(load("plan.yaml", "tiny.yaml"), 1)
+    assert "whose tokens were sampled after the prompts of" in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_what_the_agent_said_is_trained_behind_its_own_prompts(checked, workspace):
+    (workspace / "plan.yaml").write_text(PLAN_THEN_ACT.replace("WRITES", "").replace("READS", ""))
+    update = plan(load("plan.yaml", "tiny.yaml"), 1).tasks[-1]
+    assert {(read.name, read.producer) for read in update.reads} >= {("prompts", "second"), ("responses", "second")}

@@ -24,7 +24,7 @@ from workers.endpoint.messages import (
 )
 from workers.engines.chat import Between, prompt_tokens, tokenizer_lock
 
-_UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a template raises for messages or tools that it does not expect."""
 
 
@@ -106,6 +106,9 @@ class Dialogue:
             except _UNRENDERED as error:
                 raise RequestRefused(f"the chat template cannot render these messages: {str(error)[:300]}") from None
             return tokens, messages[-1].text
+        if not self.messages:
+            raise RequestRefused("the row began with /v1/completions, and is one trajectory: go on there",
+                                 "not_extended")
         new = self._following(messages)
         if request.tools != self.tools:
             raise RequestRefused("other `tools` than in the row's first request, of which the prompt was made",

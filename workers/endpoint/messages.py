@@ -6,6 +6,7 @@ drawn is the run's: `temperature`, `top_p`, `seed` and penalties of a request ch
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from distflow.errors import DistflowError
 
+MAX_MESSAGES = 1000
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "best_of": (None, 1), "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
@@ -83,7 +85,7 @@ def _parsed(arguments: str) -> Any:
     """Return arguments as templates want them: an object, if the text is one."""
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -105,7 +107,7 @@ class AgentRequest(BaseModel):
 
 
 class ChatRequest(AgentRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | None = None
     logprobs: bool = False
@@ -243,7 +245,7 @@ def _choice(request: ChatRequest | CompletionRequest, turn: ServedTurn, decode: 
     else:
         choice["text"] = turn.text
         if texts:
-            offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+            offsets = [0, *itertools.accumulate(map(len, texts[:-1]))]
             choice["logprobs"] = {"tokens": texts, "token_logprobs": turn.logprobs, "top_logprobs": None,
                                   "text_offset": offsets}
     return choice | ({"token_ids": turn.tokens} if request.return_token_ids else {})

@@ -35,7 +35,7 @@ from workers.endpoint.messages import (
     read_request,
 )
 
-MAX_BODY = 4 << 20  # bytes of a request
+MAX_BODY = 1 << 20  # bytes of a request
 MAX_REFUSED = 64  # requests of a row that are refused before it loses its token
 _MAX_HEAD = 1 << 16  # bytes of a request before its body
 _MAX_CONNECTIONS = 512  # beyond these the one that has been idle longest is closed
@@ -60,12 +60,14 @@ class ServedRow:
     def __init__(self, id: int, dialogue: Dialogue, ask: Callable[[Ask], None]):
         self.id, self.dialogue, self.ask = id, dialogue, ask
         self.token = secrets.token_urlsafe(32)
-        self.refused, self.lost = 0, ""
+        self.refused, self.lost, self.ended = 0, "", False
         self.digest = b""  # of the newest request that was taken up
         self.turn: asyncio.Future[ServedTurn] | None = None
 
     async def serve(self, request: ChatRequest | CompletionRequest, digest: bytes, is_retry: bool) -> ServedTurn:
         """Return the turn that a request asks for. A retry of the newest request gets the turn of that one."""
+        if self.ended:  # while the body came
+            raise RequestRefused("the row has ended", "invalid_api_key", 401)
         if not (is_retry and self.turn is not None and digest == self.digest):
             if self.turn is not None and not self.turn.done():
                 raise RequestRefused("another request of this row is being answered, and a row is one trajectory: send "
@@ -78,10 +80,21 @@ class ServedRow:
         assert self.turn is not None
         return await asyncio.shield(self.turn)
 
+    def end(self) -> None:
+        """Answer no request any more."""
+        self.ended = True
+        if self.turn is not None:
+            self.turn.cancel()
+
     def _take_up(self, answered: asyncio.Future[ServedTurn], request: ChatRequest | CompletionRequest,
                  addition: Addition, turn: Sampled) -> None:
-        if not answered.done():  # the row may have ended
+        if answered.done():  # the row has ended
+            return
+        try:
             answered.set_result(self.dialogue.sampled(request, addition, turn))
+        finally:
+            if not answered.done():  # an error ends the request too
+                answered.cancel()
 
 
 class EndpointServer:
@@ -106,7 +119,7 @@ class EndpointServer:
     def remove(self, row: ServedRow) -> None:
         """Refuse the row's token from now on, and leave its request under way without an answer. Thread-safe."""
         self.rows.pop(row.token, None)
-        _call_in(self.loop, lambda: row.turn and row.turn.cancel())
+        _call_in(self.loop, row.end)
 
     def _run(self, opened: threading.Event) -> None:
         asyncio.set_event_loop(self.loop)
@@ -176,10 +189,14 @@ class EndpointServer:
             return _json(error.status, error.body())
 
 
-@functools.cache
+_started = threading.Lock()
+_server = functools.cache(EndpointServer)
+
+
 def endpoint() -> EndpointServer:
-    """Return the server of this process, started when it is first needed."""
-    return EndpointServer()
+    """Return the server of this process, started when it is first needed. Thread-safe."""
+    with _started:
+        return _server()
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:

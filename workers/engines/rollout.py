@@ -145,6 +145,9 @@ class Session(ABC):
     def wake(self) -> None:  # noqa: B027 - most compute, and wait for nothing
         """Make a waiting `step`, or the next one, return at once. Thread-safe."""
 
+    def check(self) -> None:  # noqa: B027 - most are driven by their caller
+        """Raise EngineStopped if nothing drives the engine any more."""
+
     @abstractmethod
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         """End the turns of these rows (None: of all) now; return those that were under way or waiting, unfinished."""

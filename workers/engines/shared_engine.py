@@ -181,6 +181,9 @@ class EngineCaller(Session):
     def wake(self) -> None:
         self.ended.put(None)
 
+    def check(self) -> None:
+        self.engine.check()
+
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         done: queue.SimpleQueue[list[SampledRow]] = queue.SimpleQueue()
 

@@ -103,7 +103,8 @@ class _LeaderSession(Session):
         self.session.extend(row, observation, limit)
 
     def forget(self, row: SampledRow) -> None:
-        self._call("forget", self.numbers.pop(row))
+        if row in self.numbers:  # else it was never sampled
+            self._call("forget", self.numbers.pop(row))
         self.session.forget(row)
 
     def step(self) -> list[SampledRow]:

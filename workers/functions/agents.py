@@ -135,6 +135,7 @@ class AgentLoop:
                     return self.inbox.get(timeout=_MOMENT)
                 except queue.Empty:
                     self.commands.service.check()
+                    self.session.check()
                 finally:
                     self.idle += time.perf_counter() - start
                     start = time.perf_counter()

@@ -14,6 +14,7 @@ import threading
 from typing import IO
 
 from distflow import Turn, environment
+from distflow.telemetry.processes import kill_descendants
 
 _TAIL = 4000  # bytes that are kept of what a command prints, counted from its end
 _SHOWN = 300  # characters of it in the reason of a failure
@@ -37,7 +38,8 @@ class AgentCommand:
         assert process.stdout
         assert process.stderr
         tails = [_Tail(process.stdout), _Tail(process.stderr)]
-        code = process.wait()  # what it has left running is killed with this process
+        code = process.wait()
+        kill_descendants(os.getpid())  # what it has left running
         printed, said = (tail.read() for tail in tails)
         if code:
             raise RuntimeError(f"its command ended with {f'code {code}' if code > 0 else f'signal {-code}'}: "

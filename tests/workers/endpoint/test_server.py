@@ -318,3 +318,36 @@ def test_the_agent_of_the_examples_answers_sums(endpoint, row, texts, reward):
     assert len(served.asks) == min(len(texts), 4)
     asked = [served.tokenizer.decode(ask.addition.tokens) for ask in served.asks[1:]]
     assert asked == [f"{USER}{number}{ASSISTANT}" for number in {3: [17, 24], 2: [24], 1: [], 5: [2, 2, 2]}[len(texts)]]
+
+
+def test_a_chat_does_not_go_on_from_a_plain_completion(row):
+    served = row("an answer", "another")
+    assert served.post("completions", prompt="one")[0] == 200
+    status, body = served.chat(*ASKED)
+    assert (status, body["error"]["code"]) == (400, "not_extended")
+
+
+def test_deeply_nested_calls_of_the_model_are_its_text(row):
+    deep = '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "}</tool_call>"
+    assert find_tool_calls(deep, "x") == (deep, [])
+
+
+def test_a_conversation_of_too_many_messages_is_refused(row):
+    status, body = row().chat(*ASKED * 1001)
+    assert status == 400
+    assert "1000" in body["error"]["message"]
+
+
+def test_threads_that_begin_together_share_one_server():
+    gate, found = threading.Barrier(16), []
+
+    def begin():
+        gate.wait()
+        found.append(server.endpoint())
+
+    threads = [threading.Thread(target=begin) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(each) for each in found}) == 1

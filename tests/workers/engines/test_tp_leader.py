@@ -100,6 +100,7 @@ def talk(leader: TPLeader) -> None:
         while session.busy:
             session.step()
     kept.forget(rows[0])
+    kept.forget(leader.rows(prompts, 2, torch.arange(20, 26), max_new_tokens=6)[0])  # one that was never added
 
 
 def lead_or_follow(trainer: int) -> tuple[list, int, int]:
