@@ -76,6 +76,9 @@ def watch(scratch: str) -> Path:
     view = None
     while view is None or view.step < _STEPS:
         time.sleep(0.5)
+        if not run.running:
+            run.wait()
+            sys.exit(f"{run.folder} has ended before step {_STEPS}, at which it is drawn: give it more `steps`")
         if view is None and (run.folder / "plan.json").is_file():
             view = RunView(run.folder)
         elif view is not None:
