@@ -100,7 +100,7 @@ def _head(view: RunView) -> RenderableType:
 
 
 def _curves(view: RunView) -> Table:
-    names = [(name, f"held out {name.partition('/')[2]}") for name in view.curves if name.startswith("validation/")]
+    names = [(name, f"validation {name.partition('/')[2]}") for name in view.curves if name.startswith("validation/")]
     table = Table.grid(padding=(0, 2))
     seen: set[str] = set()
     for name, label in (*names, *_CURVES):
