@@ -5,8 +5,9 @@ where each rank is one (modes sync and async) and another comes for each that is
 sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, in async the relay of a second one. Each
 cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
 reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
-faults has sampled, have its losses, and end with its very weights. For that each rank samples one row at a time: rows
-that are decoded together round otherwise, and one token in some hundred thousand is another one by that.
+faults has sampled, have its losses, and end with its very weights. For that each rank samples one row at a time, and
+the reference sees whole steps: rows that are computed together round otherwise, and one token in some hundred thousand
+is another one by that.
 
 A cell is passed if its fault has happened and the run ended so. Some phases of a rollout do not come in every step, as
 where the other rollout was quicker: these cells are tried in two steps, and else told as not reached.
@@ -29,6 +30,7 @@ from typing import Any
 
 from benchmarks.cluster import ROOT, Cluster
 from benchmarks.control_group import control_group, limit_memory
+from benchmarks.etcd import Etcd
 from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, conclude, options, parsed
 from distflow.telemetry.ettr import account, read
@@ -79,7 +81,7 @@ nodes:ROLLOUT
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage, reference],
               with: {kl: 0.001}}
 """
-SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}", "staleness=0",
+SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}", "staleness=0", "fuse=false",
             "roles.actor.model={architecture: qwen3, layers: 2, hidden: 64, heads: 2, kv_heads: 1, head_dim: 32}",
             "roles.actor.generation.max_new_tokens=8", "roles.actor.generation.batch_rows=1",
             "robust={restarts: 100000, detectors: {stalled: {seconds: 8}, no_tokens: {seconds: 6, answer: 4}, "
@@ -103,28 +105,26 @@ def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
         yield from (Cell(kind, unit, phase) for phase in phases for kind in kinds)
 
 
-def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
-               group: Path | None) -> tuple[set[Cell], list[str]]:
-    """The cells whose fault has happened, and what is wrong with the run in which they did."""
+def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Path | None,
+               store: str = "") -> tuple[set[Cell], list[str]]:
+    """The cells whose fault has happened, and what is wrong with the run in which they did. store: of machines."""
     again = [cell for cell in wanted if cell.unit == "rollout"]
-    tried = [*wanted, *again]  # not one after the other: a rollout that raises twice in one step ends the run
+    tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
+    for cell in tried:
+        due.append(due[-1] + (2 if cell.unit == "rollout" else 1))
     apart = (f"mode={course.mode}", f"groups.rollout={course.rollouts}") if course.rollouts else ()
-    dag = scratch / f"matrix-{'tools' if course.talks else 'no-tools'}.yaml"
-    dag.write_text(DAG.replace("ROLLOUT", TALK if course.talks else ANSWER)
-                   .replace("LAST", "rollout" if course.talks else "reward")
-                   .replace("REWARDS", "environment_rewards" if course.talks else "rewards"))
-
-    faults = json.dumps([cell.fault(step) for step, cell in enumerate(tried, 2)])
-    settings = (f"steps={len(tried) + 2}", *SETTINGS, *apart)
+    dag = write_dag(scratch, course.talks)
+    faults = json.dumps([cell.fault(step) for step, cell in zip(due, tried)])
+    settings = (f"steps={due[-1]}", *SETTINGS, *apart)
     calm = run_once(scratch, f"{course}-calm", dag, "embedded.yaml", course.ranks, settings)
     settings = (*settings, f"faults={faults}")
-    stormy = run_apart(scratch, str(course), dag, course, settings) if course.apart else \
+    stormy = run_apart(scratch, str(course), dag, course, settings, store) if course.apart else \
         run_once(scratch, str(course), dag, "embedded.yaml", course.ranks, settings, group=group)
     events = read(stormy)
     happened = [tried[event["fault"]] for event in events if event["event"] == "fault injected"]
     found = account(events).recoveries
     took = [seconds for each in found if not isnan(seconds := each.start + each.connect + each.load)]
-    print(f"{course}: {len(tried) + 2} steps, {len(happened)} faults, {len(found)} restarts"
+    print(f"{course}: {due[-1]} steps, {len(happened)} faults, {len(found)} restarts"
           + (f", each {Spread.of(took)} s" if took else ""), flush=True)
     wrong = trouble(calm, stormy)
     if not course.apart and len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
@@ -132,13 +132,21 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell],
     return set(happened), wrong
 
 
-def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str]) -> Path:
+def write_dag(folder: Path, talks: bool) -> Path:
+    """The algorithm of these runs, with a tool or without."""
+    dag = folder / f"matrix-{'tools' if talks else 'no-tools'}.yaml"
+    dag.write_text(DAG.replace("ROLLOUT", TALK if talks else ANSWER).replace("LAST", "rollout" if talks else "reward")
+                   .replace("REWARDS", "environment_rewards" if talks else "rewards"))
+    return dag
+
+
+def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str], store: str) -> Path:
     """A run on machines, and one more that waits for its place."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     least = course.ranks - (course.mode != "sync")
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines",
             f"{least}:{course.ranks}"]
-    cluster = Cluster(scratch, scratch / name, line)
+    cluster = Cluster(scratch, scratch / name, line, store)
     cluster.environment["PYTHONPATH"] = str(ROOT)
     try:
         for number in range(course.ranks + 1):
@@ -178,6 +186,7 @@ def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--part", choices=COURSES, action="append", help="default: all; with --quick sync")
+    parser.add_argument("--store", choices=("board", "etcd"), default="board", help="of the machines; default: board")
     given = parsed(parser, arguments)
     given.part = list(dict.fromkeys(given.part or (["sync"] if given.quick else COURSES)))
     return given
@@ -198,7 +207,11 @@ def main(arguments: list[str] | None = None) -> None:
                 kinds.remove("oom")
         for course in [course for part in given.part for course in COURSES[part][: 1 if given.quick else None]]:
             wanted = list(cells(course, ["machine"] if course.apart else kinds))
-            happened, found = run_course(Path(scratch), course, wanted, group)
+            store = ""
+            if course.apart and given.store == "etcd":
+                members = stack.enter_context(contextlib.closing(Etcd(Path(scratch, f"{course}-etcd"), 3)))
+                store = members.address(str(course))
+            happened, found = run_course(Path(scratch), course, wanted, group, store)
             table(course, wanted, happened)
             wrong += [f"{course}: {each}" for each in found]
             reached, asked = reached + len(happened), asked + len(wanted)

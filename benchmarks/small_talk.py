@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from distflow import Turn, environment, reward
 
@@ -23,3 +24,9 @@ class PatientTool:
 @reward
 def brevity(completion: str) -> float:
     return 1 / (1 + len(completion))
+
+
+@reward
+def patient_brevity(completion: str) -> float:
+    time.sleep(0.05)
+    return brevity(completion)

@@ -100,7 +100,7 @@ def etcd_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`etcd_of(members)`."""
     if not shutil.which("etcd"):
         pytest.skip("etcd is not installed:  apt-get install etcd-server")
-    from stores import Etcd  # it imports torch
+    from benchmarks.etcd import Etcd
 
     made: list[Etcd] = []
 
@@ -110,7 +110,7 @@ def etcd_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     yield start
     for each in made:
-        each.end()
+        each.close()
 
 
 @pytest.fixture
