@@ -131,6 +131,7 @@ def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | N
     from planners import plan as make_plan  # a foreign package of that name is refused first
 
     plan = make_plan(spec, _torchrun_number("WORLD_SIZE", 1))
+    spec.download_models()
     before = elastic.folder() if elastic else folder_before_restart(spec)
     if not options.resume and before:
         options.resume = str(before)
@@ -153,6 +154,7 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
     if options.in_process or options.export:
         raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
     elastic = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
+    spec.download_models()  # before others wait for this machine
     while elastic.join():
         try:
             status = run_ranks(spec, options, elastic)

@@ -192,7 +192,8 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     """Connect to the other ranks; check that plans agree. `alone`: nothing is trained, groups need no dock."""
     limit = spec.run.wait_limit
     store = RunStore(limit, elastic.store, elastic.poll, elastic.present) if elastic else RunStore(limit)
-    store.agree("plan", plan.digest, "Its DAG or run file, its model folder or its version of distflow differs.")
+    store.agree("plan", " ".join([plan.digest, *spec.hub_commits]),
+                "Its DAG or run file, its model folder or its version of distflow differs.")
     path = Path(store.broadcast("folder", str(folder)))
     if elastic:
         elastic.announce(path)

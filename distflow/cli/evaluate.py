@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from distflow.cli.common import Verb, gpu_count, table
 from distflow.cli.launcher import torchrun
+from distflow.config.hub import fetch
 from distflow.config.run import Data
-from distflow.config.shipped import find, find_yaml
+from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import parse_value, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 from distflow.telemetry.accuracy import interval
@@ -176,7 +177,8 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     folder = Path(name)
     if (folder / "launch.json").is_file():
         return _of_run(folder, role)
-    found = find(name, "models")
+    hub = on_hub(name, "models")
+    found = fetch(hub, weights=True) if hub else find(name, "models")
     if found is None or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            "config.json)")

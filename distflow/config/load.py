@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.hub import HubName, fetch, pinned
 from distflow.config.models import Shape, check_chat_options, check_engines, check_lora, read_shape, shape_of_embedded
 from distflow.config.run import Model, RoleRun, Run
-from distflow.config.shipped import SHIPPED, find, find_yaml
+from distflow.config.shipped import SHIPPED, find, find_yaml, on_hub
 from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
@@ -25,8 +26,8 @@ from distflow.plan import SOURCE
 
 _DAG_KEYS = {"nodes", "imports"}
 _DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
-_MODEL_FILES = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
-                "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+_WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
+_TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
 
 
@@ -74,7 +75,27 @@ class Spec:
         return find(name, "data", self.folder)
 
     def _absolute(self, name: str, kind: str) -> str:
-        return str((find(name, kind, self.folder) or Path(name)).absolute())
+        """Return a name that says the same everywhere: an absolute path, or a commit on the hub."""
+        path, hub = find(name, kind, self.folder), on_hub(name, kind, self.folder)
+        return pinned(hub, path) if path and hub else str((path or Path(name)).absolute())
+
+    @property
+    def hub_commits(self) -> list[str]:
+        """Models and data of the hub, with their commits on this machine."""
+        sets = [*self.run.data.train, *(self.run.validation.data.values() if self.run.validation else ())]
+        named = [*(("data", name) for name in sets), *(("models", path) for path in self._model_paths)]
+        return [self._absolute(name, kind) for kind, name in named if on_hub(name, kind, self.folder)]
+
+    def download_models(self) -> None:
+        """Download the weights of the hub's models that this machine does not have. Raises InvalidInput."""
+        for path in self._model_paths:
+            if hub := on_hub(path, "models", self.folder):
+                fetch(hub, weights=True)
+
+    @property
+    def _model_paths(self) -> list[str]:
+        models = (settings.model for role, settings in self.run.roles.items() if role in self.dag.roles)
+        return [model.path for model in models if model and model.path]
 
     def lineage(self, role: str) -> list[str]:
         """Return the role, the role that it copies, the one that this copies, and so on."""
@@ -229,33 +250,44 @@ def _check_models(spec: Spec) -> None:
 
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
     """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, else "" and ""."""
-    folder = find(path, "models", spec.folder)
-    remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json); "
-              "nothing is downloaded.")
+    remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the "
+              "name of a model on its hub, as Qwen/Qwen3-0.6B.")
+    folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
-        return f"there is no model folder `{path}`", remedy
+        return f"there is no model folder `{path}`" + (f", and {_why_not_fetched(hub)}" if hub else ""), remedy
     if not (folder / "config.json").is_file():
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
     try:
         spec.shapes[role] = read_shape(folder / "config.json")
     except ValueError as error:
         return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", ""
-    for kind, patterns in _MODEL_FILES.items():
+    needed = _TOKENIZER if hub else _WEIGHTS | _TOKENIZER  # which are downloaded later
+    for kind, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
     return "", ""
+
+
+def _why_not_fetched(hub: HubName) -> str:
+    try:
+        return f"{fetch(hub)} has come meanwhile"
+    except InvalidInput as error:
+        return error.mistakes[0].what
 
 
 def _check_data(spec: Spec) -> None:
     named = [(("data", "train"), name) for name in spec.run.data.train]
     if spec.run.validation:
         named += [(("validation", "data", key), path) for key, path in spec.run.validation.data.items()]
+    folders = set[Path]()
     for path, name in named:
-        if spec.data_path(name) is None:
-            what = f"there is no data `{name}`"
-            hint = "Give a .jsonl or .parquet file, or a folder that `datasets` saved."
+        found, hub = spec.data_path(name), on_hub(name, "data", spec.folder)
+        if found is None:
+            what = _why_not_fetched(hub) if hub else f"there is no data `{name}`"
+            hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
+                   "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))
-    folders = {path.parent for name in spec.run.data.train if (path := spec.data_path(name))}
+        folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:
         what = "`data.images` names files beside the data, and `train` has files of several folders"
         spec.mistakes.append(Diagnostic(what, spec.run_source.location(("data", "train")), "Put them into one folder."))

@@ -97,7 +97,9 @@ class Model(Document):
     """A Hugging Face model folder (`model: path` for short), or a tiny architecture that starts from random weights."""
 
     path: str | None = None
-    """A folder in Hugging Face's format: config.json, *.safetensors, tokenizer.json. Nothing is downloaded."""
+    """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
+    hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A resumed
+    run goes on with the same commit."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
@@ -206,7 +208,8 @@ class RoleRun(Document):
     """The model, the engines and the optimizer of one role."""
 
     model: Model | None = None
-    """Its model folder, as `model: path/to/folder`, or a tiny architecture; none for a role that copies another's."""
+    """Its model folder or its name on the Hugging Face hub, as `model: Qwen/Qwen3-0.6B`, or a tiny architecture; none
+    for a role that copies another's."""
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
@@ -255,7 +258,8 @@ _TURNS = 100_000  # most prompts in which several training sets have their share
 
 
 class Data(Document):
-    """The training set: a .jsonl or .parquet file, or a folder that `datasets` saved; or several of them."""
+    """The training set: a .jsonl or .parquet file, a folder that `datasets` saved, or a file on the Hugging Face hub,
+    as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet; or several of them."""
 
     train: dict[str, PositiveFloat] = Field(min_length=1)
     """The file or folder; or several, each with its weight, as {gsm8k.jsonl: 3, math.jsonl: 1}: three of four prompts

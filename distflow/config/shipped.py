@@ -1,9 +1,11 @@
-"""Finds files: as a path, beside the file that names them, then among the shipped ones."""
+"""Finds files: as a path, beside the file that names them, among the shipped ones, then on the Hugging Face hub."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from distflow.config.hub import HubName, fetch, hub_name
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +17,23 @@ _KINDS = {"DAG": ("", "--dag"), "run file": ("runs", "--run-file"), "cluster": (
 
 
 def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
-    """Return the file or folder `name`, or None. Shipped ones of its kind are in `folder` below `dags/`."""
+    """Return the file or folder `name`, or None. Shipped ones of its kind are in `folder` below `dags/`. Models and
+    data may be the hub's; such a model's folder may lack the weights."""
+    found = on_hub(name, folder, beside)
+    if found is None:
+        return _find_here(name, folder, beside)
+    with contextlib.suppress(InvalidInput):
+        return fetch(found)
+    return None
+
+
+def on_hub(name: str, folder: str, beside: Path | None = None) -> HubName | None:
+    """Return what `name` says on the hub; None if it is no name there, or a file or folder here has it."""
+    found = hub_name(name, folder)
+    return found if found and _find_here(name, folder, beside) is None else None
+
+
+def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     given = Path(name).expanduser()
     candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / given]
     return next((path for path in candidates if path.exists()), None)

@@ -1,0 +1,118 @@
+"""Finds models and data files of the Hugging Face hub in its cache on this machine, and downloads what is not there.
+
+    OWNER/NAME[@REVISION]                            a model
+    hf://datasets/OWNER/NAME[@REVISION]/PATH         a file of a data set
+
+What is in the cache is used as it is, without a question to the hub; a resumed run keeps its commit. HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE are the hub's own variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distflow.errors import InvalidInput, did_you_mean
+
+_NAMES = {"models": re.compile(r"(?:hf://)?([\w.-]*\w/[\w.-]*\w)(?:@([\w./-]+))?"),
+          "data": re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/\w+|[^/]+))?/(.+)")}
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_WEIGHTS = ["*.safetensors"]
+_UNUSED = ["*/*", "consolidated*"]  # other forms of the same weights
+
+
+@dataclass(frozen=True)
+class HubName:
+    """Model, or with `path` a file of a data set, on the hub."""
+
+    repository: str
+    revision: str | None
+    path: str = ""
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        prefix, path = ("hf://datasets/", f"/{self.path}") if self.path else ("", "")
+        return f"{prefix}{self.repository}{revision}{path}"
+
+
+def hub_name(name: str, kind: str) -> HubName | None:
+    """Return what `name` of a kind, "models" or "data", says on the hub; None if it is no name there."""
+    pattern = _NAMES.get(kind)
+    found = pattern.fullmatch(name) if pattern else None
+    return HubName(*found.groups()) if found else None
+
+
+def pinned(name: HubName, path: Path) -> str:
+    """Return the name of what lies at a path of the cache, with its commit."""
+    parts = path.parts
+    return str(replace(name, revision=parts[parts.index("snapshots") + 1]))
+
+
+def fetch(name: HubName, weights: bool = False) -> Path:
+    """Return the folder of a model, which may lack its weights unless they are asked for, or a data file, in this
+    machine's cache. Raises InvalidInput: it is not there, and cannot be downloaded."""
+    found = _fetched(name, weights)
+    if isinstance(found, str):
+        raise InvalidInput(found)
+    return found
+
+
+@functools.cache
+def _fetched(name: HubName, weights: bool) -> Path | str:
+    """Return the path, or why there is none."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _get(name, weights, cached=True)
+    except LocalEntryNotFoundError:
+        pass
+    except HFValidationError as error:
+        return f"`{name}` is no name on the hub: {error}"
+    try:
+        return _get(name, weights, cached=False)
+    except OSError as error:  # all of the hub's errors, and those of the disk
+        return _explained(name, error)
+
+
+def _get(name: HubName, weights: bool, cached: bool) -> Path:
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # pyright: ignore[reportPrivateImportUsage]
+
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        disable_progress_bars()  # the ranks of a machine wait for the first one
+    if name.path:
+        return Path(hf_hub_download(name.repository, name.path, repo_type="dataset", revision=name.revision,
+                                    local_files_only=cached))
+    return Path(snapshot_download(name.repository, revision=name.revision, local_files_only=cached,
+                                  allow_patterns=_SMALL + _WEIGHTS * weights, ignore_patterns=_UNUSED))
+
+
+def _explained(name: HubName, error: OSError) -> str:
+    from huggingface_hub import constants, errors
+
+    kind = "data set" if name.path else "model"
+    page = f"{constants.ENDPOINT}/{'datasets/' * bool(name.path)}{name.repository}"
+    match error:
+        case errors.GatedRepoError():
+            return f"{kind} `{name.repository}` is gated: accept its terms at {page} and export HF_TOKEN"
+        case errors.RepositoryNotFoundError():
+            return f"the hub has no {kind} `{name.repository}`, or it is private: export HF_TOKEN then"
+        case errors.RevisionNotFoundError():
+            return f"{kind} `{name.repository}` has no revision `{name.revision}` (a branch, a tag or a commit)"
+        case errors.RemoteEntryNotFoundError():
+            return f"data set `{name.repository}` has no file `{name.path}`. {_files_like(name)}"
+    if constants.HF_HUB_OFFLINE:
+        return f"`{name}` is not in the hub's cache on this machine ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE " \
+               "forbids to download it"
+    return f"`{name}` is not in the hub's cache on this machine, and cannot be downloaded from {constants.ENDPOINT}: " \
+           f"{next(iter(str(error.__cause__ or error).splitlines()), '') or type(error).__name__}"
+
+
+def _files_like(name: HubName) -> str:
+    from huggingface_hub import list_repo_files
+
+    files = list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+    return did_you_mean(name.path, [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))], "It has")
