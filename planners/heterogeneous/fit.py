@@ -22,7 +22,6 @@ from planners.heterogeneous.problem import (
     GENERATE,
     SYNC,
     TRAIN,
-    Coefficients,
     Placement,
     Problem,
     TaskLayout,
@@ -86,7 +85,7 @@ def fit(spec: Spec, margin: float = 0.1, factor: float = 1.0) -> Iterator[Fit]:
     _check(spec)
     problem = problem_of(spec)
     limit = (1 - margin) * problem.hardware.device_groups[0].memory
-    problem = replace(problem, coefficients=Coefficients(filled=1 - margin))
+    problem = replace(problem, filled=1 - margin)
     least: tuple[Settings, str] | None = None
     for offload in (False, True):
         some = False
