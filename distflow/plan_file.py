@@ -76,6 +76,11 @@ class PlacedPlan(Document):
     groups: list[PlacedGroup] = Field(min_length=1)
     tasks: dict[str, PlacedTask] = Field(min_length=1)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the devices of the cluster file that have a rank, by rank."""
+        return sorted(rank for group in self.groups for rank in group.ranks)
+
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits for a value that JSON can hold."""
