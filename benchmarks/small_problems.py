@@ -239,7 +239,7 @@ def _transfer(problem: Problem, edge: Edge, weights: bool, own: bool, source: Us
     for begin in leave if weights else [here, *leave]:
         latencies, bandwidths = zip(*_hops(problem.hardware, begin, there))
         latency, bandwidth = max(latency, *latencies), min(bandwidth, *bandwidths)
-    return latency + edge.nbytes / (bandwidth * problem.coefficients.network)
+    return latency + edge.nbytes / bandwidth
 
 
 def _hops(hardware: Hardware, begin: list[int], there: list[int]) -> list[tuple[float, float]]:

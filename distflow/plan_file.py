@@ -76,6 +76,11 @@ class PlacedPlan(Document):
     groups: list[PlacedGroup] = Field(min_length=1)
     tasks: dict[str, PlacedTask] = Field(min_length=1)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the devices of the cluster file that have a rank, by rank."""
+        return sorted(rank for group in self.groups for rank in group.ranks)
+
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits for a value that JSON can hold."""
@@ -120,6 +125,10 @@ class NodeTiming:
 ALIKE = 0.25
 _NEAR = 0.5  # machines are in one zone if their link has at least this part of the best one's bandwidth
 Ends = tuple[int, int]  # two ranks, the lower one first
+_OF_MEASURED = {"compute": 0.7, "memory": 1.0, "links": 1.0}
+"""Shares of measured rates that large tasks reach. Of the products of square matrices: A100 and H100 train at 0.70 and
+0.50 of the peak (`benchmarks/public_figures.py`), and their products reach 0.87 and 0.80 of it (Bekman, Machine
+Learning Engineering, compute/accelerator, maximum achievable matmul)."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +215,8 @@ def _type_of(device: DeviceProbe, types: Mapping[str, list[DeviceProbe]]) -> str
 
 def _device(members: Sequence[DeviceProbe]) -> dict[str, Any]:
     return {"tflops": {dtype: _number([member.tflops[dtype] for member in members]) for dtype in members[0].tflops},
-            **{key: _number([getattr(member, key) for member in members]) for key in ("memory_gib", "memory_gb_s")}}
+            **{key: _number([getattr(member, key) for member in members]) for key in ("memory_gib", "memory_gb_s")},
+            "efficiency": dict(_OF_MEASURED)}
 
 
 def _pairs(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Mapping[Ends, LinkProbe]) -> \

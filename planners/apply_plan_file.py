@@ -1,11 +1,13 @@
 """Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
 Solvers may choose more than ranks can do: ranks run one chain together, or train on the first of them and sample on the
-others; and a task's shares follow each other, each with equally many layers in each stage.
+others; and a task's shares follow each other, each with equally many layers in each stage. Machines that a plan leaves
+out have no ranks; of the others those that train come first, else the order is that of the cluster file.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,7 +15,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Groups, Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan_file import PlacedPlan, PlacedTask, read_plan_file
+from distflow.plan_file import PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
@@ -30,7 +32,7 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
         raise InvalidInput(mistakes)
     synchronous = problem.mode == SYNC
     training = range(ranks) if synchronous else _training(problem, plan)
-    layouts = {task.name: _parallel(problem, plan.tasks[task.name], training) for task in problem.tasks
+    layouts = {task.name: _parallel(problem, plan, task, training) for task in problem.tasks
                if synchronous or task.kind != GENERATE}
     layouts |= {task.name: Parallel(tp=plan.tasks[task.name].tp) for task in problem.tasks  # they divide no rows
                 if task.name not in layouts and plan.tasks[task.name].tp > 1}
@@ -43,11 +45,13 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
 
 
 def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
-    devices = sum(problem.hardware.all)
+    devices, idle = len(plan.ranks), sum(problem.hardware.all) - len(plan.ranks)
     if ranks != devices:
-        yield Diagnostic(f"the plan is for the {devices} devices of cluster `{spec.cluster.name}`, and {ranks} "
+        those = f"{devices} of the {devices + idle} devices" if idle else f"the {devices} devices"
+        yield Diagnostic(f"the plan is for {those} of cluster `{spec.cluster.name}`, and {ranks} "
                          f"rank{'s are' if ranks > 1 else ' is'} started", source.location(("groups",), key=True),
-                         f"Start {devices} ranks, one for each device, in the order of the cluster file.")
+                         f"Start {devices} ranks, one for each device{' that it uses' if idle else ''}, in this order "
+                         f"of machines:  {machines_in_order(problem, plan)}")
     if spec.run.layouts:
         yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
                          spec.run_source.location(("layouts",), key=True),
@@ -58,23 +62,24 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
         yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
                          source.location(("tasks",), key=True), AGAIN)
         return
-    found = list(_check_groups(problem, plan, source, devices))
+    found = list(_check_groups(problem, plan, source))
     yield from found
     for task in problem.tasks if not found else ():
         yield from _check_task(problem, plan, task, source)
 
 
-def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, devices: int) -> Iterator[Diagnostic]:
+def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Iterator[Diagnostic]:
     where = source.location(("groups",), key=True)
+    if problem.mode == SYNC and len(plan.groups) > 1:
+        yield Diagnostic(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
+                         "ranks run one chain together", where, AGAIN)
+        return
+    for machine, ranks in _machines_of(problem):
+        part = sum(rank in ranks for rank in plan.ranks)
+        if 0 < part < len(ranks):
+            yield Diagnostic(f"the plan uses {part} of the {len(ranks)} devices of a machine `{machine}`, and all of a "
+                             "machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
     if problem.mode == SYNC:
-        if len(plan.groups) > 1:
-            yield Diagnostic(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
-                             "ranks run one chain together", where, AGAIN)
-        elif sorted(plan.groups[0].ranks) != list(range(devices)):
-            idle = sorted(set(range(devices)) - set(plan.groups[0].ranks))
-            yield Diagnostic(f"the plan leaves ranks {', '.join(map(str, idle))} out, and in mode sync all take part",
-                          source.location(("groups", 0, "ranks"), key=True),
-                             f"Take them out of the cluster, or:  {AGAIN}")
         return
     sampling = {task.name for task in problem.tasks if task.kind == GENERATE}
     halves = [set(group.tasks) for group in plan.groups]
@@ -82,17 +87,17 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, device
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {' + '.join(sorted(sampling))} samples while the rest trains", where, AGAIN)
         return
-    training = list(_training(problem, plan))
-    rest = next(group.ranks for group in plan.groups if set(group.tasks) == sampling)
-    if training != list(range(len(training))) or sorted(rest) != list(range(len(training), devices)):
-        yield Diagnostic("the ranks that train must be the first ones, and all others sample; in this plan they are "
-                         f"{_listed(training)}, and {_listed(rest)} sample", where,
-                         f"Name the machines that train first in the cluster file, or:  {AGAIN}")
+    order = devices_of(problem, plan)
+    for machine, ranks in _machines_of(problem):
+        at = sorted(map(order.index, set(ranks) & set(order)))
+        if at and at[-1] - at[0] >= len(at):
+            yield Diagnostic(f"the first ranks train, so that those of a machine `{machine}` would be {_listed(at)}, "
+                             "and ranks of a machine follow each other", where, AGAIN)
 
 
 def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
     placed, path = plan.tasks[task.name], ("tasks", task.name)
-    width, devices = placed.tp * placed.pp, sum(problem.hardware.all)
+    width, devices = placed.tp * placed.pp, len(plan.ranks)
     apart = problem.mode != SYNC and task.kind == GENERATE
     if apart and placed.pp > 1:
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
@@ -109,19 +114,43 @@ def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: Yam
         yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks"
                          + (", and a trained model is sharded over all of them" if task.kind == TRAIN else ", which "
                             f"{width} does not divide"), source.location(path, key=True), AGAIN)
-    elif _rows(problem, placed, ranks) is None:
+    elif _rows(problem, plan, task, ranks) is None:
         yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
                          source.location((*path, "shares"), key=True), AGAIN)
+
+
+def devices_of(problem: Problem, plan: PlacedPlan) -> list[int]:
+    """Return the numbers of the cluster file's devices, by rank: where groups work at the same time, those that train
+    come first."""
+    trained = {task.name for task in problem.tasks if task.kind == TRAIN}
+    first = {rank for group in plan.groups if trained.intersection(group.tasks) for rank in group.ranks}
+    return sorted(plan.ranks, key=lambda device: (device not in first, device))
 
 
 def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
     """Return the ranks of the group that trains, where it has its own."""
     trained = {task.name for task in problem.tasks if task.kind == TRAIN}
-    return next((sorted(group.ranks) for group in plan.groups if trained.intersection(group.tasks)), [])
+    return next((range(len(group.ranks)) for group in plan.groups if trained.intersection(group.tasks)), range(0))
 
 
-def _parallel(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> Parallel:
-    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, placed, ranks) or [])
+def _machines_of(problem: Problem) -> Iterator[tuple[str, range]]:
+    """Yield each machine and the numbers of its devices, in the order of the cluster file."""
+    for device_group, own in zip(problem.hardware.device_groups, problem.hardware.ranks):
+        yield from ((device_group.name, own[first:first + device_group.each])
+                    for first in range(0, len(own), device_group.each))
+
+
+def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
+    """Return the machines that a plan uses, in the order of their ranks, as  3 ampere, 1 ada."""
+    at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
+    names = [name for name, _ in _machines_of(problem)]
+    order = dict.fromkeys(at[device] for device in devices_of(problem, plan))
+    return ", ".join(f"{count} {name}" for name, count in Counter(names[number] for number in order).items())
+
+
+def _parallel(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> Parallel:
+    placed = plan.tasks[task.name]
+    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, plan, task, ranks) or [])
 
 
 def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, RoleRun]:
@@ -135,9 +164,10 @@ def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, 
     return found
 
 
-def _rows(problem: Problem, placed: PlacedTask, ranks: Sequence[int]) -> list[int] | None:
+def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> list[int] | None:
     """Return the rows of each share of `ranks`, 0 for an idle one; None if the plan's stages are elsewhere."""
-    at = [device_group.name for device_group in problem.hardware.device_groups for _ in range(device_group.devices)]
+    every = [device_group.name for device_group in problem.hardware.device_groups for _ in range(device_group.devices)]
+    at, placed = [every[device] for device in devices_of(problem, plan)], plan.tasks[task.name]
     left = [(shares.stages, shares.rows, shares.count) for shares in placed.shares]
     result = []
     for first in range(ranks[0], ranks[-1] + 1, placed.tp * placed.pp):

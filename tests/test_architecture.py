@@ -47,7 +47,7 @@ KNOWN_CIRCLES = [
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.contracts.detectors",
     "distflow.data.missing_rows", "distflow.telemetry.progress",
-    "distflow.weights.transport.tcp", "workers.engines",
+    "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency", "workers.engines",
     "workers.isolation.sandbox.landlock", "workers.profiler"}
 
 Sources = dict[str, str]

@@ -14,10 +14,13 @@ from distflow.config.load import load
 from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 
-CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}},
+CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e-6, "latency_us": 1e6}},
            "devices": {name: {"tflops": {"float32": 0.1 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
                        for name, speed in (("whole", 3), ("third", 1))},
-           "machines": {"quick": {"device": "whole", "devices": 1}, "slow": {"device": "third", "devices": 1}}}
+           "machines": {"abroad": {"device": "whole", "devices": 1, "zone": "far"},
+                        "quick": {"device": "whole", "devices": 1}, "slow": {"device": "third", "devices": 1}},
+           "zones": {"far": "overseas"}}
+"""Of three machines the first is too far away for any plan."""
 GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "data.batch=8")
 
 
@@ -72,22 +75,23 @@ def test_it_is_resumed_as_it_was_placed(launch, workspace, planned):
 
 
 def test_it_goes_on_by_another_plan(launch, workspace, planned):
-    """Also one that has had layouts of its own."""
+    """Also one that has had layouts of its own; by the new one rank 0 trains and does not sample."""
     launch(2, *planned, "--name", "planned", "--set", "steps=2")
     said = yaml.safe_load(Path("plan.yaml").read_text())
     for task in said["tasks"].values():
         task["shares"] = [{"count": 1, "rows": rows, "stages": [machine]}
                           for rows, machine in ((8, "quick"), (56, "slow"))]
+    said["tasks"]["rollout"] |= {"dp": 1, "shares": [{"count": 1, "rows": 64, "stages": ["slow"]}]}
     Path("other.yaml").write_text(yaml.safe_dump(said))
     launch(2, "--resume", "runs/planned", "--plan", "other.yaml", "--set", "steps=4")
     launch(2, *GRPO, "--name", "equal")
     ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
     assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
     lines = [json.loads(line) for line in (workspace / "runs/planned/times.jsonl").read_text().splitlines()]
-    assert {step: [line["nodes"]["rollout"][1] for line in lines if (line["step"], line["rank"]) == (step, 0)]
-            for step in (3, 4)} == {3: [8], 4: [8]}
+    assert {node: [line["nodes"].get(node, [0, 0])[1] for line in lines if line["rank"] == 0 and line["step"] > 2]
+            for node in ("rollout", "update")} == {"rollout": [0, 0], "update": [8, 8]}
     folder = yaml.safe_load((workspace / "runs/planned/run.yaml").read_text())
-    assert folder["layouts"]["rollout"]["rows"] == [8, 56]
+    assert folder["layouts"]["rollout"]["rows"] == [0, 64]
 
 
 def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
@@ -101,7 +105,7 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
 def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, workspace, planned):
     refused = launch(1, *planned, code=1)
     assert "plan.yaml:" in refused.stderr
-    assert "the plan is for the 2 devices of cluster `unlike`, and 1 rank is started" in refused.stderr
+    assert "the plan is for 2 of the 3 devices of cluster `unlike`, and 1 rank is started" in refused.stderr
     assert not (workspace / "runs").exists()
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from distflow import launch
 from distflow.config.load import Spec
-from distflow.errors import InvalidInput
+from distflow.config.yaml_source import check as parsed
+from distflow.config.yaml_source import read
+from distflow.errors import InvalidInput, shown
 from distflow.plan import Plan
+from distflow.plan_file import PlacedPlan
 from distflow.telemetry.run_folder import choose
 
 _DRIVER_SECONDS = 20.0
@@ -88,9 +91,19 @@ def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
 
 
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    """Return how many ranks the options, the cluster or the run file ask for; else one for each GPU of this machine."""
-    asked = [count for count in (options.ranks, spec.cluster.size, spec.run.ranks) if count is not None]
+    """Return how many ranks the options, the plan file, the cluster or the run file ask for; else one for each GPU of
+    this machine."""
+    asked = [count for count in (options.ranks, _planned(options), spec.cluster.size, spec.run.ranks)
+             if count is not None]
     return asked[0] if asked else max(gpu_count(), 1)
+
+
+def _planned(options: argparse.Namespace) -> int | None:
+    """Return how many devices the plan file uses; None without a plan, or if it cannot be read as one."""
+    if not getattr(options, "plan", None):
+        return None
+    found, _ = parsed(PlacedPlan, read(Path(options.plan), shown(options.plan)))
+    return len(found.ranks) if found else None
 
 
 def gpu_count(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:

@@ -117,7 +117,8 @@ def explain(options: argparse.Namespace) -> int:
     plan = read_plan_file(read(Path(options.plan), shown(options.plan)), digests_of(spec, costed.problem))
     placement = _drawn(options, costed, plan)
     print("\n".join([*_described(spec, plan), *_explained(costed, placement), *_answers(spec, costed, placement, plan),
-                     *_lost(options, spec, costed, placement, plan), *_running(spec, options.plan)]))
+                     *_lost(options, spec, costed, placement, plan),
+                     *_running(spec, options.plan, len(plan.ranks))]))
     return 0
 
 
@@ -195,12 +196,11 @@ def _resuming(options: argparse.Namespace) -> Iterator[str]:
                 "  " + shlex.join(["distflow", "resume", run, *elsewhere, "--plan", options.out]))
 
 
-def _running(spec: Spec, path: str) -> Iterator[str]:
+def _running(spec: Spec, path: str, ranks: int) -> Iterator[str]:
     """Yield the chain that ranks would run by a plan, or why they cannot."""
     from planners import apply_plan_file, plan
 
     yield ""
-    ranks = spec.cluster.size or 0
     try:
         own = apply_plan_file(spec, read(Path(path), shown(path)), ranks)
         yield from describe(plan(own, ranks), own)
@@ -339,16 +339,18 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     """Yield whether ranks can run a plan, and if not, why, and what the best one that they can run takes."""
     from planners import apply_plan_file
     from planners import plan as make_plan
+    from planners.apply_plan_file import machines_in_order
     from planners.heterogeneous.explain import duration
     from planners.heterogeneous.runnable import runnable
 
     yield ""
     own = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
     text = yaml.safe_dump(plan.model_dump(mode="json"))
-    ranks = spec.cluster.size or 0
+    ranks = len(plan.ranks)
     try:
         make_plan(apply_plan_file(own, parse(text, "the plan"), ranks), ranks)
-        yield "can be run: yes"
+        yield f"can be run: yes, by {ranks} ranks on these machines in this order: " \
+            + machines_in_order(costed.problem, plan)
         return
     except InvalidInput as error:
         yield f"can be run: no; {error.mistakes[0].what}"

@@ -25,12 +25,22 @@ class Link(Document):
     latency_us: NonNegativeFloat = 0.0
 
 
+class DeviceEfficiency(Document):
+    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach; default: those of
+    public measurements of devices with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
+
+    compute: PositiveFloat | None = None
+    memory: PositiveFloat | None = None
+    links: PositiveFloat | None = None
+
+
 class Device(Document):
     """Type of accelerator: peak rates by dtype without sparsity, memory and its bandwidth."""
 
     tflops: dict[Literal["bfloat16", "float32"], PositiveFloat] = Field(min_length=1)
     memory_gib: PositiveFloat
     memory_gb_s: PositiveFloat
+    efficiency: DeviceEfficiency | None = None
 
 
 class MachineGroup(Document):

@@ -237,7 +237,7 @@ def _terms(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...]) -
         found.append(layout.seconds)
     once, twice, launched = found
     seconds, network = max(share.timing.seconds for share in shares), 2 * once - twice
-    if not once or not seconds:
+    if not seconds or twice <= once:  # computation that the network hides shows nothing
         return None
     return Observed(max(seconds - network, _LEAST * seconds), twice - once, (launched - once) / _MOMENT,
                     run.problem.hardware.device_groups[shares[0].stages[0]].kind)

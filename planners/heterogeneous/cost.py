@@ -91,8 +91,8 @@ class CostModel:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.network = Network(problem.hardware, problem.coefficients.network)
-        self.tasks = [Roofline(task, problem.coefficients, self.network) for task in problem.tasks]
+        self.network = Network(problem.hardware)
+        self.tasks = [Roofline(task, problem.filled, self.network) for task in problem.tasks]
         self.evaluations = 0
         self._device_groups = problem.hardware.device_groups
         self._layer = cache(self._layer_seconds)
@@ -118,7 +118,9 @@ class CostModel:
                 return None
         seconds = max(float(clock(share)) for clock, share in zip(clocks, rows))
         if cost.shards(strategy):
-            seconds += self._gathers(number, strategy, stages[0], max(rows))
+            gathers = self._gathers(number, strategy, stages[0], max(rows))
+            hides = all(self._device_groups[group].overlaps for group in stages[0])
+            seconds = max(seconds, gathers) + gathers / cost.task.layers if hides else seconds + gathers
         if cost.task.kind == TRAIN:
             seconds += self._updates(number, strategy, stages, layers)
         swap = max(cost.swap(self._device_groups[group], strategy, count) for groups, count in zip(stages, layers)
@@ -238,7 +240,7 @@ class CostModel:
     def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
         """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
         for training backward (Zhao et al. 2023, §3.3), where a large model's gradients (4 bytes each) are scattered
-        too. They are counted in full, though the computation hides a part."""
+        too. Devices that compute meanwhile wait for the first layer alone, if links are quick enough."""
         task = self.problem.tasks[number]
         passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
         nbytes = task.parameters / task.layers / strategy.tp * task.width

@@ -68,6 +68,7 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
+_STARTS = "speed of starting kernels"
 _WIDTH = 60  # characters of a chart
 _MARKS = "123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -95,7 +96,8 @@ def doubled(problem: Problem) -> dict[str, Problem]:
                          ("memory", lambda device_group: replace(device_group, memory=2 * device_group.memory)),
                          ("host link", lambda device_group: replace(device_group, host=2 * device_group.host)),
                          ("links inside machines",
-                          lambda device_group: replace(device_group, inside=_faster(device_group.inside)))):
+                          lambda device_group: replace(device_group, inside=_faster(device_group.inside))),
+                         (_STARTS, lambda device_group: replace(device_group, launch=device_group.launch / 2))):
         found[name] = Hardware(tuple(map(change, hardware.device_groups)), hardware.between)
     for name, near in (("links inside a zone", lambda one, other: one.zone == other.zone),
                        ("links between zones", lambda one, other: one.zone != other.zone)):
@@ -103,10 +105,10 @@ def doubled(problem: Problem) -> dict[str, Problem]:
                               for link, other in zip(row, hardware.device_groups))
                         for row, one in zip(hardware.between, hardware.device_groups))
         found[name] = Hardware(hardware.device_groups, between)
-    sooner = tuple(replace(task, measured=task.measured._replace(launch=task.measured.launch / 2))
-                   for task in problem.tasks)
-    return {**{name: replace(problem, hardware=changed) for name, changed in found.items()},
-            "speed of starting kernels": replace(problem, tasks=sooner)}
+    sooner = tuple(replace(task, measured=task.measured._replace(launch=(task.measured.launch or 0.0) / 2))
+                   if task.measured.launch else task for task in problem.tasks)
+    return {name: replace(problem, hardware=changed, tasks=sooner if name == _STARTS else problem.tasks)
+            for name, changed in found.items()}
 
 
 def _faster(link: NetworkLink) -> NetworkLink:

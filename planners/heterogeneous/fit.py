@@ -22,7 +22,6 @@ from planners.heterogeneous.problem import (
     GENERATE,
     SYNC,
     TRAIN,
-    Coefficients,
     Placement,
     Problem,
     TaskLayout,
@@ -86,7 +85,7 @@ def fit(spec: Spec, margin: float = 0.1, factor: float = 1.0) -> Iterator[Fit]:
     _check(spec)
     problem = problem_of(spec)
     limit = (1 - margin) * problem.hardware.device_groups[0].memory
-    problem = replace(problem, coefficients=Coefficients(filled=1 - margin))
+    problem = replace(problem, filled=1 - margin)
     least: tuple[Settings, str] | None = None
     for offload in (False, True):
         some = False
@@ -175,8 +174,9 @@ def _placements(spec: Spec, costed: CostedProblem, sample_tp: int, train_tp: int
             tp = sample_tp if task.kind == GENERATE else train_tp
             rows = max(1, int(task.micro_tokens // (task.read if task.kind == GENERATE else task.whole)))
             blocks = blocks_of(subset, tp, problem.hardware)
+            others = sum(problem.hardware.all) - sum(subset)
             layouts.append(run_layout(costed, number, blocks, (tp, 1), rows)
-                           if can_split(spec, problem, number, subset, tp, 1) else None)
+                           if can_split(spec, problem, number, subset, others, tp, 1) else None)
         found = costed.placed(grouping, subsets, layouts)
         if found is not None:
             yield found

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from distflow.config.cluster import Cluster, Link
+from planners.heterogeneous.efficiency import BETWEEN, efficiency_of
 from planners.heterogeneous.problem import (
     GENERATE,
     TRAIN,
-    Coefficients,
     DeviceGroup,
     DeviceGroups,
     Hardware,
@@ -31,14 +31,11 @@ from planners.memory import LOGITS, LOGITS_AT_ONCE, ParameterBytes, parameter_by
 
 
 class Network:
-    """Seconds of collectives on the links of a cluster, of whose bandwidth transfers reach a fraction; cached."""
+    """Seconds of collectives on the links of a cluster; cached."""
 
-    def __init__(self, hardware: Hardware, efficiency: float):
-        self._device_groups = hardware.device_groups
-        self._inside = [NetworkLink(group.inside.latency,
-                                    group.inside.bandwidth * efficiency) for group in hardware.device_groups]
-        self._between = [[NetworkLink(link.latency,
-                                      link.bandwidth * efficiency) for link in row] for row in hardware.between]
+    def __init__(self, hardware: Hardware):
+        self._device_groups, self._between = hardware.device_groups, hardware.between
+        self._inside = [group.inside for group in hardware.device_groups]
         self.rows, self.weights = cache(self._rows), cache(self._weights)
         self._spans = cache(self._spanning)
 
@@ -123,34 +120,36 @@ Rows = Any  # a number of rows, or an array of such numbers
 class Roofline:
     """Seconds and bytes of one model task on one kind of device."""
 
-    def __init__(self, task: ModelTask, coefficients: Coefficients, network: Network):
-        self.task, self._network, self._shares = task, network, coefficients
+    def __init__(self, task: ModelTask, filled: float, network: Network):
+        self.task, self._network, self._filled = task, network, filled
         self._weights = task.parameters / task.layers * task.width
         self._expert_weights = task.expert_parameters / task.layers * task.width
         self._flop = 2 * task.computing / task.layers
 
     def batch(self, number: int, group: DeviceGroup, strategy: Strategy, tokens: float, context: float) -> float:
-        task, shares, tp = self.task, self._shares, strategy.tp
+        task, tp = self.task, strategy.tp
         trains = task.kind == TRAIN
         passes = (4 if task.recompute else 3) if trains else 1
         flop = tokens * (self._flop + 2 * context * task.hidden)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
-        roof = max(flop / tp / (group.peak * shares.compute), read / (group.bandwidth * shares.memory))
+        roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth)
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)
         return passes * self._pass(group, roof) + sums
 
     def decode(self, number: int, group: DeviceGroup, tp: int, rows: Rows) -> Rows:
-        """Return the seconds of one layer for the next token of each of `rows`: reads weights once, and all caches."""
-        task, shares = self.task, self._shares
-        context = self._context
+        """Return the seconds of one layer for the next token of each of `rows`: reads weights once, and then all
+        caches, each as fast as arithmetic or memory lets it."""
+        task, context = self.task, self._context
         asked = np.minimum(1.0, rows * task.experts_per_token / task.experts) if task.experts else 1.0
-        read = self._weights - self._expert_weights * (1 - asked) + rows * (task.kv * context)
-        flop = rows * (self._flop + 4 * context * task.hidden)
-        roof = np.maximum(flop / (tp * group.peak * shares.compute), read / (tp * group.bandwidth * shares.memory))
-        return self._pass(group, roof) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
+        weights = self._weights - self._expert_weights * (1 - asked)
+        roof = np.maximum((rows + group.overhead) * self._flop / group.peak, weights / group.bandwidth) \
+            + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth)
+        return self._pass(group, roof / tp) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
 
     def _pass(self, group: DeviceGroup, roof: Rows) -> Rows:
-        return group.slowdown * (self.task.measured.launch + self.task.measured.times * roof)
+        measured = self.task.measured
+        launch = group.launch if measured.launch is None else measured.launch
+        return group.slowdown * (launch + measured.times * roof)
 
     def state(self, strategy: Strategy) -> float:
         """Return the bytes of one layer on a device as long as the task is resident."""
@@ -193,7 +192,7 @@ class Roofline:
         return under_way * whole, logits
 
     def room(self, group: DeviceGroup) -> float:
-        return group.memory * self._shares.filled
+        return group.memory * self._filled
 
     def fits(self, group: DeviceGroup, strategy: Strategy, stage: int) -> float:
         none, one = self.fills(strategy, stage, 0), self.fills(strategy, stage, 1)
@@ -232,17 +231,17 @@ class Roofline:
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of the optimizer, which reads and writes the state once."""
         nbytes = layers * self.state(strategy)
-        return group.slowdown * self.task.measured.times * 2 * nbytes / (group.bandwidth * self._shares.memory)
+        return group.slowdown * self.task.measured.times * 2 * nbytes / group.bandwidth
 
     def ideal(self, devices: list[tuple[DeviceGroup, int]]) -> float:
         """Return a lower bound on the seconds of any layout on these devices; infinite if memory is too little."""
-        task, shares = self.task, self._shares
+        task = self.task
         room = sum(self.room(group) * count for group, count in devices)
         if not room or task.parameters * self._least_state > room:
             return float("inf")
         if task.kind != GENERATE:
             return self.arithmetic(devices)
-        bandwidth = sum(group.bandwidth * count / group.slowdown for group, count in devices) * shares.memory
+        bandwidth = sum(group.bandwidth * count / group.slowdown for group, count in devices)
         weights = task.layers * (self._weights - self._expert_weights) * task.longest
         read = weights + task.layers * task.rows * task.kv * self._context * task.answer
         decode = max(self._flops(task.answer, 4 * self._context) / self._peak(devices), read / bandwidth)
@@ -258,7 +257,7 @@ class Roofline:
         return task.measured.times * flop / self._peak(devices)
 
     def _peak(self, devices: list[tuple[DeviceGroup, int]]) -> float:
-        return sum(group.peak * count / group.slowdown for group, count in devices) * self._shares.compute
+        return sum(group.peak * count / group.slowdown for group, count in devices)
 
     @property
     def _context(self) -> float:
@@ -275,8 +274,9 @@ _MAX_SUBSETS = 4096
 
 
 def hardware_of(cluster: Cluster, dtype: Dtype = "bfloat16", fold: bool | None = None) -> Hardware:
-    """Return the device groups and links of a cluster that passed `check_cluster`. Where a device lacks `dtype`, its
-    first peak rate counts. `fold`: whether alike machines are one device group; default: if there are many."""
+    """Return the device groups and links of a cluster that passed `check_cluster`, at the rates that they reach. Where
+    a device lacks `dtype`, its first peak rate counts. `fold`: whether alike machines are one device group; default:
+    if there are many."""
     if fold is None:
         fold = math.prod((kind.devices + 1) ** kind.count for kind in cluster.machines.values()) > _MAX_SUBSETS
     kinds = [(kind, number) for kind, said in cluster.machines.items() for number in range(1 if fold else said.count)]
@@ -288,19 +288,16 @@ def hardware_of(cluster: Cluster, dtype: Dtype = "bfloat16", fold: bool | None =
 def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: Dtype) -> DeviceGroup:
     kind = cluster.machines[name]
     machines = kind.count if fold else 1
-    device = cluster.devices[kind.device]
+    device, reached = cluster.devices[kind.device], efficiency_of(cluster, kind.device)
     inside = cluster.inside(name) or Link(gb_s=device.memory_gb_s)
-    peak = device.tflops.get(dtype) or next(iter(device.tflops.values()))
+    peak = (device.tflops.get(dtype) or next(iter(device.tflops.values()))) * reached.compute
     name = name if fold or kind.count == 1 else f"{name}.{number + 1}"
+    links = NetworkLink(inside.latency_us * _MICRO, inside.gb_s * reached.links * _GB)
     return DeviceGroup(name, kind.device, kind.zone, machines, kind.devices, peak * _TERA, device.memory_gib * _GIB,
-                       device.memory_gb_s * _GB, kind.host_gb_s * _GB, _link(inside))
+                       device.memory_gb_s * reached.memory * _GB, kind.host_gb_s * _GB, links, *reached[3:])
 
 
 def _between(cluster: Cluster, one: str, other: str) -> NetworkLink:
     link = cluster.between(one, other) or Link(gb_s=1.0)
     limits = [cluster.machines[name].network_gb_s or math.inf for name in (one, other)]
-    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * _GB)
-
-
-def _link(link: Link) -> NetworkLink:
-    return NetworkLink(link.latency_us * _MICRO, link.gb_s * _GB)
+    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * BETWEEN * _GB)

@@ -40,8 +40,11 @@ class NetworkLink(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes. `slowdown`:
-    how many times longer a device takes than its description says relative to others, as measured."""
+    """`machines` alike machines of one zone, each with `each` devices. `peak` in FLOP/s, `memory` in bytes; rates are
+    those that large tasks reach. `slowdown`: how many times longer a device takes than its description says relative to
+    others, as measured. `launch`: seconds to start a pass through a layer. `overhead`: tokens of arithmetic that
+    a pass costs beyond its own, so that small micro-batches are inefficient. `overlaps`: whether weights are gathered
+    while it computes."""
 
     name: str
     kind: str
@@ -53,6 +56,9 @@ class DeviceGroup:
     bandwidth: float
     host: float
     inside: NetworkLink
+    launch: float = 0.0
+    overhead: float = 0.0
+    overlaps: bool = False
     slowdown: float = 1.0
 
     @property
@@ -93,11 +99,12 @@ class Hardware:
 
 
 class Measured(NamedTuple):
-    """Measurements of a task. `times`: seconds over the roofline's; `launch`: seconds to start a pass through a layer.
+    """Measurements of a task. `times`: seconds over the roofline's; `launch`: seconds to start a pass through a layer;
+    None: those of the device.
     Tokens of a row: mean `prompt` and `response`, `read` of a shared prompt, `longest` of a batch."""
 
     times: float = 1.0
-    launch: float = 0.0
+    launch: float | None = None
     prompt: float | None = None
     read: float | None = None
     response: float | None = None
@@ -192,17 +199,6 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Fractions of the peak rates that devices and links reach, and of memory that may be filled; 0.5 of the arithmetic
-    is what large training runs report (Narayanan et al. 2021, table 1: 0.44 to 0.52)."""
-
-    compute: float = 0.5
-    memory: float = 0.7
-    network: float = 0.8
-    filled: float = 0.9
-
-
-@dataclass(frozen=True)
 class Freedom:
     """Decisions that a solver may take: `groupings`, tp and pp of all tasks (`cut`). Without `assignment` groups span
     all device groups evenly, in the cluster file's order; without `balance` shares have equal rows and layers."""
@@ -215,14 +211,15 @@ class Freedom:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tasks in the order of the chain, their data dependencies, and syncs of trained weights."""
+    """Tasks in the order of the chain, their data dependencies, syncs of trained weights, and the share of memory that
+    may be filled."""
 
     hardware: Hardware
     tasks: tuple[ModelTask, ...]
     edges: tuple[Edge, ...] = ()
     syncs: tuple[Edge, ...] = ()
     mode: str = SYNC
-    coefficients: Coefficients = Coefficients()
+    filled: float = 0.9
     freedom: Freedom = Freedom()
 
 

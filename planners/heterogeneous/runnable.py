@@ -1,15 +1,15 @@
 """Finds the best placement that `planners.apply_plan_file` can turn into a run.
 
 Ranks run one chain together, or train on the first of them and sample on the others; the shares of a task follow each
-other, and tasks that compute with one engine split it alike. The rest is enumerated: how models are split, how many
-ranks train, and the rows of each share.
+other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks, how
+models are split, how many ranks train, and the rows of each share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import combinations
 
 from distflow.config.load import Spec
 from distflow.plan import Layout as Split
@@ -19,6 +19,7 @@ from planners.heterogeneous.problem import (
     SYNC,
     DeviceSubset,
     Grouping,
+    Hardware,
     Placement,
     Problem,
     Strategy,
@@ -28,6 +29,7 @@ from planners.heterogeneous.problem import (
 from planners.splits import check_split
 
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
+_PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
@@ -37,28 +39,52 @@ def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
 
 
 def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
-    """Return the ranks of each group of a runnable placement: the first ones train, the others sample."""
-    training = [any(problem.tasks[task].kind != GENERATE for task in group) for group in placement.grouping]
-    order = sorted(range(len(training)), key=lambda group: not training[group])
-    starts = dict(zip(order, accumulate((sum(placement.subsets[group]) for group in order), initial=0)))
-    return [[*range(starts[group], starts[group] + sum(subset))] for group, subset in enumerate(placement.subsets)]
+    """Return the devices of each group of a runnable placement: of a machine that both have, the first ones train."""
+    found, taken = [[] for _ in placement.grouping], [0] * len(problem.hardware.ranks)
+    for group in sorted(range(len(placement.grouping)),
+                        key=lambda group: all(problem.tasks[task].kind == GENERATE
+                                              for task in placement.grouping[group])):
+        for number, (own, count) in enumerate(zip(problem.hardware.ranks, placement.subsets[group])):
+            found[group] += own[taken[number]:taken[number] + count]
+            taken[number] += count
+    return found
 
 
 def run_groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
-    """Yield all ways to divide ranks into groups that runs have, and the devices of each group."""
-    tasks, hardware = range(len(problem.tasks)), problem.hardware
-    if problem.mode == SYNC:
-        yield (tuple(tasks),), (hardware.all,)
-        return
+    """Yield ways to divide ranks into groups that runs have, and the devices of each group, with all machines or
+    without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do."""
+    tasks = range(len(problem.tasks))
     sampling = tuple(task for task in tasks if problem.tasks[task].kind == GENERATE)
     training = tuple(task for task in tasks if task not in sampling)
-    counts = sorted({ranks.start + count for ranks, device_group in zip(hardware.ranks, hardware.device_groups)
-                     for count in device_group.counts})
-    for count in counts[1:-1]:
-        first = hardware.subset(range(count))
-        rest = tuple(every - taken for every, taken in zip(hardware.all, first))
-        halves = sorted([(training, first), (sampling, rest)])
-        yield tuple(group for group, _ in halves), tuple(subset for _, subset in halves)
+    for used in _parts(problem.hardware):
+        if problem.mode == SYNC:
+            yield (tuple(tasks),), (used,)
+            continue
+        apart = (part for part in _parts(problem.hardware) if part != used
+                 and all(count in (0, every) for count, every in zip(part, used)))
+        for first in dict.fromkeys((*_beginnings(problem.hardware, used), *apart)):
+            rest = tuple(every - taken for every, taken in zip(used, first))
+            halves = sorted([(training, first), (sampling, rest)])
+            yield tuple(group for group, _ in halves), tuple(subset for _, subset in halves)
+
+
+def _parts(hardware: Hardware) -> Iterator[DeviceSubset]:
+    """Yield all devices, and all of some kinds in some zones: of few such places any, of many without the slowest."""
+    groups = hardware.device_groups
+    places = sorted({(group.peak, group.kind, group.zone) for group in groups}, reverse=True)
+    sizes = range(len(places), 0, -1)
+    for chosen in (some for size in sizes for some in combinations(places, size)) if len(places) <= _PLACES else \
+            (places[:size] for size in sizes):
+        yield tuple(group.devices * ((group.peak, group.kind, group.zone) in chosen) for group in groups)
+
+
+def _beginnings(hardware: Hardware, used: DeviceSubset) -> Iterator[DeviceSubset]:
+    """Yield the subsets of the first ranks of the devices in use, as many as device groups may be divided into."""
+    for last, device_group in enumerate(hardware.device_groups):
+        for count in device_group.counts[1:] if used[last] else ():
+            found = (*used[:last], count, *(0 for _ in used[last + 1:]))
+            if found != used:
+                yield found
 
 
 def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
@@ -68,25 +94,24 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
         turns = shared(problem, group)
         for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
             best = _engine(spec, costed, [task for task in group if problem.tasks[task].memory_item == memory_item],
-                           subset, turns)
+                           subset, sum(map(sum, subsets)) - sum(subset), turns)
             if best is None:
                 return None
             layouts |= best
     return costed.placed(grouping, subsets, (layouts[task] for task in range(len(problem.tasks))))
 
 
-def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset,
+def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset, others: int,
             turns: bool) -> dict[int, TaskLayout] | None:
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
     micro-batches of the best size, which is one setting of its role."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
-        if not all(can_split(spec, costed.problem, task, subset, tp, pp) for task in tasks):
+        if not all(can_split(spec, costed.problem, task, subset, others, tp, pp) for task in tasks):
             continue
         blocks = blocks_of(subset, tp, costed.problem.hardware)
-        most = sum(blocks) // pp
         sizes = {strategy.micro: None for task in tasks
-                 for strategy in strategies(costed.problem.tasks[task], most, tp, pp)}
+                 for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
         for micro in list(sizes)[: 1 if rollout else None]:
             layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))}
@@ -96,12 +121,13 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
     return best
 
 
-def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, tp: int, pp: int) -> bool:
-    """Return whether a task's engine and model, and the ranks of a subset, allow so many slices and stages."""
+def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, others: int, tp: int, pp: int) -> bool:
+    """Return whether a task's engine and model, and the ranks of a subset, beside `others`, allow so many slices and
+    stages."""
     task = problem.tasks[number]
     apart = problem.mode != SYNC and task.kind == GENERATE
     roles = {each.role for each in problem.tasks if each.kind == GENERATE}
-    colocated = sum(problem.hardware.all) - sum(subset) if spec.run.mode == "semi_sync" else 0
+    colocated = others if spec.run.mode == "semi_sync" else 0
     unfit = apart and (pp > 1 or colocated % tp or (tp > 1 and len(roles) > 1))
     whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
     return not unfit and whole and not check_split(spec, task.name, (task.role, task.kind == GENERATE),

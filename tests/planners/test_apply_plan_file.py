@@ -192,7 +192,7 @@ def by_stages(said: dict) -> None:
 
 @pytest.mark.parametrize(("change", "key", "says"), [
     (apart, "groups:", "2 groups that work at the same time, and in mode sync all ranks run one chain together"),
-    (left_out, "ranks:", "the plan leaves ranks 2 out, and in mode sync all take part"),
+    (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
     (staged([3, 1], ["quick", "slow"]), "layers:", "node `update` has 3, 1 layers in its stages"),
     (staged([2, 2], ["quick", "slow"]), "shares:", "shares whose stages are not at ranks that follow each other"),
@@ -210,9 +210,26 @@ def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: P
     assert mistakes[0].hint
 
 
-def test_ranks_that_train_are_the_first_ones(obey: Callable) -> None:
-    with pytest.raises(InvalidInput, match="must be the first ones, .* they are 2, 3, and 0, 1 sample"):
-        obey("mode=async", change=apart)
+def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey: Callable) -> None:
+    """Ranks 0 and 1 are those of `slow`, the second machine."""
+    def on_the_slow(said: dict) -> None:
+        apart(said)
+        for node, machine in (("reference", "slow"), ("update", "slow"), ("rollout", "quick")):
+            said["tasks"][node] |= {"dp": 2, "tp": 1, "shares": [{"count": 2, "rows": 192, "stages": [machine]}]}
+
+    trainer, rollout = obey("mode=async", change=on_the_slow).groups
+    assert (trainer.ranks, rollout.ranks) == (range(2), range(2, 4))
+    with pytest.raises(InvalidInput, match="in this order of machines:  1 slow, 1 quick"):
+        obey("mode=async", change=on_the_slow, ranks=2)
+
+
+def test_ranks_of_a_machine_follow_each_other(obey: Callable) -> None:
+    def torn(said: dict) -> None:
+        two_by_two(said)
+        said["groups"][0]["ranks"], said["groups"][1]["ranks"] = [1, 2], [0, 3]
+
+    with pytest.raises(InvalidInput, match="those of a machine `quick` would be 0, 2, and ranks of a machine follow"):
+        obey("mode=async", change=torn)
 
 
 def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
@@ -222,6 +239,32 @@ def test_nodes_of_one_engine_split_it_alike(obey: Callable) -> None:
 
     with pytest.raises(InvalidInput, match="the same engine of role `critic`, but split its model differently"):
         obey(dag="ppo", change=unlike)
+
+
+def test_machines_that_a_plan_leaves_out_have_no_ranks(obey: Callable) -> None:
+    def without_the_quick(said: dict) -> None:
+        said["groups"][0] |= {"devices": {"slow": 2}, "ranks": [2, 3]}
+        for task in said["tasks"].values():
+            task |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["slow"]}]}
+
+    found = obey(change=without_the_quick, ranks=2)
+    assert found.ranks == 2
+    assert {layout.dp for layout in layouts(found).values()} == {2}
+    with pytest.raises(InvalidInput, match="is for 2 of the 4 devices of cluster `mixed`, and 4 ranks are") as error:
+        obey(change=without_the_quick)
+    assert "in this order of machines:  1 slow" in str(error.value)
+
+
+def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: Path) -> None:
+    said = yaml.safe_load(yaml.safe_dump(CLUSTER))
+    said["links"]["world"] = {"gb_s": 1e-4, "latency_us": 1e6}
+    said["machines"]["slow"]["zone"], said["zones"] = "far", {"far": "overseas"}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(said))
+    spec = spec_of()
+    costed = CostedProblem(problem_of(spec))
+    found = runnable(spec, costed)
+    assert found.subsets == ((2, 0),)
+    assert ranks_of(costed.problem, found) == [[0, 1]]
 
 
 def test_other_ranks_and_other_layouts_are_refused(obey: Callable) -> None:
@@ -256,6 +299,6 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
                    ranks_of(costed.problem, found)).model_dump(mode="json")
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
-    ranks = spec.cluster.size
+    ranks = sum(map(sum, found.subsets))
     own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
     assert plan(own, ranks).ranks == ranks

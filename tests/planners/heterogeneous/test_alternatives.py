@@ -24,6 +24,7 @@ from planners.heterogeneous.alternatives import (
     steps_again,
     weight_syncs,
 )
+from planners.heterogeneous.efficiency import BETWEEN
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.runnable import ranks_of, runnable
@@ -67,7 +68,7 @@ def test_weights_memory_and_price(spec_of):
     sync, = weight_syncs(costed, placement)
     parameters = costed.problem.tasks[0].parameters
     assert (sync.source, sync.target, sync.nbytes) == ("update", "rollout", 2 * parameters)  # auto: counted as halves
-    assert sync.seconds == pytest.approx(sync.nbytes / (1e9 * costed.problem.coefficients.network), rel=0.01)
+    assert sync.seconds == pytest.approx(sync.nbytes / (1e9 * BETWEEN), rel=0.01)
     memory = list(memory_of(costed, placement))
     assert {task for task, *_ in memory} == {"rollout", "reference", "update"}
     assert all(0 < fills <= room == 0.9 * 16 * 2**30 for *_, fills, room in memory)

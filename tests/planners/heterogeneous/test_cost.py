@@ -15,7 +15,6 @@ from planners.heterogeneous.problem import (
     GENERATE,
     INFER,
     TRAIN,
-    Coefficients,
     DeviceGroup,
     Edge,
     Hardware,
@@ -37,7 +36,7 @@ WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micr
 
 def costs(task: ModelTask = WORK, groups: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
     links = tuple(tuple(FAR for _ in groups) for _ in groups)
-    return CostModel(Problem(Hardware(groups, links), (task,), coefficients=Coefficients(1.0, 1.0, 1.0, 1.0)))
+    return CostModel(Problem(Hardware(groups, links), (task,), filled=1.0))
 
 
 def seconds(task: ModelTask, strategy: Strategy, *kinds: Replicas) -> float:
@@ -80,6 +79,23 @@ def test_each_pass_through_a_layer_takes_its_start() -> None:
     plain, found = (seconds(each, Strategy(1, micro=8), Replicas((0,), 1)) for each in (
         task, replace(task, measured=slow)))
     assert found == pytest.approx(plain + (1 + 100) * 10 * 1e-3)
+
+
+def test_a_device_s_passes_start_late_and_compute_for_more_tokens() -> None:
+    device = replace(FAST, launch=1e-3, overhead=50.0)
+    found = costs(replace(WORK, rows=3), (device,)).layout(0, Strategy(1, micro=1), (Replicas((0,), 1),)).seconds
+    assert found == pytest.approx(forward(3) * (200 + 50) / 200 + 3 * 10 * 1e-3)
+    measured = replace(WORK, rows=3, measured=Measured(launch=0.0))
+    found = costs(measured, (device,)).layout(0, Strategy(1, micro=1), (Replicas((0,), 1),)).seconds
+    assert found == pytest.approx(forward(3) * (200 + 50) / 200), "a measured launch comes first"
+
+
+def test_decoding_multiplies_by_the_weights_and_then_attends_to_the_caches() -> None:
+    task = replace(WORK, kind=GENERATE, rows=1000, kv=4000)
+    plain, cached = (costs(each).tasks[0].decode(0, FAST, 1, 1000) for each in (replace(task, kv=0), task))
+    context = 150
+    assert plain == pytest.approx(1000 * (2 * 1e8 + 4 * context * 1000) / 100e12), "arithmetic binds both"
+    assert cached == pytest.approx(1000 * 2 * 1e8 / 100e12 + 1000 * 4000 * context / 2e12), "memory binds the caches"
 
 
 def test_the_bubble_of_a_pipeline() -> None:
@@ -125,6 +141,9 @@ def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None
     assert found == pytest.approx(3 * forward(4) + (4 * 2 * 2 + 4) / 2 + 2 * 16 / 2 / 2e3)
     by_layer = costs(replace(task, gathered=10**8), (inside, SLOW)).layout(0, Strategy(2), pair, rows=(4, 4)).seconds
     assert by_layer - found == pytest.approx((4 - 1) * 4 / 2)  # for each micro-batch
+    meanwhile = costs(task, (replace(inside, overlaps=True), SLOW)).layout(0, Strategy(2), pair, rows=(4, 4)).seconds
+    gathers = 4 * 2 * 2 / 2
+    assert meanwhile == pytest.approx(max(3 * forward(4), gathers) + gathers / 10 + 4 / 2 + 2 * 16 / 2 / 2e3)
     kept = 10 * 17 * 2 * 1000 * 200
     filled, empty = (model.tasks[0].fills(Strategy(2), 0, layers) for layers in (10, 0))
     assert filled - empty == pytest.approx(16 / 2 * 10**9 + kept)
@@ -220,7 +239,7 @@ def test_micro_batches_of_all_sizes_are_tried() -> None:
 
 ABROAD = NetworkLink(0.1, 1e7)
 THREE = Network(Hardware((FAST, SLOW, replace(FAST, name="third")),
-                         ((FAR, ABROAD, FAR), (ABROAD, FAR, ABROAD), (FAR, ABROAD, FAR))), 1.0)
+                         ((FAR, ABROAD, FAR), (ABROAD, FAR, ABROAD), (FAR, ABROAD, FAR))))
 
 
 def at(*groups: int) -> frozenset[int]:
@@ -242,6 +261,6 @@ def test_all_parts_of_trained_weights_get_to_all_who_sample() -> None:
 def test_weights_of_one_engine_move_only_if_it_trains_elsewhere() -> None:
     tasks = (replace(WORK, name="old"), replace(WORK, name="update", kind=TRAIN))
     problem = Problem(Hardware((FAST, SLOW), ((FAR, ABROAD), (ABROAD, FAR))), tasks, syncs=(Edge(1, 0, 1e7),))
-    objective = Objective(problem, Network(problem.hardware, 1.0))
+    objective = Objective(problem, Network(problem.hardware))
     for sites, moved in (((at(0), at(0)), 0.0), ((at(0), at(1)), 1.1), ((at(0, 1), at(1)), 1.1)):
         assert objective.seconds(((0, 1),), (1.0, 2.0), sites) == pytest.approx(3.0 + moved)

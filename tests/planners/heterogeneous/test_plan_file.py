@@ -180,7 +180,7 @@ def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
     problem = problem_of(mixed_spec("grpo", "a100_l40s_l4"))
     *_, found = search(problem, budget=2000)
     by_task = {bound.task: bound.saved[0][0] for bound in bounds(problem, found.placement)}
-    assert by_task["rollout"] == "memory bandwidth"
+    assert by_task["rollout"] == "speed of starting kernels"
     assert by_task["update"] == "compute"
     assert all(times >= 0.999 for _, times in helps(problem, found.placement))
     costed = CostedProblem(problem)

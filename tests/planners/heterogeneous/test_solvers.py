@@ -18,6 +18,7 @@ from benchmarks.small_problems import brute_force, small
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
+from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.exact import Options, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import ranks_of
@@ -72,7 +73,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 def test_transfers_go_between_the_devices_that_are_used(tmp_path: Path) -> None:
-    """16.4 GB of weights take 1,638 s and more over 10 MB/s, wherever a group could work."""
+    """16.4 GB of weights take 1,456 s and more at 0.9 of 12.5 MB/s, wherever a group could work."""
     spec = load("grpo", None, [f"roles.actor.model={folder('8B', tmp_path)}", "data.batch=512",
                                "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=4096"],
                 str(CASES / "two_shores.yaml"))
@@ -83,15 +84,16 @@ def test_transfers_go_between_the_devices_that_are_used(tmp_path: Path) -> None:
     west, east = (Replicas((group,), 1) for group in (1, 0))
     together = CostedProblem(problem).placed(((0, 1, 2),), ((8, 8),), (
         rollout._replace(arrangement=(west,)), reference, update._replace(arrangement=(east,))))
-    assert together.seconds > _from_layouts(problem, together, weights=False) + 1600
+    assert together.seconds > _from_layouts(problem, together, weights=False) + 1450
 
 
 def _from_layouts(problem: Problem, placement: Placement, weights: bool = True) -> float:
-    """The objective of one group in mode sync, with one link of 10 MB/s and 60 ms between two machines."""
+    """The objective of one group in mode sync, with one link of 12.5 MB/s and 60 ms between two machines."""
     def sent(edge: Edge) -> float:
         one, other = ({group for kind in placement.layouts[task].arrangement for group in kind.stages}
                       for task in (edge.source, edge.target))
-        return 0.06 + edge.nbytes / 10e6 if one != other else 3e-6 + edge.nbytes / 240e9
+        inside = 300e9 * OF_KINDS["a100"].links
+        return 0.06 + edge.nbytes / (12.5e6 * BETWEEN) if one != other else 3e-6 + edge.nbytes / inside
 
     ends: list[float] = []
     for task, layout in enumerate(placement.layouts):
@@ -106,7 +108,7 @@ def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
                                "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=256"],
                 str(CASES / "slow_inside.yaml"))
     found = searched(problem_of(spec))
-    assert found.bound < found.placement.seconds < 3.5
+    assert found.bound < found.placement.seconds < 4.25
 
 
 def test_the_budget_is_spent_and_no_grouping_is_dropped() -> None:
@@ -129,7 +131,7 @@ def test_the_same_seed_gives_the_same_answer(mixed_spec: Callable, mode: str) ->
     problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), mode=mode)
     first, second = (list(search(problem, seed=7, budget=6000)) for _ in range(2))
     assert first == second
-    assert len(first) > 3
+    assert len(first) >= 3
 
 
 def test_the_search_is_any_time(mixed_spec: Callable) -> None:

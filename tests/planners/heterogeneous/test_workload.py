@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.qwen3 import folder
-from distflow.config.cluster import Cluster, Device, Link, Links, MachineGroup, Path
+from distflow.config.cluster import Cluster, Device, DeviceEfficiency, Link, Links, MachineGroup, Path
 from distflow.config.load import load
 from distflow.errors import InvalidInput
+from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.explain import impossible
 from planners.heterogeneous.hardware import hardware_of
 from planners.heterogeneous.layouts import CostedProblem
@@ -86,10 +87,10 @@ def test_what_fits_nowhere_names_its_tenant_and_what_is_missing(mixed_spec: Call
     assert "GiB too little" in found[0]
 
 
-def cluster(**machines: MachineGroup) -> Cluster:
+def cluster(name: str = "fast", efficiency: DeviceEfficiency | None = None, **machines: MachineGroup) -> Cluster:
     links = Links(inside=Link(gb_s=100), zone=Link(gb_s=50, latency_us=10), region=Link(gb_s=5), world=Link(gb_s=1))
-    device = Device(tflops={"bfloat16": 100, "float32": 10}, memory_gib=80, memory_gb_s=1000)
-    return Cluster(devices={"fast": device}, machines=machines, links=links,
+    device = Device(tflops={"bfloat16": 100, "float32": 10}, memory_gib=80, memory_gb_s=1000, efficiency=efficiency)
+    return Cluster(devices={name: device}, machines=machines, links=links,
                    zones={"a": "east", "b": "east", "c": "west"},
                    paths=[Path(between=["east", "west"], gb_s=2), Path(between=["c", "b"], gb_s=3)])
 
@@ -97,13 +98,13 @@ def cluster(**machines: MachineGroup) -> Cluster:
 def test_links_by_place_and_by_path() -> None:
     one, two, three = (MachineGroup(device="fast", zone=zone) for zone in "abc")
     found = hardware_of(cluster(one=one, two=two, three=three)).between
-    assert [found[0][1].bandwidth, found[0][2].bandwidth, found[1][2].bandwidth] == [5e9, 2e9, 3e9]
+    assert [found[one][other].bandwidth / BETWEEN for one, other in ((0, 1), (0, 2), (1, 2))] == [5e9, 2e9, 3e9]
 
 
 def test_what_a_machine_sends_limits_its_links() -> None:
     slow = MachineGroup(device="fast", zone="a", network_gb_s=12)
     found = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"), two=slow)).between
-    assert found[0][1].bandwidth == 12e9
+    assert found[0][1].bandwidth == 12e9 * BETWEEN
     assert found[0][1].latency == pytest.approx(1e-5)
 
 
@@ -122,8 +123,21 @@ def test_parts_of_a_machine_divide_each_other() -> None:
 
 
 def test_the_peak_is_that_of_the_dtype() -> None:
-    described = cluster(one=MachineGroup(device="fast", zone="a"))
+    described = cluster(efficiency=DeviceEfficiency(compute=1), one=MachineGroup(device="fast", zone="a"))
     assert [hardware_of(described, dtype).device_groups[0].peak for dtype in ("bfloat16", "float32")] == [1e14, 1e13]
+
+
+def test_rates_are_those_that_a_kind_of_device_reaches_or_the_file_says() -> None:
+    here = MachineGroup(device="nvidia_a100_sxm4_80gb", zone="a")
+    known, said = (hardware_of(cluster(here.device, given, one=here)).device_groups[0]
+                   for given in (None, DeviceEfficiency(memory=1.0, links=0.5)))
+    share = OF_KINDS["a100"]
+    assert (known.peak, known.bandwidth, known.inside.bandwidth) == pytest.approx(
+        (1e14 * share.compute, 1e12 * share.memory, 1e11 * share.links))
+    assert (known.launch, known.overhead, known.overlaps) == (share.launch, share.overhead, True)
+    assert (said.peak, said.bandwidth, said.inside.bandwidth) == pytest.approx((known.peak, 1e12, 5e10))
+    other = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"))).device_groups[0]
+    assert (other.peak, other.launch, other.overlaps) == (5e13, 0.0, False), "of an unknown device"
 
 
 def test_sizes_of_the_models_are_those_of_their_names(tmp_path) -> None:

@@ -1,0 +1,267 @@
+"""What the cost model predicts beside what others have measured and published: training, sampling, collectives.
+
+Each figure has its source; which ones the shares of `planners/heterogeneous/efficiency.py` were fitted to is said, and
+the others check them. Memory does not bind here, since what was measured has fitted. Eight-bit figures are costed with
+weights and caches of a byte and the doubled peak of the data sheet. Sampling predicts all rows reading their prompts
+and then going on together, as the measured batches did.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402 - needs the path above
+from distflow.config.cluster import Cluster  # noqa: E402
+from planners.heterogeneous.cost import CostModel  # noqa: E402
+from planners.heterogeneous.hardware import Network, hardware_of  # noqa: E402
+from planners.heterogeneous.problem import (  # noqa: E402
+    GENERATE,
+    INFER,
+    TRAIN,
+    ModelTask,
+    Problem,
+    Replicas,
+    Strategy,
+)
+
+WITHIN, HALF_WITHIN = 0.25, 0.10
+FOUNDRY = "MosaicML LLM Foundry, scripts/train/benchmarking/README.md"
+TITAN = "PyTorch torchtitan, docs/performance.md"
+TRT_8 = "NVIDIA TensorRT-LLM 0.8.0, docs/source/performance.md"
+TRT_6 = "NVIDIA TensorRT-LLM 0.6.1, docs/source/performance.md"
+BEKMAN = "Bekman, Machine Learning Engineering, network/"
+MUSGRAVE = "johnmusgrave.com, vLLM throughput-latency sweep on NVIDIA A100"
+DEVICES = {  # peak TFLOP/s of two bytes, memory GB/s, link inside a machine GB/s and µs: of data sheets
+    "h200": (989, 4800, 450, 3), "h100": (989, 3350, 450, 3), "a100": (312, 2039, 300, 3),
+    "a100 40gb": (312, 1555, 300, 3), "l40s": (362, 864, 32, 8)}
+MODELS = {  # parameters, layers, hidden, key-value width
+    "MPT 1B": (1.316e9, 24, 2048, 2048), "MPT 3B": (2.652e9, 32, 2560, 2560), "MPT 7B": (6.659e9, 32, 4096, 4096),
+    "MPT 13B": (12.854e9, 40, 5120, 5120), "MPT 30B": (29.975e9, 48, 7168, 7168),
+    "MPT 70B": (64.862e9, 80, 8192, 8192), "Llama 2 13B": (13.016e9, 40, 5120, 5120),
+    "Llama 3 70B": (70.554e9, 80, 8192, 1024), "Llama 3 8B": (8.03e9, 32, 4096, 1024),
+    "LLaMA 7B": (6.738e9, 32, 4096, 4096), "LLaMA 70B": (68.977e9, 80, 8192, 1024),
+    "Mistral 7B": (7.242e9, 32, 4096, 1024)}
+
+
+class Training(NamedTuple):
+    """Tokens a second of each device, sharded over all: `gpus`, rows of a micro-batch and of a batch, recomputation."""
+
+    kind: str
+    model: str
+    length: int
+    gpus: int
+    micro: int
+    batch: int
+    recompute: bool
+    measured: float
+    source: str
+    fitted: bool = False
+
+    def predicted(self) -> float:
+        task = _task(self.model, TRAIN, self.batch, self.length, 0, recompute=self.recompute)
+        return self.batch * self.length / self.gpus / _seconds(self.kind, task, Strategy(self.gpus, micro=self.micro))
+
+    def __str__(self) -> str:
+        return (f"{self.model} of {self.length} tokens, {self.gpus} devices, micro-batches of {self.micro}"
+                + (", recomputed" if self.recompute else ""))
+
+
+class Sampling(NamedTuple):
+    """Tokens a second of each device: rows together, tokens of prompts and responses."""
+
+    kind: str
+    model: str
+    batch: int
+    tp: int
+    prompt: int
+    response: int
+    measured: float
+    width: int
+    source: str
+    fitted: bool = False
+
+    def predicted(self) -> float:
+        task = _task(self.model, GENERATE, self.batch, self.prompt, self.response, self.width)
+        micro = max(1, 16384 // self.prompt)
+        return self.batch * self.response / self.tp / _seconds(self.kind, task, Strategy(1, self.tp, micro=micro),
+                                                                self.width)
+
+    def __str__(self) -> str:
+        return (f"{self.model}, {self.batch} rows of {self.prompt} + {self.response}"
+                + (f", tp {self.tp}" if self.tp > 1 else "") + (", 8 bits" if self.width == 1 else ""))
+
+
+class FirstToken(NamedTuple):
+    """Milliseconds to read one prompt."""
+
+    kind: str
+    model: str
+    tp: int
+    prompt: int
+    measured: float
+    width: int
+    source: str
+    fitted: bool = False
+
+    def predicted(self) -> float:
+        task = _task(self.model, INFER, 1, self.prompt, 0, self.width)
+        return 1e3 * _seconds(self.kind, task, Strategy(1, self.tp), self.width)
+
+    def __str__(self) -> str:
+        return f"{self.model}, a prompt of {self.prompt}" + (", 8 bits" if self.width == 1 else "")
+
+
+class AllReduce(NamedTuple):
+    """Bus bandwidth in GB/s among eight devices of each machine: the bytes that a ring sends, by the seconds taken.
+    `link`: GB/s of a machine's network."""
+
+    kind: str
+    mib: float
+    measured: float
+    source: str
+    fitted: bool = False
+    machines: int = 1
+    link: float = 200
+
+    def predicted(self) -> float:
+        devices = 8 * self.machines
+        hardware = hardware_of(_cluster(self.kind, devices, link=self.link), fold=True)
+        seconds = 2 * Network(hardware).half_ring(frozenset({0}), Strategy(devices), self.mib * 2**20)
+        return 2 * (devices - 1) / devices * self.mib * 2**20 / seconds / 1e9
+
+    def __str__(self) -> str:
+        between = f", {self.machines} machines linked by {self.link:g} GB/s" if self.machines > 1 else ""
+        return f"all-reduce of {self.mib:g} MiB{between}"
+
+
+Figure = Training | Sampling | FirstToken | AllReduce
+
+
+def _cluster(kind: str, gpus: int, width: int = 2, link: float = 200) -> Cluster:
+    tflops, memory, inside, latency = DEVICES[kind]
+    return Cluster.model_validate({
+        "devices": {kind: {"tflops": {"bfloat16": tflops * 2 // width}, "memory_gib": 4000, "memory_gb_s": memory}},
+        "machines": {"machine": {"device": kind, "devices": 8, "count": math.ceil(gpus / 8),
+                                 "inside": {"gb_s": inside * width / 2, "latency_us": latency}}},
+        "links": {"zone": {"gb_s": link, "latency_us": 20}}})
+
+
+def _task(model: str, kind: str, rows: int, prompt: int, response: int, width: int = 2, recompute: bool = False) -> \
+        ModelTask:
+    parameters, layers, hidden, kv = MODELS[model]
+    return ModelTask("task", "actor", kind, int(parameters), layers, hidden, 2 * width * kv, rows, prompt, response,
+                     width=width, recompute=recompute, gathered=int(parameters / layers))
+
+
+def _seconds(kind: str, task: ModelTask, strategy: Strategy, width: int = 2) -> float:
+    hardware = hardware_of(_cluster(kind, strategy.dp, width), fold=True)
+    layout = CostModel(Problem(hardware, (task,))).layout(0, strategy, (Replicas((0,), strategy.dp),))
+    assert layout is not None, "memory is large enough for all"
+    return layout.seconds
+
+
+def figures() -> Iterator[Figure]:
+    for kind, rows in _TRAINING.items():
+        for model, length, gpus, micro, batch, recompute, measured in rows:
+            yield Training(kind, model, length, gpus, micro, batch, recompute, measured, FOUNDRY, model == "MPT 7B")
+    yield Training("a100", "Llama 2 13B", 4096, 64, 2, 128, False, 2162, TITAN)
+    yield Training("a100", "Llama 3 70B", 8192, 64, 1, 64, True, 331, TITAN)
+    for kind, models in _SAMPLING.items():
+        for model, rows in models.items():
+            for batch, tp, prompt, response, measured in rows:
+                yield Sampling(kind, model, batch, tp, prompt, response, measured, 2 if kind == "a100" else 1, TRT_8,
+                               model == "LLaMA 7B")
+    for kind, prompt, measured, source in _FIRST:
+        yield FirstToken(kind, "LLaMA 7B", 1, prompt, measured, 2 if kind == "a100" else 1, source, True)
+    yield Sampling("a100 40gb", "Llama 3 8B", 1, 1, 1024, 128, 75, 2, MUSGRAVE)
+    for mib, measured in ((1, 74.57), (16, 255.90), (256, 441.87), (1024, 465.91), (16384, 482.25)):
+        yield AllReduce("h200", mib, measured, f"{BEKMAN}benchmarks/README.md", mib == 16384)
+    yield AllReduce("h100", 8192, 476, "NCCL tests, issue 290, size not said")
+    yield AllReduce("a100", 1024, 235, f"{BEKMAN}README.md, size not said", True)
+    yield AllReduce("a100", 128, 96, "NCCL tests, issue 119, the best", machines=3, link=100)
+    yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", machines=4, link=50)
+
+
+_TRAINING = {
+    "a100": (
+        ("MPT 7B", 2048, 8, 6, 96, False, 4641), ("MPT 7B", 1024, 8, 64, 1024, True, 4357),
+        ("MPT 7B", 4096, 8, 16, 256, True, 3684), ("MPT 7B", 8192, 8, 8, 128, True, 3206),
+        ("MPT 1B", 2048, 8, 14, 448, False, 20513), ("MPT 3B", 2048, 8, 10, 160, False, 10811),
+        ("MPT 13B", 2048, 8, 2, 48, False, 2262), ("MPT 13B", 4096, 8, 10, 240, True, 2060),
+        ("MPT 30B", 2048, 8, 3, 504, True, 916), ("MPT 30B", 8192, 8, 1, 168, True, 574),
+        ("MPT 70B", 2048, 64, 8, 2048, True, 410), ("MPT 70B", 2048, 32, 2, 1024, True, 373)),
+    "h100": (
+        ("MPT 7B", 2048, 8, 6, 48, False, 10643), ("MPT 7B", 1024, 8, 64, 1024, True, 10203),
+        ("MPT 7B", 4096, 8, 16, 256, True, 8611), ("MPT 7B", 8192, 8, 8, 128, True, 6935),
+        ("MPT 1B", 2048, 8, 14, 112, False, 45455), ("MPT 3B", 2048, 16, 10, 480, False, 24142),
+        ("MPT 13B", 2048, 8, 2, 16, False, 4792), ("MPT 13B", 4096, 8, 10, 240, True, 4717),
+        ("MPT 30B", 2048, 8, 3, 504, True, 2002), ("MPT 30B", 8192, 8, 1, 168, True, 1384),
+        ("MPT 70B", 2048, 64, 8, 2048, True, 1039), ("MPT 70B", 2048, 32, 2, 1024, True, 882))}
+_SAMPLING = {  # rows, tp, prompt, response, tokens a second of each device
+    "h200": {"LLaMA 7B": ((896, 1, 128, 128, 20548), (120, 1, 128, 2048, 8343), (84, 1, 2048, 128, 2429),
+                          (56, 1, 2048, 2048, 3530)),
+             "Mistral 7B": ((896, 1, 128, 128, 20569), (120, 1, 128, 2048, 8968), (84, 1, 2048, 128, 2450),
+                            (56, 1, 2048, 2048, 3868)),
+             "LLaMA 70B": ((512, 1, 128, 128, 3844), (512, 2, 128, 2048, 4008), (64, 1, 2048, 128, 421),
+                           (64, 1, 2048, 2048, 1461))},
+    "h100": {"LLaMA 7B": ((896, 1, 128, 128, 20241), (120, 1, 128, 2048, 6922), (64, 1, 2048, 128, 2170),
+                          (56, 1, 2048, 2048, 2816)),
+             "Mistral 7B": ((896, 1, 128, 128, 20517), (120, 1, 128, 2048, 8619), (64, 1, 2048, 128, 2438),
+                            (56, 1, 2048, 2048, 3733)),
+             "LLaMA 70B": ((1024, 2, 128, 128, 3269), (512, 4, 128, 2048, 2718), (96, 2, 2048, 128, 347),
+                           (64, 2, 2048, 2048, 1020))},
+    "l40s": {"LLaMA 7B": ((256, 1, 128, 128, 5954), (64, 1, 128, 2048, 1654), (32, 1, 2048, 128, 579),
+                          (16, 1, 2048, 2048, 542)),
+             "Mistral 7B": ((896, 1, 128, 128, 9679), (120, 1, 128, 2048, 4401), (84, 1, 2048, 128, 979),
+                            (56, 1, 2048, 2048, 1721)),
+             "LLaMA 70B": ((256, 2, 128, 128, 561), (256, 4, 128, 2048, 471), (16, 2, 2048, 128, 49),
+                           (64, 4, 2048, 2048, 177))},
+    "a100": {"LLaMA 7B": ((256, 1, 128, 128, 5353), (32, 1, 128, 2048, 1518), (32, 1, 2048, 128, 547),
+                          (16, 1, 2048, 2048, 613)),
+             "Mistral 7B": ((896, 1, 128, 128, 6472), (120, 1, 128, 2048, 3812), (84, 1, 2048, 128, 734),
+                            (56, 1, 2048, 2048, 1607)),
+             "LLaMA 70B": ((256, 4, 128, 128, 565), (128, 4, 128, 2048, 595), (32, 4, 2048, 128, 66),
+                           (32, 4, 2048, 2048, 185))}}
+_FIRST = (("h200", 128, 5.8, TRT_8), ("h200", 2048, 30.1, TRT_8), ("h100", 128, 6.4, TRT_8),
+          ("h100", 2048, 31.0, TRT_8), ("l40s", 128, 14, TRT_6), ("l40s", 2048, 73, TRT_6),
+          ("a100", 128, 16, TRT_6), ("a100", 2048, 133, TRT_6))
+
+
+def report() -> dict[bool, list[float]]:
+    """Print each figure beside its prediction; returns how far off predictions are: of what was fitted to, and of the
+    rest."""
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    print(f"  {'device':9} {'what':62} {'published':>9} {'model':>8} {'off':>6}  use")
+    for figure in figures():
+        predicted = figure.predicted()
+        errors[figure.fitted].append(predicted / figure.measured - 1)
+        off, use = errors[figure.fitted][-1], "fit  " if figure.fitted else "check"
+        print(f"  {figure.kind:9} {figure!s:62} {figure.measured:9.5g} {predicted:8.5g} {off:+6.0%}  {use}"
+              f" {figure.source}")
+    return errors
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parsed(options(__doc__ or "", repeats=None), arguments)
+    found = report()
+    for fitted, errors in found.items():
+        near, far = (sum(abs(error) <= limit for error in errors) / len(errors) for limit in (HALF_WITHIN, WITHIN))
+        print(f"{len(errors)} figures that were {'fitted to' if fitted else 'not fitted to'}: {near:.0%} within "
+              f"{HALF_WITHIN:.0%}, {far:.0%} within {WITHIN:.0%}, worst {max(errors, key=abs):+.0%}")
+    every = [abs(error) for error in found[True] + found[False]]
+    within = sum(error <= WITHIN for error in every) / len(every)
+    half = statistics.median(every) <= HALF_WITHIN
+    conclude(f"public figures predicted within {WITHIN:.0%} (median error at most {HALF_WITHIN:.0%}: {half})",
+             Spread(within, within, within), 1.0, unit="of the figures", holds=half)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Shares of their data sheets' rates that kinds of devices reach, fitted to public measurements.
+
+`benchmarks/public_figures.py` has the measurements with their sources, says which of them these shares were fitted to,
+and prints what the cost model predicts beside each. A cluster file's own  devices: {NAME: {efficiency: …}}  comes
+first, which `probe` writes since its rates are measured, and `--from` fits to runs what is left.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distflow.config.cluster import Cluster
+
+
+class Efficiency(NamedTuple):
+    """Shares of peak arithmetic, of memory bandwidth, and of the bandwidth of links inside a machine; the rest is of a
+    `DeviceGroup`. The defaults are of unknown devices; large training runs reach 0.44 to 0.52 of the peak end to end
+    (Narayanan et al. 2021, table 1)."""
+
+    compute: float = 0.5
+    memory: float = 0.7
+    links: float = 0.8
+    launch: float = 0.0
+    overhead: float = 0.0
+    overlaps: bool = False
+
+
+def _gpu(compute: float, memory: float, links: float) -> Efficiency:
+    return Efficiency(compute, memory, links, launch=0.11e-3, overhead=65, overlaps=True)
+
+
+OF_KINDS = {"h200": _gpu(0.53, 0.89, 1.0), "h100": _gpu(0.50, 0.96, 1.0), "a100": _gpu(0.70, 0.94, 0.78),
+            "l40s": _gpu(0.57, 0.83, 0.6), "l4": _gpu(0.57, 0.83, 0.6)}
+"""By a part of a device's name. Of L4 no figure was found: it is taken to be like L40S, of its architecture."""
+BETWEEN = 0.9
+"""Share of the bandwidth between machines that collectives reach."""
+
+
+def efficiency_of(cluster: Cluster, name: str) -> Efficiency:
+    given = cluster.devices[name].efficiency
+    known = next((found for kind, found in OF_KINDS.items() if kind in name.lower()), Efficiency())
+    return known._replace(**given.model_dump(exclude_none=True)) if given else known
