@@ -2,8 +2,9 @@
 
 Weights are random, made on the device without a download. Of each model: tokens per second and MFU of generation
 (`rollout: hf`) and of a training step (`engine: fsdp`), by the FLOPs that `shapes.py` states over the device's bfloat16
-peak; how much memory the rollout and the trainer give back and how long that takes; and the time of a reshard from
-training to generation. A model that cannot be trained whole is trained with fewer layers, and the output says so.
+peak; milliseconds of a decoded token, by kernels and the calls that launch them; how much memory the rollout and the
+trainer give back and how long that takes; and the time of a reshard from training to generation. A model that cannot be
+trained whole is trained with fewer layers, and the output says so.
 Nothing is promised here, so the last line has no goal: its value is the tokens per second of the last model's training
 step, and `figures` has the medians of everything.
 Run by hand:  python -m benchmarks.gpu   (without a GPU:  --device cpu --shape tiny  shows that it works)
@@ -33,8 +34,11 @@ RESULTS = Path(__file__).with_name("results") / "gpu.txt"
 
 def measure(name: str, kind: str, repeats: int, host: float | None) -> tuple[str, list[Part]]:
     """What the ranks run on, and what was measured of a model, in order."""
-    bench = Bench(SHAPES[name], LOADS[name], kind, repeats, host)
-    found = [part for side in (generating(bench), training(bench)) for part in as_far_as_it_fits(side)]
+    bench, found = Bench(SHAPES[name], LOADS[name], kind, repeats, host), []
+    for part in (part for side in (generating(bench), training(bench)) for part in as_far_as_it_fits(side)):
+        found.append(part)
+        if dist.get_rank() == 0:  # at once: a later part may fail, or there may be no time for it
+            print(f"{name}: {part.text}", flush=True)
     return description(kind), found
 
 
@@ -48,6 +52,7 @@ def description(kind: str) -> str:
 def generating(bench: Bench) -> Iterator[Part]:
     rollout = bench.rollout(bench.shape)
     yield parts.generation(bench, rollout)
+    yield parts.decoding(bench, rollout)
     yield parts.sleep(bench, rollout)
 
 
@@ -76,13 +81,16 @@ def as_far_as_it_fits(measured: Iterable[Part]) -> Iterator[Part]:
 
 
 class Report:
-    """Lines that are shown at once and kept in a file."""
+    """Lines that are shown and kept in a file."""
 
     def __init__(self, file: Path | None):
         self.file, self.lines = file, []
 
     def say(self, line: str) -> None:
         print(line, flush=True)
+        self.keep(line)
+
+    def keep(self, line: str) -> None:
         self.lines.append(line)
         if self.file:
             self.file.write_text("\n".join(self.lines) + "\n")
@@ -97,7 +105,7 @@ def run(given: argparse.Namespace) -> None:
         where, found = on_ranks(given.ranks, measure, name, given.device, given.repeats, host, device=given.device)
         report.say(f"# {name}: {where}")
         for part in found:
-            report.say(f"{name}: {part.text}")
+            report.keep(f"{name}: {part.text}")
             figures |= {f"{name}/{part.name}/{key}": values for key, values in part.figures.items()}
     value = next((key for key in reversed(figures) if key.endswith(VALUE)), None)
     what = f"training step, {value.partition('/')[0]}-shaped" if value else "nothing could be trained"

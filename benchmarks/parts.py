@@ -34,6 +34,7 @@ from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
+from workers.engines.rollout import SampledRow
 
 GIB = 1024**3
 _PINNED = 0.9
@@ -131,6 +132,37 @@ def generation(bench: Bench, rollout: HFRollout) -> Part:
     rates = bench.rates(seconds, len(ids) * load.response, flops)
     return Part("generation", f"generation in {_dtype(rollout.dtype)}, {load.prompts} prompts of {load.prompt} tokens "
                 f"× {load.samples} responses of {load.response}: {said(rates)} (responses' tokens)", rates)
+
+
+def decoding(bench: Bench, rollout: HFRollout) -> Part:
+    """Steps of a batch that is full: what they take, and of that the kernels and the calls that launch them."""
+    load, session = bench.load, rollout.session(0)
+    ids = torch.arange(load.prompts * load.samples)
+    for rows in chunked(rollout.rows(bench.tokens(load.prompts, load.prompt), load.samples, ids), load.samples):
+        session.add(rows)
+    steps = max(1, min(20, load.response // 4))
+    for _ in range(steps):
+        session.step()
+    seconds = [bench.seconds(lambda: [session.step() for _ in range(steps)]) / steps for _ in range(bench.repeats)][:2]
+    with torch.profiler.profile() as profiled:
+        session.step()
+        synchronize(bench.kind)
+    session.abort()
+    events = profiled.key_averages()
+    launches = [event for event in events if "LaunchKernel" in event.key]
+    kernels = sum(event.self_device_time_total if bench.kind == "cuda" else event.self_cpu_time_total
+                  for event in events) / 1e3
+    calls = sum(event.count for event in launches)
+    launching = sum(event.self_cpu_time_total for event in launches) / 1e3
+    token = 1e3 * statistics.median(seconds)
+    return Part("decoding", f"a token of {len(ids)} rows in {token:.3g} ms; with a profiler {kernels:.3g} ms of it in "
+                f"kernels, {launching:.3g} ms in {calls:,} launches",
+                {"milliseconds": [1e3 * each for each in seconds], "kernel_milliseconds": [kernels],
+                 "launch_milliseconds": [launching], "launches": [calls]})
+
+
+def chunked(rows: list[SampledRow], size: int) -> list[list[SampledRow]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def sleep(bench: Bench, rollout: HFRollout) -> Part:

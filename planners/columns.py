@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
-from distflow.plan import KEEP, REWARD_PARTS, ROW, SOURCE, Column
+from distflow.plan import KEEP, REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _REPLACEABLE = {"prompts"}
 prompts of its own."""
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
-                 "token_rewards"}
+                 "token_rewards", ROUTED_EXPERTS}
 """Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
 
 
@@ -85,8 +85,14 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
     for node, contract in bound.items():
         settings = spec.dag.nodes[node]
         names = [name.replace("{role}", settings.role) for name in contract.marks.writes]
-        result[node] = tuple(settings.writes.get(name, name) for name in names)
+        result[node] = tuple(settings.writes.get(name, name) for name in names
+                             if name != ROUTED_EXPERTS or _replays(spec, settings.role))
     return result
+
+
+def _replays(spec: Spec, role: str) -> bool:
+    settings = spec.settings_of(role) if role in spec.dag.roles else None
+    return settings is not None and settings.generation.routing_replay
 
 
 def trace(spec: Spec, graph: DiGraph, order: list[str], bound: dict[str, Contract],
@@ -131,6 +137,8 @@ class _Tracer:
         for read in contract.reads:
             column = settings.reads.get(read.name, read.name)
             producer = self._producer(node, read, column)
+            if producer and read.name == ROUTED_EXPERTS and self._role(producer) != settings.role:
+                continue  # the experts of one model mean nothing to another
             if producer and not self._of_others(node, read, own, producer):
                 given = self._form(column, producer)
                 self._check_form(node, column, producer, given, read.form)
@@ -237,6 +245,9 @@ class _Tracer:
                 hint = f"Take it out, or give the field another name in the data. Taken: {', '.join(SOURCE_FORMS)}."
                 where = self.spec.run_source.location(("data", "columns", index))
                 self.mistakes.append(Diagnostic(what, where, hint))
+
+    def _role(self, producer: str) -> str:
+        return "" if producer == SOURCE else self.spec.dag.nodes[producer].role
 
     def _form(self, column: str, producer: str) -> str:
         """Return the form in which a column is written; "" if its writer declares none."""

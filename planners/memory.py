@@ -40,9 +40,10 @@ from typing import NamedTuple
 
 from distflow.config.load import Shape, Spec
 from distflow.config.models import adapted, base_of
-from distflow.config.run import RoleRun
+from distflow.config.run import Generation, RoleRun
 from distflow.errors import Diagnostic, Location
 from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
+from planners.transfers import choice_bytes
 
 GIB = 1024**3
 _TRAINING_STATE = 16
@@ -236,7 +237,16 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
             return weights
         return [MemoryItem(f"{role}: rollout engine", share,
                            f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
-    return [*weights, _cache(f"{role}: rollout cache", spec, settings, generation.max_new_tokens, shape, tp, width)]
+    cache = _cache(f"{role}: rollout cache", spec, settings, generation.max_new_tokens, shape, tp, width)
+    return [*weights, cache, *_choices(spec, role, generation)]
+
+
+def _choices(spec: Spec, role: str, generation: Generation) -> list[MemoryItem]:
+    """Return the experts that are recorded of the answers under way."""
+    prompts, each = spec.run.data.max_prompt_tokens, choice_bytes(spec, role)
+    each = each * generation.max_new_tokens // (prompts + generation.max_new_tokens)
+    return [MemoryItem(f"{role}: rollout choices", generation.batch_rows * each,
+                       f"{generation.batch_rows:,} rows × {each:,} B of experts")] if each else []
 
 
 def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int) -> list[MemoryItem]:

@@ -40,7 +40,9 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
             ("compile", settings.compile, {"tp"} & asked.keys(), "torch.compile and DTensors do not go together"),
             ("images", seeing, cutting, "the part of a model that sees is not split"),
             ("experts", mixed, {"tp"} & asked.keys(), "Megatron's experts want sequence parallelism with tp, and "
-             "distflow starts it without; ep cuts them")):
+             "distflow starts it without; ep cuts them"),
+            ("routing_replay", settings.generation.routing_replay, {"cp"} & asked.keys(), "experts are replayed for "
+             "whole rows")):
         if wished and sizes:
             own = key in type(settings).model_fields
             where = spec.run_source.location(("roles", role, key) if own else ("layouts", node), key=own)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
 from distflow.contracts.signature import GROUP, Contract
-from distflow.plan import REWARD_PARTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
+from distflow.plan import REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
 from planners.check import bind
 from planners.columns import NodeColumns, plain_form
 
@@ -142,6 +142,15 @@ def _part(layout: Layout, rank: int) -> float:
     return 0.0 if share is None or not layout.leads(rank) else float(layout.part(share))
 
 
+def choice_bytes(spec: Spec, role: str) -> int:
+    """Return the bytes of the experts that a role chooses for the tokens of its longest row, if they are recorded."""
+    settings, shape = spec.settings_of(role) if role in spec.dag.roles else None, spec.shape_of(role)
+    if settings is None or shape is None or not settings.generation.routing_replay:
+        return 0
+    tokens = spec.run.data.max_prompt_tokens + settings.generation.max_new_tokens
+    return tokens * shape.layers * shape.experts_per_token * (1 if shape.experts < 256 else 2)
+
+
 def row_bytes(spec: Spec, name: str, form: str) -> int:
     """Return the bytes of a row of a column at the run's longest."""
     if form == "Tensor":
@@ -152,6 +161,8 @@ def row_bytes(spec: Spec, name: str, form: str) -> int:
     if name == "images":  # a prompt that is nothing else
         token = max((shape.token_pixels for shape in spec.shapes.values()), default=0)
         return data.max_prompt_tokens * token * _PIXEL
+    if name == ROUTED_EXPERTS:
+        return max((choice_bytes(spec, role) for role in spec.run.roles), default=0)
     longest = max((role.generation.max_new_tokens for role in spec.run.roles.values()), default=0)
     length = getattr(data, _LIMITED[name]) if name in _LIMITED else max(longest, 1)
     return length * (_CHARACTERS if form == "list[str]" else _TOKEN if name in _OF_TOKENS else _NUMBER)

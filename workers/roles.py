@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from workers.engines.chat import pad_token, tokenizer_lock
 from workers.engines.devices import convert, dtype_of, mesh_of
 from workers.engines.loading import load_model
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings
+from workers.engines.routing import Routing
 from workers.engines.sampling import key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
@@ -67,6 +68,7 @@ class RoleEngines:
         self.lora = settings.lora if trained else None
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
         self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
+        self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
         if self.rollout is not None and settings.generation.stop:
@@ -136,11 +138,11 @@ class RoleEngines:
             self.sampling_seconds += time.perf_counter() - began
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
-                 temperature: float | None = None) -> Ragged:
+                 temperature: float | None = None, routed_experts: Ragged | None = None) -> Ragged:
         """Return the log-probability of each response token, float32, by default at the role's temperature."""
         self._require("lm", "logprobs")
         temperature = self.settings.generation.temperature if temperature is None else temperature
-        return self.engine.logprobs(prompts, responses, temperature, images)
+        return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the value before each response token, float32: of the prompt and the tokens before it."""
@@ -165,6 +167,11 @@ class RoleEngines:
 
     def total(self, values: Tensor) -> Tensor:
         return self.engine.total(values)
+
+    def routed_experts(self, recorded: Sequence[Tensor | None], prompts: Tensor,
+                       responses: Tensor) -> tuple[Ragged, ...]:
+        """Return the column of the experts chosen while rows were sampled, where they are recorded."""
+        return () if self.routing is None else (self.routing.column(recorded, prompts, responses),)
 
     def encode(self, answers: list[str]) -> Ragged:
         """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""

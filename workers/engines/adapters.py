@@ -65,9 +65,10 @@ class BaseEngine:
     def __init__(self, engine: FSDPEngine):
         self.engine, self.device, self.mesh, self.version = engine, engine.device, engine.mesh, 0
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                 routed_experts: Ragged | None = None) -> Ragged:
         with adapters_off(self.engine.policy):
-            return self.engine.logprobs(prompts, responses, temperature, images)
+            return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
 
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:

@@ -29,7 +29,8 @@ from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, shard_mesh
-from workers.engines.policy import Policy, SharedPrompt, inputs_of
+from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
+from workers.engines.routing import Routers, alike_before, packed_choices
 from workers.engines.tensor_parallel import decoder_layers
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.value import ValueModel
@@ -116,8 +117,13 @@ class FSDPEngine(Trainer):
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
-        self.policy = HEADS[head](model, chunks=4 if self.small else 1, context=context)
+        self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
+        # Choices are replayed in the order of packed tokens, and one chunk is always packed.
+        self.policy = HEADS[head](model, chunks=4 if self.small and not self.routers else 1, context=context)
         self.pads = not self.policy.packs
+        if self.routers and self.pads:
+            raise EngineError("`routing_replay` wants rows that are packed: no cp, images or layers with windows. Take "
+                              "it out of `generation`")
         self.sharded = self._shard(layers, recomputes, set(whole))
         self.optimizer = self._optimizer() if trained else None
 
@@ -177,8 +183,10 @@ class FSDPEngine(Trainer):
             if local.device.type == self.device.type:
                 yield local
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
-        return responses.with_values(self._infer(prompts, responses, temperature, images)[0][: len(responses.values)])
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                 routed_experts: Ragged | None = None) -> Ragged:
+        found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
+        return responses.with_values(found[0][: len(responses.values)])
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         return responses.with_values(self._infer(prompts, responses)[0][: len(responses.values)])
@@ -188,9 +196,9 @@ class FSDPEngine(Trainer):
 
     @torch.no_grad()
     def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
-               images: Ragged | None = None) -> list[Tensor]:
-        shown = {} if images is None else {"images": images}
-        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **shown})
+               **more: Ragged | None) -> list[Tensor]:
+        given = {name: column for name, column in more.items() if column is not None}
+        batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **given})
         pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
         self.sharded.reshard()  # the root stays gathered after a forward pass alone
         return [torch.cat(parts) for parts in zip(*pieces)]
@@ -220,11 +228,16 @@ class FSDPEngine(Trainer):
         heartbeat.current().tick()
         images: Ragged | None = micro.columns.get("images")  # pyright: ignore[reportAssignmentType]
         same = True if images is None else same_as_previous(images)
+        routed: Ragged | None = micro.columns.get("routed_experts")  # pyright: ignore[reportAssignmentType]
+        if routed is not None and self.routers:
+            same = alike_before(routed, micro["prompts"].lengths)
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
+        if self.routers:
+            self.routers.replayed = None if routed is None else packed_choices(
+                routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
         if images is None:
             return self.policy(*inputs, temperature=temperature)
-        first = torch.bincount(inputs[2].cpu()).cumsum(0) - 1
-        pixels = image_inputs(self.policy.model, images.select(first))
+        pixels = image_inputs(self.policy.model, images.select(first_rows(inputs[2])))
         if not pixels:
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}

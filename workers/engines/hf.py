@@ -9,9 +9,10 @@ A prompt is read once for all its samples. Keys and values lie in `workers.engin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ from workers.engines.chat import pad_token
 from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import Past, Slots, prefixes
 from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
+from workers.engines.routing import Routers
 from workers.engines.sampling import pick, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
@@ -45,6 +47,9 @@ class HFRollout(Rollout):
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
+        self.routers = Routers(model) if generation.routing_replay else None
+        if self.routers:
+            self.routers.records = True
         other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers
                  if not isinstance(layer, DynamicLayer)}
         if other:
@@ -112,6 +117,8 @@ class Decoding(Session):
         self.rows: list[SampledRow | None] = []  # row of each slot
         self.live = 0  # number of occupied slots
         self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
+        if engine.routers:
+            self.state["experts"] = torch.zeros(0, 0, 0, 0, dtype=engine.routers.routing.dtype, device=self.device)
 
     @property
     def busy(self) -> bool:
@@ -195,6 +202,9 @@ class Decoding(Session):
         output = self.model(chosen[:, None], attention_mask=mask, position_ids=(length + self.state["shift"])[:, None],
                             past_key_values=self.slots, use_cache=True)
         self.state["logits"] = output.logits[:, -1]
+        if self.engine.routers:
+            slot = torch.arange(len(self.rows), device=self.device)
+            self.state["experts"][slot, self.state["count"] - 1] = self.engine.routers.take()
         length += 1
 
     def _compact(self, chosen: Tensor) -> Tensor:
@@ -209,7 +219,10 @@ class Decoding(Session):
         rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
                                  state["length"][gone].tolist())
         tokens, logprobs, versions = (state[name][gone].cpu() for name in ("tokens", "logprobs", "versions"))
+        experts = state["experts"][gone].cpu() if self.engine.routers else None
         for index, (row, count) in enumerate(zip(rows, counts)):
+            if experts is not None and row.experts is not None:  # the last token has not been read
+                row.experts = torch.cat([row.experts, experts[index, : max(count - 1, 0)]])
             row.end(tokens[index, :count], logprobs[index, :count], versions[index, :count], finished[index])
         if self.keep_cache:
             batch = self.slots.take(gone, max(lengths))
@@ -248,6 +261,10 @@ class Decoding(Session):
             row.begin()
         for rows, past in zip(chosen, self._read([rows[0] for rows in chosen])):
             self.ready.extend((row, past) for row in rows)
+            if past.experts is not None:
+                before = past.experts[:0] if rows[0].experts is None else rows[0].experts
+                for row in rows:
+                    row.experts = torch.cat([before[: past.length - len(past.experts)], past.experts])
             self._drop(rows[0])
 
     def _read(self, rows: list[SampledRow]) -> list[Past]:
@@ -272,11 +289,37 @@ class Decoding(Session):
         mask = torch.arange(width, device=self.device) >= width - lengths[:, None]
         positions = (lengths[:, None] - longest + torch.arange(longest, device=self.device)).clamp(min=0)
         inputs, shifts = self._position_inputs(rows, tokens.to(self.device), positions)
-        output = self.model(tokens.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True,
-                            logits_to_keep=1, **inputs)
+        with self._chosen_before(rows, longest):
+            output = self.model(tokens.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True,
+                                logits_to_keep=1, **inputs)
         batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
-        return [Past(batch, index, length, logits, shift) for index, (length, logits, shift) in enumerate(zip(
-            lengths.tolist(), output.logits[:, -1], shifts))]
+        chosen = self._choices(lengths, longest)
+        return [Past(batch, index, length, logits, shift, experts) for index, (length, logits, shift, experts) in
+                enumerate(zip(lengths.tolist(), output.logits[:, -1], shifts, chosen))]
+
+    @contextlib.contextmanager
+    def _chosen_before(self, rows: list[SampledRow], width: int) -> Iterator[None]:
+        """Choose the experts again that were chosen when a token was first read, among the last `width` of each row."""
+        routers = self.engine.routers
+        if routers and any(row.experts is not None for row in rows):
+            sizes = routers.routing
+            table = torch.full((len(rows), width, sizes.layers, sizes.experts_per_token), sizes.unknown,
+                               dtype=sizes.dtype)
+            for row, choices in zip(rows, table):
+                unseen = len(row.sequence) - width  # tokens before the first column; below 0 with padding
+                known = choices[:0] if row.experts is None else row.experts[max(unseen, 0) : len(row.sequence)]
+                choices[max(-unseen, 0) :][: len(known)] = known
+            routers.replayed = table.flatten(0, 1).to(self.device)
+        yield
+        if routers:
+            routers.replayed = None
+
+    def _choices(self, lengths: Tensor, width: int) -> list[Tensor | None]:
+        """Return the experts chosen for what each row has just read, the last of `width` columns."""
+        if not self.engine.routers:
+            return [None] * len(lengths)
+        chosen = self.engine.routers.take().unflatten(0, (len(lengths), width)).cpu()
+        return [row[width - min(width, length) :] for row, length in zip(chosen, lengths.tolist())]
 
     def _position_inputs(self, rows: list[SampledRow], tokens: Tensor,
                          positions: Tensor) -> tuple[dict[str, Tensor], list[int]]:
@@ -324,6 +367,9 @@ class Decoding(Session):
                  "shift": torch.tensor([past.shift for past in pasts], device=self.device),
                  "logits": logits, "noise": noise,
                  "versions": torch.full_like(noise, self.version, dtype=torch.int32)}
+        if self.engine.routers:
+            sizes = self.engine.routers.routing
+            fresh["experts"] = self.state["experts"].new_zeros(len(rows), table, sizes.layers, sizes.experts_per_token)
         for name, old in self.state.items():
             new = fresh.get(name)
             shape = (count, table) if new is None else (count, *new.shape[1:])

@@ -26,6 +26,7 @@ class Past:
     length: int
     logits: Tensor | None = None
     shift: int = 0  # positions minus tokens: below 0 with images
+    experts: Tensor | None = None  # chosen for the tokens just read [tokens, layers, experts of a token], on the CPU
 
 
 class Slots(Cache):

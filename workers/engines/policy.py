@@ -207,3 +207,9 @@ def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.
     tokens = nn.functional.pad(tokens, (0, max(0, 2 - tokens.shape[1])), value=pad_token)
     parts = (padded[starts], prompts.lengths[starts], starts.long().cumsum(0) - 1, tokens, responses.lengths)
     return tuple(part.to(device) for part in parts)
+
+
+def first_rows(prompt_of: Tensor) -> Tensor:
+    """Return [P]: the first of the consecutive rows of each prompt, of `inputs_of`."""
+    counts = torch.bincount(prompt_of.cpu())
+    return counts.cumsum(0) - counts

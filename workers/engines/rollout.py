@@ -42,6 +42,9 @@ class SampledRow:
     past: Any = None  # whatever the engine keeps of the row between turns
     partial: tuple[Tensor, Tensor, Tensor] | None = None  # sampled by another engine: tokens, logprobs, versions
     done: bool = False  # the other engine has ended the turn
+    experts: Tensor | None = None
+    """Experts chosen for each token of the row that the engine has read [tokens, layers, experts of a token]; None if
+    they are not recorded."""
     began: int = 0  # when the engine took up the turn, in the timeline's microseconds; 0: it has not
 
     def begin(self) -> None:
@@ -101,6 +104,7 @@ class Samples:
     logprobs: Ragged
     versions: Ragged
     finished: Tensor
+    experts: tuple[Tensor | None, ...] = ()  # of each row: see `SampledRow`
 
     @staticmethod
     def of(rows: list[SampledRow]) -> Samples:
@@ -109,7 +113,8 @@ class Samples:
         values = {name: torch.cat([getattr(row, name) for row in rows]) if rows else empty
                   for name, empty in values.items()}
         return Samples(tokens, tokens.with_values(values["logprobs"]), tokens.with_values(values["versions"]),
-                       torch.tensor([row.finished for row in rows], dtype=torch.bool))
+                       torch.tensor([row.finished for row in rows], dtype=torch.bool),
+                       tuple(row.experts for row in rows))
 
 
 class Session(ABC):

@@ -37,8 +37,10 @@ class Trainer(ABC):
         self.device = device_of(mesh)
 
     @abstractmethod
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
-        """Return the log-probability of each response token, float32, shaped like `responses`."""
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                 routed_experts: Ragged | None = None) -> Ragged:
+        """Return the log-probability of each response token, float32, shaped like `responses`. `routed_experts`: the
+        experts that the routers choose, see `workers.engines.routing`."""
 
     @abstractmethod
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
@@ -52,9 +54,9 @@ class Trainer(ABC):
                together: bool = False) -> dict[str, float]:
         """Take one optimizer step; return `grad_norm` before clipping and `learning_rate`.
 
-        `batch` has this rank's rows: `prompts`, `responses`, perhaps `images`, and what `loss_of` needs, whose losses
-        are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one micro-batch. Raises
-        EngineError: the gradient is not finite; the weights are left as they were.
+        `batch` has this rank's rows: `prompts`, `responses`, perhaps `images` and `routed_experts`, and what `loss_of`
+        needs, whose losses are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one
+        micro-batch. Raises EngineError: the gradient is not finite; the weights are left as they were.
         """
         self._accumulate(self._micro_batches(batch, together), loss_of, temperature)
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)

@@ -35,15 +35,16 @@ _PATIENCE = 3  # steps in a row in which all trajectories may fail before the ru
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
-              "turns", "keep"))
+              "turns", "keep", "routed_experts"))
 def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: PositiveInt = 4,
              max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
              observation_role: Literal["user", "tool"] = "user", step_seconds: PositiveFloat = 10.0,
              processes: PositiveInt = 2, memory_gib: PositiveFloat = 4.0, **columns: list[str],
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Ragged]:
     """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
-    were sampled, the rewards of the environment, the number of turns, and whether the environment did not fail.
+    were sampled, the rewards of the environment, the number of turns, whether the environment did not fail, and with
+    `generation.routing_replay` the experts chosen for each token.
 
     A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early. A
     trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Raises RewardsFailed: all of
@@ -225,14 +226,17 @@ def _tokens(episodes: list[Trajectory]) -> Ragged:
 
 
 def columns_of(episodes: list[Trajectory], engine: RoleEngines,
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor]:
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Ragged]:
     responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
     mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)
             for episode in episodes for piece in episode.pieces]
     logprobs, versions = [piece.logprobs for piece in pieces], [piece.versions for piece in pieces]
-    return (responses, responses.with_values(torch.cat(mask) if mask else torch.empty(0, dtype=torch.bool)),
+    experts = engine.routed_experts([episode.row.experts for episode in episodes], torch.tensor(
+        [episode.row.prompt for episode in episodes], dtype=torch.int64), responses.lengths)
+    return (responses,  # pyright: ignore[reportReturnType]  # the last column where it is planned
+            responses.with_values(torch.cat(mask) if mask else torch.empty(0, dtype=torch.bool)),
             responses.with_values(torch.cat(logprobs) if pieces else torch.empty(0)),
             responses.with_values(torch.cat(versions) if pieces else torch.empty(0, dtype=torch.int32)),
             engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
-            torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool))
+            torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool), *experts)

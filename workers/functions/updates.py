@@ -111,7 +111,7 @@ def policy_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
     actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None,
-    images: Ragged | None = None, *,
+    images: Ragged | None = None, routed_experts: Ragged | None = None, *,
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] | Loss = "ppo", loss_settings: dict | None = None,
     clip: NonNegativeFloat | None = None, clip_high: NonNegativeFloat | None = None,
     dual_clip: Annotated[float, Field(gt=1)] | None = None, kl: NonNegativeFloat = 0.0,
@@ -123,7 +123,8 @@ def policy_update(
 
     Losses and their usual bounds are in `workers/functions/losses.py`; `MODULE:FUNCTION` names your own, under `@loss`.
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded. `importance` weighs
-    each token (see `corrections`). Each of the `mini_batches` that has a prompt makes one optimizer step.
+    each token (see `corrections`); `routed_experts` are those of the rollout (`generation.routing_replay`). Each of the
+    `mini_batches` that has a prompt makes one optimizer step.
     """
     tokens, old = responses, rollout_logprobs if actor_logprobs is None else actor_logprobs
     per_token = (tokens.with_values(advantages[tokens.row_of].float()) if isinstance(advantages, Tensor)
@@ -135,7 +136,8 @@ def policy_update(
     if versions is not None:
         report_staleness(engine, versions, mask)
     columns = {"prompts": prompts, "responses": responses, "old": old, "behaviour": rollout_logprobs, "mask": mask,
-               "advantages": per_token, "reference": reference_logprobs, "importance": importance, "images": images}
+               "advantages": per_token, "reference": reference_logprobs, "importance": importance, "images": images,
+               "routed_experts": routed_experts}
     rows = Batch(group, {name: column for name, column in columns.items() if column is not None})
     parts = divided(engine, rows, mini_batches) * epochs
     own = ":" in loss

@@ -67,7 +67,7 @@ def role(tmp_path):
     rollout.version = 4
     yield SimpleNamespace(
         tokenizer=tokenizer, settings=settings, rollout=rollout, step=0, stream=0, sampler=rollout,
-        end_tokens=rollout.end_tokens.tolist())
+        end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: ())
     current().collect(lambda mine: [mine])
     env_service.close_all()
     user_code._streaks.clear()

@@ -56,7 +56,7 @@ def role(tmp_path, monkeypatch):
     rollout.version = 4
     yield SimpleNamespace(
         tokenizer=tokenizer, settings=settings, rollout=rollout, model=model, step=0, stream=0,
-        end_tokens=rollout.end_tokens.tolist(),
+        end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: (),
         converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
             rollout.session(3, keep_cache=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])

@@ -78,7 +78,8 @@ class MegatronEngine(Trainer):
                                  dtype, self.device)
         return stage
 
-    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None) -> Ragged:
+    def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                 routed_experts: Ragged | None = None) -> Ragged:
         if images is not None:
             raise EngineError("the Megatron engine reads no images. Train this model with  engine: fsdp")
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})

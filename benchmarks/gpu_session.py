@@ -1,0 +1,215 @@
+"""One command on a machine with a GPU: its tests, runs of every path, and figures, within a budget of minutes.
+
+Each part is a process with a time limit. What fails or takes too long is said, and the next part begins; what the
+budget has no time for is named at the end. Of each run: seconds of a step, tokens per second, the difference of
+trainer's and rollout's log-probabilities, the peak of GPU memory beside what the plan said, seconds of a snapshot, and
+after a kill those until the next step is done. Throughput, MFU, and milliseconds of a decoded token by launches and
+kernels are those of `gpu.py`. Nothing is promised here: the last line has the share of parts that passed, and no goal.
+Run by hand:  make gpu   (without a GPU:  python -m benchmarks.gpu_session --device cpu --quick  shows that it works)
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import RESULTS, Report, description
+from benchmarks.modes import ROOT
+from benchmarks.ratio import Spread, options, parsed, summary
+from distflow.plan import MemoryItem
+from distflow.telemetry.ettr import account, read
+from distflow.telemetry.run_reader import RunReader
+from planners.memory import GIB, needed
+
+MINUTES = 24.0
+LIBRARIES = ("torch", "transformers", "triton", "vllm", "peft", "liger-kernel", "kernels", "flash-attn", "nixl-cu12")
+LEAST, GRACE = 15.0, 40.0  # seconds without which no part begins; that one has to end by itself
+PASSED, QUICK = "passed", ("plain", "resume", "kill")
+MODEL = ("roles.actor.model={architecture: qwen2, layers: %d, hidden: 896, heads: 14, kv_heads: 2, head_dim: 64, "
+         "max_positions: 1024}")
+COMMON = ("steps=3", "data.batch=8", "checkpoint.every=2", "validation=null", "report=false",
+          "nodes.reward.with.reward={length: {target: 100}}")  # by which samples of random weights differ
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a few steps. `large`: with a model of 0.1 billion parameters where there is a GPU."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+    dag: str = "grpo.yaml"
+    ranks: int = 1
+    large: bool = True
+    resumes: str = ""
+    seconds: float = 90.0
+
+
+def setting(line: str) -> tuple[str, ...]:
+    return (f"roles.actor.{line}",)
+
+
+RUNS = [Run("plain"),
+        Run("float32", setting("dtype=float32")),
+        Run("swap", setting("swap=true")),
+        Run("recompute", setting("recompute=true")),
+        Run("offload", setting("offload=true")),
+        Run("lora", setting("lora={rank: 8}")),
+        Run("compile", setting("compile=true"), seconds=150.0),
+        Run("ppo", dag="ppo.yaml", large=False),
+        Run("resume", resumes="plain"),
+        Run("share", ("mode=async", "groups={rollout: 1, share_gpus: true}"), ranks=2, large=False),
+        Run("kill", ("faults=[{kind: kill, step: 2, phase: training}]",)),
+        Run("micro-batches", setting("micro_batch_tokens=256"))]
+
+
+class Session:
+    """Parts one after the other, until the time is used up."""
+
+    def __init__(self, report: Report, kind: str, minutes: float, work: Path):
+        self.report, self.kind, self.work = report, kind, work
+        self.until = time.monotonic() + 60 * minutes
+        self.outcomes: dict[str, str] = {}
+        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if kind == "cpu":
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""
+
+    def part(self, name: str, limit: float, command: list[str], keep: bool = False) -> bool:
+        """Run a command; return whether it ended well. `keep`: its lines are results."""
+        limit = min(limit, self.until - time.monotonic())
+        if limit < LEAST:
+            self.outcomes[name] = "no time left"
+            return False
+        began, output = time.monotonic(), self.work / "output.txt"
+        with output.open("w") as out:
+            ending = ended(subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=out,
+                                            stderr=subprocess.STDOUT, start_new_session=True), limit)
+        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        for line in lines if keep else lines[-60:] if ending != PASSED else ():
+            self.report.say(f"{name}: {line}")
+        self.outcomes[name] = ending
+        self.report.say(f"{name}: {ending} in {time.monotonic() - began:.0f} s")
+        return ending == PASSED
+
+    def run(self, run: Run) -> None:
+        folder = self.work / (run.resumes or run.name)
+        model = (MODEL % 8, "roles.actor.generation.max_new_tokens=128") if run.large and self.kind == "cuda" else ()
+        given = ["--resume", str(folder), "--set", "steps=5"] if run.resumes else [
+            "--dag", run.dag, "--name", run.name,
+            *(word for line in (f"output={self.work}", *COMMON, *model, *run.settings) for word in ("--set", line))]
+        launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+        if self.part(run.name, run.seconds, [sys.executable, *launched, str(ROOT / "distflow/launch.py"), *given]):
+            for line in figures_of(folder):
+                self.report.say(f"{run.name}: {line}")
+
+
+def ended(process: subprocess.Popen, limit: float) -> str:
+    """Return how a process ended; one that takes longer than `limit` seconds is told to, and then killed."""
+    try:
+        return f"failed ({status})" if (status := process.wait(limit)) else PASSED
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun passes it on
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"stopped after {limit:.0f} s"
+
+
+def figures_of(folder: Path) -> Iterator[str]:
+    """Yield what a run's metrics, plan and events say, a line each."""
+    reader = RunReader(folder)
+    steps, plan = reader.steps(), reader.plan
+    means = {name: statistics.median(values) for name in ("seconds", "tokens_per_second", "snapshot/seconds",
+                                                          "mismatch/logprob_mean") if (values := of(steps, name))}
+    most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
+            if (values := of(steps, name))}
+    yield f"{len(steps)} steps, medians " + ", ".join(f"{name} {value:.4g}" for name, value in means.items()) + \
+        "; most " + ", ".join(f"{name} {value:.4g}" for name, value in most.items())
+    plan = next((group["plan"] for group in plan.get("groups", ()) if group["name"] == "trainer"), plan)
+    planned = needed([MemoryItem(**item) for item in plan.get("memory", ())]) / GIB
+    if planned and "memory/gpu_allocated_gib" in most:
+        yield (f"peak of GPU memory planned {planned:.3g} GiB, allocated {most['memory/gpu_allocated_gib']:.3g} GiB: "
+               f"{planned / most['memory/gpu_allocated_gib']:.2f}")
+    for each in account(read(folder)).recoveries:
+        yield (f"{each.group} rank {each.rank}, step {each.step}: detected in {each.detect:.2f} s, "
+               f"started in {each.start:.2f}, connected in {each.connect:.2f}, loaded in {each.load:.2f}, next step "
+               f"done in {each.first:.2f} s")
+
+
+def of(steps: list[dict[str, float]], name: str) -> list[float]:
+    return [step[name] for step in steps if name in step]
+
+
+def say_versions(report: Report, kind: str) -> None:
+    report.say(f"# python -m benchmarks.gpu_session: {description(kind)}")
+    found = []
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    report.say(f"# Python {sys.version.partition(' ')[0]}, {', '.join(found)}")
+    if kind == "cuda" and shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)
+        report.say(f"# nvidia-smi: {' | '.join(done.stdout.splitlines())}")
+
+
+def session(given: argparse.Namespace, work: Path) -> None:
+    """Run all parts, those first of which most is unknown."""
+    report = Report(given.output)
+    say_versions(report, given.device)
+    each = Session(report, given.device, given.minutes, work)
+    python, shapes = [sys.executable, "-m"], ["0.5B", "7B"] if given.device == "cuda" else ["tiny"]
+    figures = work / "figures.txt"
+    measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
+    runs = [run for run in RUNS if run.name in QUICK or not given.quick]
+    each.run(runs[0])
+    if given.device == "cuda":
+        each.part("tests", 280, [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"], keep=True)
+    each.part(f"figures {shapes[0]}", 240, [*measured, "--shape", shapes[0]], keep=True)
+    for run in runs[1:]:
+        each.run(run)
+    for shape in shapes[1:]:
+        each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
+    for name, ending in each.outcomes.items():
+        if ending != PASSED:
+            report.say(f"# {name}: {ending}")
+    share = sum(ending == PASSED for ending in each.outcomes.values()) / len(each.outcomes)
+    report.say(json.dumps(summary(f"parts that passed on {description(given.device)}", Spread.of([share]), "share",
+                                  goal=None, met=None)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__, repeats=None)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
+    parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
+                        "results, with --device cpu none")
+    given = parsed(parser, arguments)
+    if given.device == "cuda":
+        if not torch.cuda.device_count():
+            print(f"skipped: torch {torch.__version__} finds no GPU here; --device cpu --quick shows that it works")
+            return
+        given.output = given.output or RESULTS
+    with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
+        session(given, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
