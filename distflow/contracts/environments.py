@@ -34,9 +34,11 @@ _OF_DATA = {"question": "questions", "answer": "answers"}
 
 @dataclass(frozen=True)
 class EnvironmentContract(Signature):
-    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one."""
+    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one; `starts`: it
+    has a method `start`."""
 
     steps: bool = True
+    starts: bool = False
     safe: bool = False
     coroutine: bool = False
 
@@ -71,9 +73,13 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
 
 
 def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
-    """Return the contract of a node's function with the columns that the node's environment reads too."""
+    """Return the contract of a node's function with the columns that the node's environment reads too; where it begins
+    the conversation, the function writes the prompts."""
     kind = spec.environments.get(node)
-    return contract.reading(Read(column, "list[str]") for column in kind.columns.values()) if kind else contract
+    if kind is None:
+        return contract
+    contract = contract.reading(Read(kind.columns[read.name], "list[str]", read.optional) for read in kind.reads)
+    return contract.writing("prompts", "Ragged") if kind.starts else contract
 
 
 def load_environment(name: str) -> type:
@@ -91,6 +97,7 @@ def load_environment(name: str) -> type:
 def environment_contract(environment: type) -> EnvironmentContract:
     step = getattr(environment, "step", None)
     return EnvironmentContract(**vars(live_signature(environment)), steps=step is not None,
+                               starts=hasattr(environment, "start"),
                                safe=getattr(environment, "__distflow_safe__", False),
                                coroutine=inspect.iscoroutinefunction(step))
 
@@ -116,22 +123,33 @@ def shipped_modules() -> list[str]:
 
 def environments_in(module: str) -> list[EnvironmentContract]:
     """Return the classes that a module's source marks with `@environment`; [] if it cannot be read."""
-    found = (_of_definition(each) for each in definitions(module, "environment"))
+    marked = definitions(module, "environment")
+    classes = {each.name: each.item for each in marked if isinstance(each.item, ast.ClassDef)}
+    found = (_of_definition(each, classes) for each in marked)
     return [kind for kind in found if kind]
 
 
-def _of_definition(definition: Definition) -> EnvironmentContract | None:
+def _of_definition(definition: Definition, classes: dict[str, ast.ClassDef]) -> EnvironmentContract | None:
     item = definition.item
-    if not isinstance(item, ast.ClassDef):
-        return None
-    methods = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if item.bases and "__init__" not in methods:
+    own = [each.name for each in item.body if isinstance(each, ast.FunctionDef)] if definition.name in classes else []
+    methods = _methods(item, classes)
+    if methods is None or (item.bases and "__init__" not in own):  # type: ignore[union-attr]
         return None  # what it inherits is known when it is imported
     safe = definition.arguments.get("safe")
     return EnvironmentContract(
-        **vars(read_signature(definition)), steps=bool(item.bases) or "step" in methods,
+        **vars(read_signature(definition)), steps="step" in methods, starts="start" in methods,
         safe=safe is not None and ast.unparse(safe) == "True",
         coroutine=isinstance(methods.get("step"), ast.AsyncFunctionDef))
+
+
+def _methods(item: ast.AST, classes: dict[str, ast.ClassDef]) -> dict[str, ast.AST] | None:
+    """Return the methods of a class, inherited ones among them; None where it inherits from others than `classes`."""
+    if not isinstance(item, ast.ClassDef):
+        return None
+    inherited = [_methods(classes[name], classes) if (name := ast.unparse(base)) in classes else None
+                 for base in reversed(item.bases)]
+    own = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return None if None in inherited else {key: value for part in [*inherited, own] for key, value in part.items()}
 
 
 def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,

@@ -24,6 +24,15 @@ class Maze:
 @environment
 class Mute:
     def __init__(self, question): ...
+
+@environment
+class Begun(Maze):
+    def __init__(self, map, seed=""): ...
+    def start(self): ...
+
+@environment
+class Again(Begun):
+    def __init__(self, question): ...
 '''
 DAG = """name: talk
 roles:
@@ -64,6 +73,14 @@ def test_a_node_reads_what_its_environment_wants(checked, name):
     assert "mazes_of_mine" not in sys.modules
 
 
+@pytest.mark.parametrize("name", ["Begun", "Again"])
+def test_what_an_environment_begins_with_is_in_the_prompts_of_later_nodes(checked, name):
+    found = {task.node: task for task in checked(f"environment: {name}").tasks}
+    assert found["rollout"].writes[-1] == "prompts"
+    assert [read.producer for read in found["update"].reads if read.name == "prompts"] == ["rollout"]
+    assert "seed" not in [read.name for read in found["rollout"].reads]
+
+
 def test_a_column_may_be_another_one(checked):
     task = checked("environment: Maze, environment_settings: {size: 3}", "map: questions").tasks[0]
     assert ("map", "questions") in [(read.parameter, read.name) for read in task.reads]
@@ -102,9 +119,11 @@ def test_the_shipped_ones_are_found_by_name_alone(checked):
 
 def test_what_the_source_shows(checked, workspace):
     checked("environment: Calculator")
-    maze, mute = environments_in("mazes_of_mine")
+    maze, mute, begun, again = environments_in("mazes_of_mine")
     assert (maze.name, maze.safe, maze.coroutine, maze.steps) == ("Maze", True, True, True)
     assert (mute.name, mute.safe, mute.coroutine, mute.steps) == ("Mute", False, False, False)
+    assert [each.starts for each in (maze, mute, begun, again)] == [False, False, True, True]
+    assert (again.steps, again.coroutine) == (True, True)
     assert maze.columns == {"question": "questions", "answer": "answers", "map": "map"}
 
 
