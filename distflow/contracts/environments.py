@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distflow.config.extras import pip_line
 from distflow.contracts import decorators
 from distflow.contracts.modules import Definition, definitions, module_file
 from distflow.contracts.settings import check_given
@@ -28,6 +30,8 @@ ANNOTATION = "Environment"
 """Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
+_PACKAGES = {"Gymnasium": "gymnasium"}
+"""Shipped environment → the package that it needs, which is the extra of setup.cfg and the module that it imports."""
 _OF_DATA = {"question": "questions", "answer": "answers"}
 """Parameter of one row → the column of the dataset that it is from."""
 
@@ -67,6 +71,10 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
         return [Diagnostic(f"node `{node}`: there is no environment `{value}`", where,
                            did_you_mean(value.rpartition(":")[2], sorted(known), "Environments"))]
     spec.environments[node] = kind
+    needed = _PACKAGES.get(kind.name) if kind.module.startswith(f"{SHIPPED}.") else None
+    if needed and importlib.util.find_spec(needed) is None:
+        return [Diagnostic(f"environment `{kind.name}` needs the package `{needed}`, which is not installed", where,
+                           pip_line(needed))]
     hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
     silent = [] if kind.steps else [Diagnostic(f"environment `{kind.name}` has no method `step`", kind.where, hint)]
     return silent + wrong_settings(spec, (*path, SETTINGS), f"environment `{kind.name}`", kind, (*path, setting))

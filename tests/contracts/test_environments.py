@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
 from harness import ROOT
 
+from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.contracts.environments import environments_in, load_environment
 from distflow.errors import InvalidInput
@@ -79,6 +81,17 @@ def test_what_an_environment_begins_with_is_in_the_prompts_of_later_nodes(checke
     assert found["rollout"].writes[-1] == "prompts"
     assert [read.producer for read in found["update"].reads if read.name == "prompts"] == ["rollout"]
     assert "seed" not in [read.name for read in found["rollout"].reads]
+
+
+def test_a_shipped_one_without_its_package(checked, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gymnasium" else found(name))
+    with pytest.raises(InvalidInput) as error:
+        checked("environment: Gymnasium, environment_settings: {id: Blackjack-v1}")
+    mistake, = error.value.mistakes
+    assert mistake.where.line == 6
+    assert "environment `Gymnasium` needs the package `gymnasium`, which is not installed" in mistake.what
+    assert mistake.hint == pip_line("gymnasium")
 
 
 def test_a_column_may_be_another_one(checked):
