@@ -190,7 +190,9 @@ def environment(kind: C | None = None, *, safe: bool = False, together: int = 51
 
     `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
     keyword-only ones the settings of `environment_settings:`. `step(text)`, which may be `async`, gets what the model
-    said in its turn and returns a `Turn`. All of it runs in a process of its own.
+    said in its turn and returns a `Turn`. All of it runs in a process of its own. Where the environment begins, as in a
+    game, `start()`, which may be `async`, returns a text that is put behind the question before the first turn. It is
+    called in an instance of its own, once for all rows of a prompt: it depends on columns and settings alone.
 
     Args:
         safe: the same steps give the same in a new instance, and change nothing elsewhere: a step whose process ended

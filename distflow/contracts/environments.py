@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distflow.config.extras import pip_line
 from distflow.contracts import decorators
 from distflow.contracts.modules import Definition, definitions, module_file
 from distflow.contracts.settings import check_given
@@ -28,15 +30,19 @@ ANNOTATION = "Environment"
 """Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
+_PACKAGES = {"Gymnasium": "gymnasium", "MCPSession": "mcp", "MCPTools": "mcp"}
+"""Shipped environment → the package that it needs, which is the extra of setup.cfg and the module that it imports."""
 _OF_DATA = {"question": "questions", "answer": "answers"}
 """Parameter of one row → the column of the dataset that it is from."""
 
 
 @dataclass(frozen=True)
 class EnvironmentContract(Signature):
-    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one."""
+    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one; `starts`: it
+    has a method `start`."""
 
     steps: bool = True
+    starts: bool = False
     safe: bool = False
     coroutine: bool = False
 
@@ -65,15 +71,23 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
         return [Diagnostic(f"node `{node}`: there is no environment `{value}`", where,
                            did_you_mean(value.rpartition(":")[2], sorted(known), "Environments"))]
     spec.environments[node] = kind
+    needed = _PACKAGES.get(kind.name) if kind.module.startswith(f"{SHIPPED}.") else None
+    if needed and importlib.util.find_spec(needed) is None:
+        return [Diagnostic(f"environment `{kind.name}` needs the package `{needed}`, which is not installed", where,
+                           pip_line(needed))]
     hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
     silent = [] if kind.steps else [Diagnostic(f"environment `{kind.name}` has no method `step`", kind.where, hint)]
     return silent + wrong_settings(spec, (*path, SETTINGS), f"environment `{kind.name}`", kind, (*path, setting))
 
 
 def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
-    """Return the contract of a node's function with the columns that the node's environment reads too."""
+    """Return the contract of a node's function with the columns that the node's environment reads too; where it begins
+    the conversation, the function writes the prompts."""
     kind = spec.environments.get(node)
-    return contract.reading(Read(column, "list[str]") for column in kind.columns.values()) if kind else contract
+    if kind is None:
+        return contract
+    contract = contract.reading(Read(kind.columns[read.name], "list[str]", read.optional) for read in kind.reads)
+    return contract.writing("prompts", "Ragged") if kind.starts else contract
 
 
 def load_environment(name: str) -> type:
@@ -91,6 +105,7 @@ def load_environment(name: str) -> type:
 def environment_contract(environment: type) -> EnvironmentContract:
     step = getattr(environment, "step", None)
     return EnvironmentContract(**vars(live_signature(environment)), steps=step is not None,
+                               starts=hasattr(environment, "start"),
                                safe=getattr(environment, "__distflow_safe__", False),
                                coroutine=inspect.iscoroutinefunction(step))
 
@@ -116,22 +131,33 @@ def shipped_modules() -> list[str]:
 
 def environments_in(module: str) -> list[EnvironmentContract]:
     """Return the classes that a module's source marks with `@environment`; [] if it cannot be read."""
-    found = (_of_definition(each) for each in definitions(module, "environment"))
+    marked = definitions(module, "environment")
+    classes = {each.name: each.item for each in marked if isinstance(each.item, ast.ClassDef)}
+    found = (_of_definition(each, classes) for each in marked)
     return [kind for kind in found if kind]
 
 
-def _of_definition(definition: Definition) -> EnvironmentContract | None:
+def _of_definition(definition: Definition, classes: dict[str, ast.ClassDef]) -> EnvironmentContract | None:
     item = definition.item
-    if not isinstance(item, ast.ClassDef):
-        return None
-    methods = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if item.bases and "__init__" not in methods:
+    own = [each.name for each in item.body if isinstance(each, ast.FunctionDef)] if definition.name in classes else []
+    methods = _methods(item, classes)
+    if methods is None or (item.bases and "__init__" not in own):  # type: ignore[union-attr]
         return None  # what it inherits is known when it is imported
     safe = definition.arguments.get("safe")
     return EnvironmentContract(
-        **vars(read_signature(definition)), steps=bool(item.bases) or "step" in methods,
+        **vars(read_signature(definition)), steps="step" in methods, starts="start" in methods,
         safe=safe is not None and ast.unparse(safe) == "True",
         coroutine=isinstance(methods.get("step"), ast.AsyncFunctionDef))
+
+
+def _methods(item: ast.AST, classes: dict[str, ast.ClassDef]) -> dict[str, ast.AST] | None:
+    """Return the methods of a class, inherited ones among them; None where it inherits from others than `classes`."""
+    if not isinstance(item, ast.ClassDef):
+        return None
+    inherited = [_methods(classes[name], classes) if (name := ast.unparse(base)) in classes else None
+                 for base in reversed(item.bases)]
+    own = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return None if None in inherited else {key: value for part in [*inherited, own] for key, value in part.items()}
 
 
 def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,

@@ -97,6 +97,11 @@ class Contract(Signature):
             reads.setdefault(read.name, read)
         return dataclasses.replace(self, reads=tuple(reads.values()))
 
+    def writing(self, column: str, form: str) -> Contract:
+        """Return the contract with one more column at the end of those that it writes."""
+        marks = dataclasses.replace(self.marks, writes=(*self.marks.writes, column))
+        return dataclasses.replace(self, marks=marks, returns=(*self.returns, form) if self.returns else ())
+
 
 def built_in() -> dict[str, Contract]:
     """Return the contracts of all shipped functions, by name."""

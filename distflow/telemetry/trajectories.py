@@ -18,7 +18,8 @@ class Trajectories:
     """Trajectory file of one rank, for any number of threads. A line is appended at the end of a turn.
 
     A line: `step` (from 1, as in metrics.jsonl), `row` (id), `turn` (from 1), `text`, `observation`, `tokens` (that
-    the model sampled in this turn), `reward`, `done`, `seconds` (of the environment), and `failed` where it did.
+    the model sampled in this turn), `reward`, `done`, `seconds` (of the environment), and `failed` where it did. A line
+    of turn 0 has only the `observation` that begins the conversation.
     """
 
     def __init__(self) -> None:

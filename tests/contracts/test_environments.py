@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
 from harness import ROOT
 
+from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.contracts.environments import environments_in, load_environment
 from distflow.errors import InvalidInput
@@ -23,6 +25,15 @@ class Maze:
 
 @environment
 class Mute:
+    def __init__(self, question): ...
+
+@environment
+class Begun(Maze):
+    def __init__(self, map, seed=""): ...
+    def start(self): ...
+
+@environment
+class Again(Begun):
     def __init__(self, question): ...
 '''
 DAG = """name: talk
@@ -64,6 +75,25 @@ def test_a_node_reads_what_its_environment_wants(checked, name):
     assert "mazes_of_mine" not in sys.modules
 
 
+@pytest.mark.parametrize("name", ["Begun", "Again"])
+def test_what_an_environment_begins_with_is_in_the_prompts_of_later_nodes(checked, name):
+    found = {task.node: task for task in checked(f"environment: {name}").tasks}
+    assert found["rollout"].writes[-1] == "prompts"
+    assert [read.producer for read in found["update"].reads if read.name == "prompts"] == ["rollout"]
+    assert "seed" not in [read.name for read in found["rollout"].reads]
+
+
+def test_a_shipped_one_without_its_package(checked, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gymnasium" else found(name))
+    with pytest.raises(InvalidInput) as error:
+        checked("environment: Gymnasium, environment_settings: {id: Blackjack-v1}")
+    mistake, = error.value.mistakes
+    assert mistake.where.line == 6
+    assert "environment `Gymnasium` needs the package `gymnasium`, which is not installed" in mistake.what
+    assert mistake.hint == pip_line("gymnasium")
+
+
 def test_a_column_may_be_another_one(checked):
     task = checked("environment: Maze, environment_settings: {size: 3}", "map: questions").tasks[0]
     assert ("map", "questions") in [(read.parameter, read.name) for read in task.reads]
@@ -102,9 +132,11 @@ def test_the_shipped_ones_are_found_by_name_alone(checked):
 
 def test_what_the_source_shows(checked, workspace):
     checked("environment: Calculator")
-    maze, mute = environments_in("mazes_of_mine")
+    maze, mute, begun, again = environments_in("mazes_of_mine")
     assert (maze.name, maze.safe, maze.coroutine, maze.steps) == ("Maze", True, True, True)
     assert (mute.name, mute.safe, mute.coroutine, mute.steps) == ("Mute", False, False, False)
+    assert [each.starts for each in (maze, mute, begun, again)] == [False, False, True, True]
+    assert (again.steps, again.coroutine) == (True, True)
     assert maze.columns == {"question": "questions", "answer": "answers", "map": "map"}
 
 

@@ -74,6 +74,21 @@ class Between:
             found += behind
         return found
 
+    def into_prompt(self, prompt: Tensor, text: str) -> list[int]:
+        """Return the tokens of a prompt with `text` behind its last message. Raises InvalidInput: it has no end there,
+        as when the template writes one that no message of a user has."""
+        with tokenizer_lock:
+            text = f"\n{text}" if text else ""
+            added = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        tokens, end = prompt.tolist(), self._around(("user",))[-1]
+        if not self.tokenizer.chat_template:
+            return [*tokens, *added, *end]
+        places = [place for place in range(len(tokens)) if tokens[place : place + len(end)] == end]
+        if not end or not places:
+            raise InvalidInput("a prompt does not end as the chat template ends a user's message, so that nothing can "
+                               "be put behind its question: the last message of the data must be the user's")
+        return [*tokens[: places[-1]], *added, *tokens[places[-1] :]]
+
     def _around(self, roles: tuple[str, ...]) -> list[list[int]]:
         if roles not in self.around:
             texts = _texts_around(self.tokenizer, roles) if self.tokenizer.chat_template else ["\n"] * (len(roles) + 1)

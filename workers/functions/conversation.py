@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from workers.isolation.user_code import failure_streak_of
 from workers.roles import RoleEngines
 
 _REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
+_FIRST = "workers.isolation.first_observation:FirstObservation"
 _PATIENCE = 3  # steps in a row in which all trajectories may fail before the run ends
 
 
@@ -47,8 +50,9 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     `generation.routing_replay` the experts chosen for each token.
 
     A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early. A
-    trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Raises RewardsFailed: all of
-    them have failed in several steps in a row."""
+    trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Where the environment begins
+    the conversation, the prompts are returned too, with what it has shown. Raises RewardsFailed: all trajectories have
+    failed in several steps in a row."""
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     found = load_environment(environment)
@@ -60,16 +64,21 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
             environments_for(session, env_settings) as pool:
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
         episodes = [Trajectory(each, {name: columns[column][index // group_size]
-                                   for name, column in kind.columns.items()}, index < saved)
+                                   for name, column in kind.columns.items() if column in columns}, index < saved)
                     for index, each in enumerate(rows)]
+        if kind.starts:
+            begin_episodes(episodes, group_size, session, engine, env_settings, between, max_tokens)
         for start in range(0, len(rows), group_size):
-            session.add(rows[start : start + group_size])
+            if not episodes[start].failure:
+                session.add(rows[start : start + group_size])
         loop = _ConversationLoop(session, pool, engine, between, (max_turns, own, max_tokens))
         loop.run(episodes)
-    note_lengths(prompts.lengths, torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
+    begun = Ragged.from_rows([episode.row.sequence[: episode.row.prompt] for episode in episodes])
+    note_lengths(begun.lengths[::group_size], torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
     report_episodes(episodes, ids, engine.step, ("environment", environment), None if session.shared else loop.idle)
     report_rewards(episodes, ids // group_size)
-    return columns_of(episodes, engine)
+    found = columns_of(episodes, engine)
+    return (*found, begun) if kind.starts else found  # type: ignore[return-value]
 
 
 class Piece(NamedTuple):
@@ -115,6 +124,45 @@ class Trajectory:
         trajectories().write(engine.step, self.row.id, {
             "turn": self.turns, "text": text_of(engine, self.row), "tokens": len(self.row.tokens), **turn,
             "seconds": (timeline.now() - self.asked) / 1e6})
+
+
+def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session, engine: RoleEngines,
+                   settings: EnvSettings, between: Between, longest: int) -> None:
+    """Put what the environment of each prompt shows before the first turn, in up to `longest` tokens, into the prompt;
+    its rows have failed where that fails."""
+    groups = {episodes[index].row.id: episodes[index : index + group_size]
+              for index in range(0, len(episodes), group_size)}
+    for row, shown in _first_observations(session, settings, {row: group[0].columns for row, group in groups.items()}):
+        group = groups[row]
+        first = group[0].row
+        if isinstance(shown, Turn):
+            tokens = torch.tensor(between.into_prompt(first.sequence, shown.observation), dtype=torch.int64)
+            if (extra := len(tokens) - first.prompt) > longest:
+                shown = EnvFailure(f"its first observation has {extra} tokens, more than `max_tokens: {longest}`")
+        for episode in group:
+            if isinstance(shown, EnvFailure):
+                episode.failure = shown
+            else:
+                episode.row.sequence, episode.row.prompt = tokens, len(tokens)
+                if episode.saved:
+                    trajectories().write(engine.step, episode.row.id, {"turn": 0, "observation": shown.observation})
+
+
+def _first_observations(session: Session, settings: EnvSettings,
+                        columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
+    """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
+    start = getattr(load_environment(settings.kind), "start", None)
+    settings = replace(settings, kind=_FIRST, coroutine=inspect.iscoroutinefunction(start),
+                       settings={"named": settings.kind, "its_settings": settings.settings})
+    with environments_for(session, settings) as pool:
+        for row, values in columns.items():
+            pool.step(row, values, "")
+        while pool.busy:
+            with contextlib.nullcontext() if session.shared else heartbeat.current().within("tools"):
+                found = pool.turns(math.inf)
+            for row, shown in found:
+                pool.end(row)
+                yield row, shown
 
 
 class _ConversationLoop:

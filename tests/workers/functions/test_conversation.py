@@ -12,12 +12,12 @@ import torch
 from distflow.config.run import Generation
 from distflow.contracts.decorators import Turn
 from distflow.data.batch import Ragged
-from distflow.errors import RewardsFailed
+from distflow.errors import InvalidInput, RewardsFailed
 from distflow.telemetry import heartbeat
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
-from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 from workers.functions import conversation
@@ -264,3 +264,66 @@ def _watched(session, seen, lines):
 
     session.step = watched
     return session
+
+
+GUIDE = '''
+from distflow import Turn, environment
+
+@environment(safe=True)
+class Guide:
+    """Begins the conversation; the second column decides what becomes of the row."""
+    def __init__(self, question, fate):
+        self.question, self.fate = question, fate
+
+    def start(self):
+        if self.fate == "break":
+            raise OSError("no way in")
+        return {"": f"You are in {self.question}.", "long": "far " * 300, "odd": 7}[self.fate]
+
+    def step(self, text):
+        return Turn("on", done=True, reward=1.0)
+
+@environment
+class LateGuide(Guide):
+    def __init__(self, question, fate, place=""):
+        super().__init__(question, fate + place)
+
+    async def start(self):
+        return super().start()
+'''
+
+
+@pytest.mark.parametrize("name", ["guides:Guide", "guides:LateGuide"])
+def test_an_environment_may_begin(role, prompts, tmp_path, name):
+    """What it shows stands in the prompt before the marker of the answer, once for all rows of the prompt."""
+    (tmp_path / "guides.py").write_text(GUIDE)
+    trajectories().open(tmp_path / "trajectories/rank0.jsonl", rows=3)
+    asked = Ragged.from_rows([torch.cat([row, torch.tensor([role.tokenizer.encode(ASSISTANT)[0]])])
+                              for row in prompts.rows])
+    try:
+        *columns, begun = converse(role, asked, torch.arange(3), environment=name, group_size=2, max_tokens=200,
+                                   questions=["one", "two", "three"], fate=["", "break", ""])
+        written = [json.loads(line) for line in (tmp_path / "trajectories/rank0.jsonl").read_text().splitlines()]
+    finally:
+        trajectories().__init__()
+    assert dict(zip(COLUMNS, columns))["keep"].tolist() == [True, True, False, False, True, True]
+    texts = [role.tokenizer.decode(row) for row in begun.rows]
+    assert texts[0] == texts[1] == f"{role.tokenizer.decode(prompts.rows[0])}\nYou are in one.{ASSISTANT}"
+    assert texts[2] == role.tokenizer.decode(asked.rows[1])
+    assert texts[5] == f"{role.tokenizer.decode(prompts.rows[2])}\nYou are in three.{ASSISTANT}"
+    assert [line["observation"] for line in written if line["turn"] == 0] == ["You are in one."] * 2
+    repeated = Policy(role.model)(*inputs_of(begun, columns[0], 0, torch.device("cpu")), 1.0)[0]
+    assert (repeated - columns[2].values)[columns[1].values].abs().max() < 1e-5
+
+
+def test_beginnings_that_are_none(role, prompts, tmp_path, capsys):
+    (tmp_path / "guides.py").write_text(GUIDE)
+    given = {"environment": "guides:Guide", "questions": ["one"] * 3, "fate": ["long", "odd", "break"]}
+    with pytest.raises(InvalidInput, match="the last message of the data must be the user's"):
+        converse(role, prompts, torch.arange(3), **{**given, "fate": [""] * 3})
+    asked = Ragged.from_rows([torch.tensor(role.tokenizer.encode(ASSISTANT))] * 3)
+    *columns, _ = converse(role, asked, torch.arange(3), max_tokens=200, **given)
+    assert columns[-1].tolist() == [False] * 3
+    assert columns[0].lengths.tolist() == [0] * 3
+    printed = capsys.readouterr().err
+    assert "3 of 3 trajectories failed" in printed

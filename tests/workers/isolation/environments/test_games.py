@@ -1,0 +1,94 @@
+"""Games of Gymnasium, played in text."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="pip install gymnasium")
+
+from distflow.contracts.decorators import Turn
+from workers.isolation.env_pool import EnvPool, EnvSettings
+from workers.isolation.environments.games import Gymnasium
+
+LAKE = {"id": "FrozenLake-v1", "settings": {"is_slippery": False}, "actions": ["left", "down", "right", "up"]}
+WON = ["down", "down", "right", "right", "I go on.\n down ", "east? no: <action>Right</action> it is"]
+
+
+def test_a_game_from_its_start_to_its_end():
+    lake = Gymnasium("a lake", **LAKE, wrong_action=-0.25)
+    assert lake.start() == "[S]FFF\nFHFH\nFFFH\nHFFG\nActions: left, down, right, up"
+    assert lake.step("I jump") == Turn("'I jump' is no action.\nActions: left, down, right, up", reward=-0.25)
+    assert lake.step("") == Turn("'' is no action.\nActions: left, down, right, up", reward=-0.25)
+    *turns, last = [lake.step(text) for text in WON]
+    assert turns[0] == Turn("(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG")
+    assert [turn.reward for turn in turns] == [0.0] * 5
+    assert not any(turn.done for turn in turns)
+    assert (last.done, last.reward) == (True, 1.0)
+
+
+@pytest.mark.parametrize(("id", "good", "bad", "choice"), [
+    ("Blackjack-v1", "1", "2", "Actions: 0 to 1"), ("Blackjack-v1", "0", "true", "Actions: 0 to 1"),
+    ("Blackjack-v1", "0", "1.0", "Actions: 0 to 1"), ("Blackjack-v1", "1", "[" * 100_000, "Actions: 0 to 1"),
+    ("MountainCarContinuous-v0", "[0.5]", "[5]", "Action: Box(-1.0, 1.0, (1,), float32)"),
+    ("MountainCarContinuous-v0", "[0.5]", "[[1], 2]", "Action: Box(-1.0, 1.0, (1,), float32)"),
+    ("Taxi-v4", "<action> 3 </action>", "north", "Actions: 0 to 5")])
+def test_actions_without_names(id, good, bad, choice):
+    game = Gymnasium("a game", id=id)
+    assert game.start().endswith(choice)
+    assert game.step(bad).observation == f"{bad[:80]!r} is no action.\n{choice}"
+    assert "is no action" not in game.step(good).observation
+
+
+def test_equal_seeds_are_equal_games():
+    def deals(*rows: tuple[str, ...]) -> list[str]:
+        return [Gymnasium(*row, id="Blackjack-v1").start() for row in rows]
+
+    assert len({*deals(*(("a deal", str(seed)) for seed in range(20)))}) > 5
+    assert len({*deals(*((f"deal {number}",) for number in range(20)))}) > 5
+    assert len({*deals(("a deal", "3"), ("another", "3"), ("a third", "3"))}) == 1
+
+
+def test_what_is_shown():
+    assert Gymnasium("q", id="Taxi-v4", show="numbers").start().partition("\n")[0].isdigit()
+    assert Gymnasium("q", id="CartPole-v1").start().startswith("[0.0")  # its pictures are no texts
+    assert Gymnasium("q", "1", id="Blackjack-v1", settings={"sab": True}).start().startswith("[")
+
+
+def test_a_game_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_games.py").write_text('''
+import gymnasium
+from gymnasium import spaces
+
+
+class Echo(gymnasium.Env):
+    action_space, observation_space = spaces.Text(100), spaces.Dict({"n": spaces.Discrete(3), "b": spaces.Box(0, 1)})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return {"n": 1, "b": self.observation_space["b"].low}, {}
+
+    def step(self, action):
+        return {"n": 2, "b": self.observation_space["b"].low}, len(action), False, True, {}
+
+
+gymnasium.register("Echo-v0", entry_point=Echo)
+''')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    game = Gymnasium("q", id="my_games:Echo-v0")
+    assert game.start() == f'{{"n": 1, "b": [0.0]}}\nAction: {game.space}'
+    assert game.step("hello") == Turn('{"n": 2, "b": [0.0]}', True, 5.0)
+    sys.modules.pop("my_games")
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"id": "FrozenLke-v1"}, "NameNotFound: Environment `FrozenLke` doesn't exist"),
+    ({"id": "nowhere:Lake-v1"}, "ModuleNotFoundError: No module named 'nowhere'"),
+    ({"id": "FrozenLake-v1", "actions": ["up"]}, "has the actions Discrete(4), for which 1 names are given")])
+def test_a_game_that_cannot_be_made_is_said(settings, says):
+    pool = EnvPool(EnvSettings("workers.isolation.environments.games:Gymnasium", settings, True, False))
+    pool.step(0, {"question": "q"}, "up")
+    (_, failed), = pool.turns(60.0)
+    pool.close()
+    assert says in failed.reason
