@@ -211,19 +211,42 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
     assert workers[2] == deadly - workers[0]
 
 
-def test_a_rollout_may_die_while_its_rows_wait_for_tools(launch, workspace, write, left):
-    """What it had taken, the other one samples."""
+FATAL = """
+        if self.turns == 3 and self.kind < 2:  # it kills the worker that has asked, once for each question
+            mark = f"killed-{self.kind}"
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+                worker = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+                os.kill(worker, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "semi_sync"])
+def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, left, mode):
+    """At the turn where it stood, in another worker or in the next one of the rank, with the same tokens."""
     (workspace / "tools.py").write_text(TOOLS)
     (workspace / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
-    more = ("steps=4", "data.batch=5")
-    faults = [{"kind": "kill", "step": step, "phase": "tools", "group": "rollout", "rank": rank}
-              for step, rank in ((2, 1), (2, 2), (3, 1), (3, 2))]
+    more = ("steps=3", "data.batch=5", "roles.actor.generation.batch_rows=1")
+    apart = {"sync": [], "async": ["groups.rollout=2"], "semi_sync": ["groups.rollout=1"]}[mode]
+    apart = [f"mode={mode}", *apart, *(["staleness=0"] if apart else [])]
     launch(1, "--dag", "talk.yaml", *write("calm", [], *more))
-    launch(3, "--dag", "talk.yaml", *write("stormy", faults, *more, "mode=async", "groups.rollout=2", "staleness=0"))
+    (workspace / "tools.py").write_text("import contextlib, signal\n" + TOOLS.replace(
+        "        self.turns += 1\n", f"        self.turns += 1{FATAL}"))
+    launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *more, *apart))
     assert left() == []
-    assert require_all_told(workspace / "runs/stormy", faults, lambda fault: False) > 0
-    ours, theirs = (require_each_step_once(workspace / f"runs/{name}", 4) for name in ("stormy", "calm"))
+    killed = len(list(workspace.glob("killed-*")))
+    events = lines_of(workspace / "runs/stormy", "events")
+    assert killed
+    assert sum(event["event"] == "failure" for event in events) >= killed
+    resumed = [event for event in events if event["event"] == "conversations resumed"]
+    assert any(turns == 2 for event in resumed for turns in event["turns"])
+    ours, theirs = (require_each_step_once(workspace / f"runs/{name}", 3) for name in ("stormy", "calm"))
     require_same_samples(ours, theirs)
+    if mode != "sync":  # a turn that was answered a moment before may not have come to the dock
+        return
+    turns = [(line["step"], line["row"], line["turn"]) for path in workspace.glob("runs/stormy/trajectories/*")
+             for line in map(json.loads, path.read_text().splitlines())]
+    assert len(turns) == len(set(turns)), "no turn is sampled twice once it is answered"
 
 
 BRITTLE = """

@@ -28,12 +28,14 @@ from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.telemetry import events, heartbeat, timings
 from distflow.telemetry.metrics import Metrics, current, recording
+from workers.engines.rollout import TurnLog
 from workers.engines.sampling import key_of
 from workers.roles import RoleEngines
 
 SAMPLED = "sampled"
 """Metric of each rank: the seconds that it took to sample in a step, without waits for other ranks and loading of
 weights before, and the rows."""
+_TURNS = "turns of "  # begins the keys under which a rollout cache has turns of conversations
 _NODE_STREAMS = 1_000  # the first stream of random numbers of a node of its own; no run has as many roles
 Written = tuple[dict[str, ColumnData], torch.Tensor]  # what a task's function wrote, and the ids of the rows
 
@@ -176,15 +178,34 @@ class Watch:
             error.add_note(f"missing: {missing}")
 
 
+class CachedTurns(TurnLog):
+    """Turns of one node's conversations in a rollout cache, under keys that begin with `prefix`."""
+
+    appends = True
+
+    def __init__(self, cache: RolloutCache, step: int, prefix: str, found: list[Batch]):
+        self.cache, self.step, self.prefix, self.found, self.count = cache, step, prefix, found, len(found)
+
+    def recorded(self) -> Batch:
+        return Batch.concat(self.found) if self.found else Batch(torch.empty(0, dtype=torch.int64))
+
+    def save(self, rows: Batch) -> None:
+        self.cache.add(self.step, f"{self.prefix}{self.count}", rows, b"")
+        self.count += 1
+
+
 class SampledRows:
     """Rows that were sampled for the step under way, which outlive the worker in the supervisor's `cache`. Sampling is
-    collective where a model is split: a node's rows are taken from there only if all ranks have theirs. `step` is what
-    this worker goes on with; None: a new run."""
+    collective where a model is split: a node's rows are taken from there only if all ranks have theirs, and else the
+    turns of its conversations. `step` is what this worker goes on with; None: a new run."""
 
     def __init__(self, cache: RolloutCache | None, step: int | None):
         self.cache, self.found = cache, {}
+        self.turns: dict[str, list[Batch]] = {}  # of conversations, by node
         if cache is not None and step is not None:
             mine = cache.of(step)
+            for key in [key for key in mine if key.startswith(_TURNS)]:
+                self.turns.setdefault(key[: key.rindex(" ") + 1], []).append(mine.pop(key)[0])
             all_have = set.intersection(*(set(json.loads(keys)) for keys in gather(json.dumps([*mine]).encode())))
             self.found = {key: mine[key] for key in sorted(all_have)}
 
@@ -198,16 +219,18 @@ class SampledRows:
             current().add_all(report)
             events.record("rows taken over", node=task.node, rows=len(rows))
             return rows.columns, rows.ids
-        metrics, outer = Metrics(), current()
+        metrics, outer, role, turns = Metrics(), current(), roles[task.role], f"{_TURNS}{key} "
+        role.turn_log = CachedTurns(self.cache, step, turns, self.turns.pop(turns, []))
         with recording(metrics):
             columns, ids = execute()
+        role.turn_log = None
         report = metrics.take()
         outer.add_all(report)
         self.cache.add(step, key, Batch(ids, columns), report)
         return columns, ids
 
     def clear(self) -> None:
-        self.found = {}
+        self.found, self.turns = {}, {}
         if self.cache is not None:
             self.cache.clear()
 

@@ -30,7 +30,7 @@ from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
 from workers.engines.devices import convert, dtype_of, mesh_of
 from workers.engines.loading import load_model
-from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings
+from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import key_of
 from workers.engines.swap import EngineSwap
@@ -80,6 +80,7 @@ class RoleEngines:
         self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
             if self.rollout and self._trainer else None
         self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time
+        self.turn_log: TurnLog | None = None  # of the node that runs, unless the shared engine has one
 
     @property
     def engine(self) -> Trainer:
@@ -110,7 +111,9 @@ class RoleEngines:
             raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
                               "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
         with self.sampling() as rollout:
-            yield rollout.session(self._key(), keep_cache=True), rollout.rows(prompts, repeats, ids, max_new_tokens)
+            session = rollout.session(self._key(), keep_cache=True)
+            session.turn_log = session.turn_log or self.turn_log
+            yield session, rollout.rows(prompts, repeats, ids, max_new_tokens)
 
     def _key(self) -> int:
         return key_of(self.seed, self.draw, self.stream) if self.stream else key_of(self.seed, self.draw)

@@ -5,6 +5,7 @@
                       nodes without a model, such as rewards, then run on all prompts that have come so far
     RolloutExecutor   executor of one of these threads
     PartialRollouts   rows that one rank has begun and another completes, so that no token is sampled twice
+    TurnWriter        puts conversations into the dock, turn by turn, for whoever has to go on with them
 
     A prompt: leased → sampling (`under_way`) → sampled → in the dock, committed. Its lease goes back if this rank ends.
 """
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES
@@ -38,7 +40,19 @@ from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
-from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session
+from workers.engines.rollout import (
+    EVENTS,
+    FINISHED,
+    LOGPROBS,
+    TOKENS,
+    VERSIONS,
+    Rollout,
+    SampledRow,
+    Sampler,
+    Samples,
+    Session,
+    TurnLog,
+)
 from workers.engines.sampling import key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
@@ -46,20 +60,34 @@ from workers.roles import RoleEngines
 from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_trainer
 from workers.rollout_validation import RolloutValidation
 
-TOKENS, LOGPROBS, VERSIONS, FINISHED = (f"partial/{name}" for name in ("tokens", "logprobs", "versions", "finished"))
 
+class PartialRollouts(Sampler, TurnLog):
+    """Sampler of one prompt's rows in one node: goes on with what other ranks have begun."""
 
-class PartialRollouts(Sampler):
-    """Sampler of one prompt's rows in one node: goes on with what other ranks have begun, except with conversations."""
-
-    def __init__(self, engine: SharedEngine | Rollout, saved: Batch, restart: bool):
-        """`saved`: rows that other ranks have begun; `restart`: sample those of other weights again."""
+    def __init__(self, engine: SharedEngine | Rollout, saved: Batch, restart: bool,
+                 keep: Callable[[Batch], None] = lambda rows: None):
+        """`saved`: rows that other ranks have begun; `restart`: sample those of other weights again; `keep`: puts
+        conversations into the dock."""
         self.engine, self.generation, self.end_tokens = engine, engine.generation, engine.end_tokens
-        self.saved, self.restart = saved, restart
+        self.saved, self.restart, self.keep = saved, restart, keep
         self.rows_under_way: list[SampledRow] = []
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
-        return self.engine.session(key, temperature, keep_cache)
+        session = self.engine.session(key, temperature, keep_cache)
+        session.turn_log = self
+        return session
+
+    def recorded(self) -> Batch:
+        if EVENTS not in self.saved.columns:
+            return self.saved.slice(0, 0)
+        fits = [self._fits(versions) for versions in self.saved[VERSIONS].rows]
+        return self.saved.select(torch.tensor(fits, dtype=torch.bool).nonzero().squeeze(1))
+
+    def save(self, rows: Batch) -> None:
+        self.keep(rows)
+
+    def _fits(self, versions: Tensor) -> bool:
+        return not (self.restart and bool((versions != self.engine.version).any()))
 
     def take_over(self, rows: list[SampledRow]) -> None:
         self.rows_under_way = rows
@@ -70,17 +98,69 @@ class PartialRollouts(Sampler):
         columns = [saved[name].rows for name in (TOKENS, LOGPROBS, VERSIONS)]
         for row in (row for row in rows if row.id in found):
             tokens, logprobs, versions = (column[found[row.id]] for column in columns)
-            if not (self.restart and bool((versions != self.engine.version).any())):
+            if self._fits(versions):
                 row.resume(tokens, logprobs, versions, bool(saved[FINISHED][found[row.id]]))
                 current().add("response/continued", len(tokens))
 
     def partial_rows(self) -> Batch:
         """Return the rows that have tokens, once nothing is sampled any more."""
+        if self.under_way is not None:
+            return self.under_way()
         rows = [row for row in self.rows_under_way if len(row.tokens)]
         samples = Samples.of(rows)
         return Batch(torch.tensor([row.id for row in rows], dtype=torch.int64), {
             TOKENS: samples.tokens, LOGPROBS: samples.logprobs, VERSIONS: samples.versions,
             FINISHED: samples.finished})
+
+
+class TurnWriter:
+    """Puts conversations into the dock whenever a turn is over, from a thread of its own: no sampling waits for the
+    network, and what comes meanwhile goes in one put. Each put has a higher number than those that it replaces."""
+
+    def __init__(self) -> None:
+        self.rows: queue.SimpleQueue[tuple[Batch, int] | None] = queue.SimpleQueue()
+        self.number = 0
+
+    @contextlib.contextmanager
+    def writing(self, connect: Callable[[], DockClient]) -> Iterator[None]:
+        """Surround sampling; at the end all that was saved is in the dock, or was reported as lost."""
+        with ThreadPoolExecutor(1, "turns") as thread:
+            writes = thread.submit(self._write, connect)
+            try:
+                yield
+            finally:
+                self.rows.put(None)
+            writes.result()
+
+    def save(self, rows: Batch, turn: int) -> None:
+        """Put these rows soon, under `turn` or a later number."""
+        self.rows.put((rows, turn))
+
+    def _write(self, connect: Callable[[], DockClient]) -> None:
+        going_on = True
+        with connect() as dock:
+            while going_on:
+                found = [self.rows.get()]
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        found.append(self.rows.get_nowait())
+                going_on = None not in found
+                if waiting := [each for each in found if each is not None]:
+                    self.put(dock, _newest([rows for rows, _ in waiting]), max(turn for _, turn in waiting))
+
+    def put(self, dock: DockClient, rows: Batch, turn: int) -> None:
+        self.number = max(self.number + 1, turn)
+        try:
+            dock.put(rows, turn=self.number)
+        except (DockError, RpcError) as error:  # others sample again what is not there
+            events.record("begun rows lost", rows=len(rows), reason=str(error))
+
+
+def _newest(batches: list[Batch]) -> Batch:
+    """Return all rows; of one that is there several times the last."""
+    rows = Batch.concat(batches)
+    places = {row: place for place, row in enumerate(rows.ids.tolist())}
+    return rows if len(places) == len(rows) else rows.select(torch.tensor(sorted(places.values())))
 
 
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
@@ -123,8 +203,8 @@ class RolloutContext:
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
         """Prompts sampled at a time: a fair part of a draw; dedicated loops also take those of the draws before it."""
         samples = RowLineage(plan.tasks, plan.source).times(self.head[-1].out_fan)
-        self.saves_partial = spec.run.mode == "semi_sync" and samples == channel.rows
-        """Whether some loops end while others continue with their partial rows; possible if these are the dock's."""
+        self.saves_partial = samples == channel.rows
+        """Whether other loops can continue with this one's partial rows: if these are the dock's."""
         self.computing = threading.Lock()  # functions without a model need not be thread-safe
         self.doing = ""
         self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
@@ -142,6 +222,7 @@ class RolloutContext:
         self.complete: queue.SimpleQueue[Prompt | None] = queue.SimpleQueue()  # None comes last
         self.ended = self.stopped = False  # no more is sampled; and that is because `over` returned true
         self.all_put.clear()
+        self.turns = TurnWriter()
         for name, engine in engines.items():
             self.roles[name].shared_engine = engine
         first, *others = (partial(engine.drive, lambda: self.over, lambda: self.failure is not None)
@@ -184,7 +265,8 @@ class RolloutContext:
         """Connect to the dock to lease prompts; at the end wait until those that were sampled are in the dock."""
         try:
             with self._dock(self.who) as dock:
-                with ThreadPoolExecutor(self.max_prompts + 1, "prompt") as self.pool:  # one may validate
+                with self.turns.writing(lambda: self._dock(f"{self.who}, which saves turns")), \
+                        ThreadPoolExecutor(self.max_prompts + 1, "prompt") as self.pool:  # one may validate
                     try:
                         yield dock
                     finally:
@@ -234,15 +316,19 @@ class RolloutContext:
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())
-        saved, turns = dock.saved(lease) if self.saves_partial else (_NOTHING, lease.turns[:0])
+        begun = self.saves_partial and bool((lease.turns >= 0).any())
+        turn = int(lease.turns.max()) + 1
         metrics = Metrics()
         with recording(metrics):
             batch = self.loader.at(lease.ids[:1] // self.channel.rows)
         metrics.step = int(batch.ids) // self.channel.prompts
         buffer = self._buffer(metrics)
         buffer.start(batch)
-        rollouts = PartialRollouts(self.engines[self.head[-1].role], saved, self.spec.run.on_new_weights == "restart")
-        return Prompt(lease, metrics.step, buffer, metrics, rollouts, int(turns.max()) + 1 if len(turns) else 0,
+        rollouts = PartialRollouts(
+            self.engines[self.head[-1].role], dock.saved(lease)[0] if begun else _NOTHING,
+            self.spec.run.on_new_weights == "restart",
+            partial(self.turns.save, turn=turn) if self.saves_partial else lambda rows: None)
+        return Prompt(lease, metrics.step, buffer, metrics, rollouts, turn,
                       self.channel.versions_of(int(lease.versions[0])))
 
     def start(self, sample: Callable[[Prompt], None], prompt: Prompt) -> None:
@@ -252,11 +338,7 @@ class RolloutContext:
     def _save_partial(self, dock: DockClient) -> None:
         if self.saves_partial and not self.dedicated and self.failure is None:
             for prompt in self.under_way.values():
-                rows = prompt.partial.partial_rows()
-                try:
-                    dock.put(rows, turn=prompt.turn)
-                except (DockError, RpcError) as error:  # others sample these from their beginning
-                    events.record("begun rows lost", rows=len(rows), reason=str(error))
+                self.turns.put(dock, prompt.partial.partial_rows(), prompt.turn)
 
     def _renew_leases(self, dock: DockClient) -> None:
         waiting = [f"waiting for version {version} of the weights of `{name}` (why: `weights_late` in events.jsonl)"

@@ -83,7 +83,8 @@ class TrainContext:
     def _open_files(self, resumed_at: int | None) -> Sink:
         """Open the files of the run folder. A resumed run drops the lines of the steps that it does again, but for
         trajectories of samples that it still has."""
-        written = resumed_at if resumed_at is None or not self.executor.sampled.found else resumed_at + 1
+        sampled = self.executor.sampled
+        written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
         path, run = self.context.path, self.spec.run
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None

@@ -182,10 +182,10 @@ def environment(kind: C, /) -> C: ...
 
 
 @overload
-def environment(*, safe: bool = False, together: int = 512) -> Callable[[C], C]: ...
+def environment(*, safe: bool = False, together: int = 512, stateless: bool = False) -> Callable[[C], C]: ...
 
 
-def environment(kind: C | None = None, *, safe: bool = False, together: int = 512) -> Any:
+def environment(kind: C | None = None, *, safe: bool = False, together: int = 512, stateless: bool = False) -> Any:
     """Make a class usable as `environment:` of a `converse` node, by its name; each trajectory has an instance.
 
     `__init__`'s positional parameters are columns of text (`question` and `answer` are those of the data), its
@@ -194,14 +194,19 @@ def environment(kind: C | None = None, *, safe: bool = False, together: int = 51
     game, `start()`, which may be `async`, returns a text that is put behind the question before the first turn. It is
     called in an instance of its own, once for all rows of a prompt: it depends on columns and settings alone.
 
+    A conversation whose process or machine is lost goes on in a new instance, which repeats the steps so far and must
+    answer them as before; else it goes on from the first answer that differs. With methods `snapshot()`, which returns
+    numbers, texts, bytes, lists and dicts, and `restore(state)` it is restored instead.
+
     Args:
         safe: the same steps give the same in a new instance, and change nothing elsewhere: a step whose process ended
             is tried again. Else the trajectory is left out.
         together: steps of safe ones that a process has under way at a time, if `step` is a coroutine. Give fewer where
             a step computes, for its time limit runs from its beginning.
+        stateless: an answer depends on the columns and on the text of its turn alone, so that no steps are repeated.
     """
     def register(kind: C) -> C:
-        kind.__distflow_safe__, kind.__distflow_together__ = safe, together
+        kind.__distflow_safe__, kind.__distflow_together__, kind.__distflow_stateless__ = safe, together, stateless
         return _register(ENVIRONMENTS, kind)
 
     return register if kind is None else register(kind)

@@ -283,12 +283,14 @@ class StorageShard:
         return ids, turns, *pack(ids, [(name, spans) for name in names])
 
     def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> None:
-        """Mark rows as committed by a consumer; they leave once all consumers have committed them."""
+        """Mark rows as committed by a consumer: no process goes on with their saved turns. They leave once all have
+        committed them."""
         for row in ids:
             stored = self.rows.get(row)
             if stored is None:
                 continue
             stored.consumed.add(consumer)
+            self._forget_turn(stored)
             if stored.consumed >= all_consumers:
                 self._remove(row, stored)
         self._compact()
@@ -321,7 +323,7 @@ class StorageShard:
             return True
         there = stored.columns & names
         if turn is not None:
-            return not there and turn > stored.turn
+            return not there and turn > stored.turn and not stored.consumed
         if there and there != names:
             raise DockError(f"row {row} has {listing(sorted(there), 'already')} but not {', '.join(names - there)}: "
                             "columns that are made together must be put together, or those of two attempts would mix")

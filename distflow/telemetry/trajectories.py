@@ -12,6 +12,7 @@ from distflow.telemetry import events
 from distflow.telemetry.run_folder import finite, forget_after
 
 _NODES = 1024  # nodes, over all steps, of which the number of written rows is remembered
+_TAIL = 1 << 20  # bytes at the end of the file of an earlier worker, whose turns may be sampled again
 
 
 class Trajectories:
@@ -26,6 +27,7 @@ class Trajectories:
         self.path: Path | None = None
         self.rows = 0
         self.written: dict[tuple[int, int], int] = {}  # rows by step and node
+        self.there: set[str] = set()  # lines of an earlier worker, without their seconds
         self.lock = threading.Lock()
 
     def open(self, path: Path, rows: int, resumed_at: int | None = None) -> None:
@@ -33,7 +35,10 @@ class Trajectories:
         after `resumed_at` again."""
         if resumed_at is not None:
             forget_after(path, resumed_at)
-        self.path, self.rows = path, rows
+        self.path, self.rows, self.there = path, rows, set()
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL, 0))
+            self.there = {line.rpartition(b', "seconds"')[0].decode(errors="replace") for line in file}
 
     def claim(self, step: int, node: int, rows: int) -> int:
         """Return how many of these rows have their turns written, and count them. `node`: its number in the step."""
@@ -45,10 +50,12 @@ class Trajectories:
             return min(max(self.rows - before, 0), rows)
 
     def write(self, step: int, row: int, turn: dict[str, Any]) -> None:
-        """Append a turn, of a step counted from 0; does nothing outside a run."""
+        """Append a turn, of a step counted from 0; does nothing outside a run, or if an earlier worker has."""
         if self.path is None:
             return
         line = json.dumps({"step": step + 1, "row": row, **finite(turn)}, ensure_ascii=False)
+        if line.rpartition(', "seconds"')[0] in self.there:
+            return
         with self.lock:
             if not self.path.parent.is_dir():
                 with contextlib.suppress(OSError):  # the line is dropped then, which is said

@@ -25,7 +25,7 @@ from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.colocated import ColocatedSource
 from workers.fusion import Fusion
-from workers.rollout import RolloutContext
+from workers.rollout import RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
 from workers.sources import AsyncSource
 
@@ -114,7 +114,8 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
                     for rows in ([99, 99], [5]))
     partials = {number: SimpleNamespace(partial=SimpleNamespace(partial_rows=lambda rows=rows: rows), turn=0)
                 for number, rows in enumerate((twice, small))}
-    rollout = SimpleNamespace(saves_partial=True, dedicated=False, failure=None, under_way=partials)
+    rollout = SimpleNamespace(saves_partial=True, dedicated=False, failure=None, under_way=partials,
+                              turns=TurnWriter())
     with channel.dock("trainer 0") as dock:
         RolloutContext._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
@@ -154,7 +155,7 @@ def test_a_dock_that_fails_ends_sampling_at_once():
         raise DockError("it has gone")
 
     rollout = SimpleNamespace(max_prompts=1, over=False, ended=False, _renew_leases=fail, who="rollout 0",
-                              complete=SimpleQueue(), _dock=contextlib.nullcontext)
+                              complete=SimpleQueue(), _dock=contextlib.nullcontext, turns=TurnWriter())
     with pytest.raises(DockError, match="it has gone"), RolloutContext.leasing(rollout) as dock:
         RolloutContext.lease(rollout, dock, lambda dock: False)
     assert rollout.ended

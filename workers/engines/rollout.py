@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config.run import Generation, RoleRun
-from distflow.data.batch import Ragged
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import timeline
 
@@ -117,10 +117,31 @@ class Samples:
                        tuple(row.experts for row in rows))
 
 
+TOKENS, LOGPROBS, VERSIONS, FINISHED, EVENTS = (
+    f"partial/{name}" for name in ("tokens", "logprobs", "versions", "finished", "events"))
+"""Columns of rows that are not complete: `finished` of single answers, `events` of conversations."""
+
+
+class TurnLog(ABC):
+    """Record of a node's conversations, where it outlives the process that samples them."""
+
+    appends = False  # what is saved of a row follows what was saved before, and does not replace it
+    under_way: Callable[[], Batch] | None = None  # returns all conversations as they stand, once nothing is sampled
+
+    @abstractmethod
+    def recorded(self) -> Batch:
+        """Return the conversations that others have begun; a row that comes again goes on."""
+
+    @abstractmethod
+    def save(self, rows: Batch) -> None:
+        """Keep conversations whose newest turn is over. Does not wait for the network."""
+
+
 class Session(ABC):
     """Rows sampled under one key: they join at any time, and each ends on its own. New weights do not end it."""
 
     key: int
+    turn_log: TurnLog | None = None
     shared = False  # the engine serves other callers too; `step` then only waits
 
     def key_of(self, row: SampledRow) -> int:
@@ -149,6 +170,9 @@ class Session(ABC):
 
     def wake(self) -> None:  # noqa: B027 - most compute, and wait for nothing
         """Make a waiting `step`, or the next one, return at once. Thread-safe."""
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait for `wake`, where nothing is sampled; raise EngineStopped if nothing drives the engine any more."""
 
     def check(self) -> None:  # noqa: B027 - most are driven by their caller
         """Raise EngineStopped if nothing drives the engine any more."""

@@ -181,6 +181,12 @@ class EngineCaller(Session):
     def wake(self) -> None:
         self.ended.put(None)
 
+    def wait(self) -> None:
+        if self.ended.empty():
+            self.engine.check()
+        self.ended.get()
+        self.engine.check()
+
     def check(self) -> None:
         self.engine.check()
 

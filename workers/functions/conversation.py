@@ -8,14 +8,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Ragged, Turn, node
+from distflow import Batch, Ragged, Turn, node
 from distflow.contracts.decorators import Environment
 from distflow.contracts.environments import environment_contract, load_environment
 from distflow.errors import RewardsFailed
@@ -23,10 +23,11 @@ from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
-from workers.engines.rollout import SampledRow, Session
+from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
 from workers.functions.rollout import fingerprint, note_lengths
-from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of, text_of
+from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvPool, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
 from workers.isolation.user_code import failure_streak_of
 from workers.roles import RoleEngines
@@ -58,7 +59,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     found = load_environment(environment)
     kind = environment_contract(found)
     env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
-                               memory_gib, found.__distflow_together__)
+                               memory_gib, found.__distflow_together__, found.__distflow_stateless__)
     between = Between(engine.tokenizer, engine.end_tokens, observation_role)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, env_settings) as pool:
@@ -68,62 +69,15 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
                     for index, each in enumerate(rows)]
         if kind.starts:
             begin_episodes(episodes, group_size, session, engine, env_settings, between, max_tokens)
-        for start in range(0, len(rows), group_size):
-            if not episodes[start].failure:
-                session.add(rows[start : start + group_size])
         loop = _ConversationLoop(session, pool, engine, between, (max_turns, own, max_tokens))
-        loop.run(episodes)
+        loop.start(episodes, group_size)
+        loop.run()
     begun = Ragged.from_rows([episode.row.sequence[: episode.row.prompt] for episode in episodes])
     note_lengths(begun.lengths[::group_size], torch.tensor([episode.length for episode in episodes], dtype=torch.int64))
     report_episodes(episodes, ids, engine.step, ("environment", environment), None if session.shared else loop.idle)
     report_rewards(episodes, ids // group_size)
     found = columns_of(episodes, engine)
     return (*found, begun) if kind.starts else found  # type: ignore[return-value]
-
-
-class Piece(NamedTuple):
-    tokens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    sampled: bool
-
-
-@dataclass(eq=False)
-class Trajectory:
-    row: SampledRow
-    columns: dict[str, str]
-    saved: bool  # its turns are written to the run folder
-    pieces: list[Piece] = field(default_factory=list)
-    turns: int = 0
-    reward: float = 0.0
-    asked: int = 0  # when its environment was, in the timeline's microseconds
-    failure: EnvFailure | None = None
-    cut: bool = False
-
-    @property
-    def length(self) -> int:
-        return sum(len(piece.tokens) for piece in self.pieces)
-
-    def add_turn(self) -> None:
-        """Take up the turn that was sampled last."""
-        self.turns += 1
-        self.pieces.append(Piece(self.row.tokens, self.row.logprobs, self.row.versions, True))
-        self.asked = timeline.now()
-
-    def add_observed(self, tokens: Tensor) -> None:
-        """Take up tokens after the last turn that the model did not sample."""
-        self.pieces.append(Piece(tokens, torch.zeros(len(tokens)), self.row.versions[-1:].expand(len(tokens)), False))
-
-    def record(self, answer: Turn | EnvFailure, engine: RoleEngines) -> None:
-        """Write the last turn, and what answered it, to the timeline and the trajectories of the run."""
-        timeline.current().add(timeline.TOOLS, f"row {self.row.id}", self.asked, engine.step + 1, turn=self.turns)
-        if not self.saved:
-            return
-        turn = {"failed": answer.reason} if isinstance(answer, EnvFailure) else {
-            "observation": answer.observation, "reward": answer.reward, "done": answer.done}
-        trajectories().write(engine.step, self.row.id, {
-            "turn": self.turns, "text": text_of(engine, self.row), "tokens": len(self.row.tokens), **turn,
-            "seconds": (timeline.now() - self.asked) / 1e6})
 
 
 def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session, engine: RoleEngines,
@@ -143,7 +97,7 @@ def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session
             if isinstance(shown, EnvFailure):
                 episode.failure = shown
             else:
-                episode.row.sequence, episode.row.prompt = tokens, len(tokens)
+                episode.row.sequence, episode.row.prompt, episode.began = tokens, len(tokens), digest_of(tokens)
                 if episode.saved:
                     trajectories().write(engine.step, episode.row.id, {"turn": 0, "observation": shown.observation})
 
@@ -172,25 +126,80 @@ class _ConversationLoop:
         self.max_turns, self.max_new_tokens, self.max_tokens = limits
         self.idle = 0.0  # seconds without anything to sample
 
-    def run(self, episodes: list[Trajectory]) -> None:
-        self.by_row = {episode.row.id: episode for episode in episodes}
+    def start(self, episodes: list[Trajectory], together: int) -> None:
+        """Begin all conversations, `together` for each prompt; one that others have begun goes on where it stood."""
+        self.by_row, log = {episode.row.id: episode for episode in episodes}, self.session.turn_log
+        recorded = self._recorded() if log else {}
+        for start in range(0, len(episodes), together):
+            prompt = [episode for episode in episodes[start : start + together] if not episode.failure]
+            if fresh := [episode for episode in prompt if episode.row.id not in recorded]:
+                self._sample(*fresh)
+        resumed = [episode for episode in episodes if episode.row.id in recorded and not episode.failure]
+        for episode in resumed:
+            self._resume(episode, recorded[episode.row.id])
+        if resumed:
+            current().add("environment/resumed", len(resumed))
+            events.record("conversations resumed", rows=[episode.row.id for episode in resumed],
+                          turns=[episode.turns for episode in resumed])
+        if log:
+            log.under_way = lambda: _rows([each for each in episodes if each.events], whole=True)
+
+    def run(self) -> None:
         while self.session.busy or self.pool.busy:
             start = time.perf_counter()
             for row in self.session.step() if self.session.busy else ():
                 self._step_environment(self.by_row[row.id])
             stepped = time.perf_counter()
-            for row, answer in self._turns(stepped - start):
+            answered = self._turns(stepped - start)
+            for row, answer in answered:
                 self._continue(self.by_row[row], answer)
+            if answered and (log := self.session.turn_log):
+                log.save(_rows([self.by_row[row] for row, _ in answered], whole=not log.appends))
+
+    def _recorded(self) -> dict[int, Recorded]:
+        """Return what is recorded of these conversations, but for those that the environment begins otherwise now."""
+        assert self.session.turn_log
+        found = recorded_in(self.session.turn_log.recorded())
+        differing = [row for row, recorded in found.items() if recorded.began != self.by_row[row].began]
+        for row in differing:
+            events.record("environment_differs", row=row, turn=0, turns=0)
+            del found[row]
+        current().add("environment/differs", len(differing))
+        return found
+
+    def _sample(self, *episodes: Trajectory) -> None:
+        for episode in episodes:
+            episode.known = True
+        self.session.add([episode.row for episode in episodes])
+
+    def _resume(self, episode: Trajectory, recorded: Recorded) -> None:
+        row = episode.row
+        episode.restore(recorded)
+        current().add("response/continued", sum(len(piece.tokens) for piece in episode.pieces if piece.sampled))
+        if episode.last in ("answered", "failed"):
+            episode.cut = not episode.failure and episode.turns < self.max_turns and not episode.answers[-1].done
+            return
+        texts = [text_of(self.engine, piece.tokens) for piece in episode.pieces if piece.sampled]
+        answers = episode.answers
+        self.pool.resume(row.id, episode.columns, texts[: len(answers)], answers, episode.state)
+        if episode.last == "sampled":
+            self._ask(episode)
+        else:
+            row.limit = min(self.max_new_tokens, self.max_tokens - episode.length)
+            self._sample(episode)
 
     def _turns(self, step: float) -> list[tuple[int, Turn | EnvFailure]]:
         """Return the answers of environments. With nothing to sample it waits for the first one, and for those that
         follow within the time of a step, which are then read together, unless the engine samples for other callers."""
-        if self.session.busy:
-            return self.pool.turns()
+        if self.session.busy or self.session.shared:
+            if not (found := self.pool.turns()) and not self.session.busy:
+                self.session.wait()  # which an answer ends, as does the engine
+                found = self.pool.turns()
+            return found
         start = time.perf_counter()
-        with contextlib.nullcontext() if self.session.shared else heartbeat.current().within("tools"):
+        with heartbeat.current().within("tools"):
             found = self.pool.turns(math.inf)
-        until = time.perf_counter() + (0.0 if self.session.shared else step)
+        until = time.perf_counter() + step
         while self.pool.busy and (rest := until - time.perf_counter()) > 0:
             found += self.pool.turns(rest)
         self.idle += time.perf_counter() - start
@@ -198,31 +207,51 @@ class _ConversationLoop:
 
     def _step_environment(self, episode: Trajectory) -> None:
         episode.add_turn()
+        self._ask(episode)
+
+    def _ask(self, episode: Trajectory) -> None:
         heartbeat.current().notify("tools")
-        self.pool.step(episode.row.id, episode.columns, text_of(self.engine, episode.row))
+        episode.asked = timeline.now()
+        self.pool.step(episode.row.id, episode.columns, text_of(self.engine, episode.row.tokens))
 
     def _continue(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         row = episode.row
+        if isinstance(answer, EnvAnswer):
+            self._note(episode, answer)
         episode.record(answer, self.engine)
-        if isinstance(answer, EnvFailure):
-            episode.failure = answer
-        else:
-            episode.reward += answer.reward
-            if not answer.done and episode.turns < self.max_turns:
-                between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
-                observed = torch.tensor(between, dtype=torch.int64)
-                room = self.max_tokens - episode.length - len(observed)
-                if room > 0:
-                    episode.add_observed(observed)
-                    self.session.extend(row, observed, min(self.max_new_tokens, room))
-                    return
-                episode.cut = True
+        episode.add_answer(answer)
+        if isinstance(answer, Turn) and not answer.done and episode.turns < self.max_turns:
+            between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
+            observed = torch.tensor(between, dtype=torch.int64)
+            room = self.max_tokens - episode.length - len(observed)
+            if room > 0:
+                episode.add_observed(observed)
+                self._read(episode, observed, min(self.max_new_tokens, room))
+                return
+            episode.cut = True
         self.pool.end(row.id)
         self.session.forget(row)
 
+    def _note(self, episode: Trajectory, answer: EnvAnswer) -> None:
+        """Note the state of an environment, or that one that was created again has answered otherwise than before."""
+        if answer.turn < episode.turns:
+            self.session.forget(episode.row)
+            events.record("environment_differs", row=episode.row.id, turn=answer.turn, turns=episode.turns)
+            current().add("environment/differs", 1)
+            episode.rewind(answer.turn)
+        episode.state = (answer.turn, answer.state) if answer.state is not None else episode.state
 
-def text_of(engine: RoleEngines, row: SampledRow) -> str:
-    return str(engine.tokenizer.decode(row.tokens.tolist(), skip_special_tokens=True))
+    def _read(self, episode: Trajectory, observed: Tensor, limit: int) -> None:
+        """Sample another turn, after what was observed."""
+        if episode.known:
+            self.session.extend(episode.row, observed, limit)
+        else:
+            episode.row.extend(observed, limit)
+            self._sample(episode)
+
+
+def _rows(episodes: list[Trajectory], whole: bool) -> Batch:
+    return rows_of([episode.row.id for episode in episodes], [episode.take(whole) for episode in episodes])
 
 
 def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tuple[str, str],

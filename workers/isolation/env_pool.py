@@ -3,6 +3,10 @@
     EnvPool      one per rank and kind of environment; assigns rows to children and retries failed steps
     EnvProcess   a child with its environments and the steps that wait for it
     Episode      one row's environment: its columns, the texts of the model so far, the child that runs it
+
+An environment that is created again, because its child was lost or another rank has begun the conversation, is brought
+to where it stood: from its snapshot if it makes them, else by its steps so far, each of which must answer as before.
+The first one that does not is the newest turn then, and the conversation goes on from it. A stateless one needs none.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import Turn
+from workers.isolation.env_worker import fingerprint_of
 from workers.isolation.pool import Call, ChildPool, ChildProcess
 from workers.isolation.sandbox.variables import named_secrets
 
@@ -29,12 +34,22 @@ class EnvFailure:
     timeout: bool = False
 
 
+@dataclass(frozen=True)
+class EnvAnswer(Turn):
+    """Answer to the model's turn number `turn`, which is not the newest one if a step that was repeated has answered
+    otherwise than before. `state`: the environment's snapshot after it, if it makes them."""
+
+    turn: int = 0
+    state: Any = None
+
+
 Answered = list[tuple[int, Turn | EnvFailure]]  # row and answer of each environment that has answered
 
 
 @dataclass(frozen=True)
 class EnvSettings:
-    """Settings of a node's environments. `kind` is `module:Name`; `safe` and `coroutine` are marks of its class."""
+    """Settings of a node's environments. `kind` is `module:Name`; `safe`, `coroutine` and `stateless` are marks of its
+    class."""
 
     kind: str
     settings: dict[str, Any]
@@ -44,6 +59,7 @@ class EnvSettings:
     seconds: float = 10.0  # limit of a step
     memory_gib: float = 4.0  # limit of each process
     together: int = 64  # steps under way in a process at a time, if `step` is a coroutine
+    stateless: bool = False  # answers depend on the columns and the newest text alone
 
 
 @dataclass(eq=False)
@@ -55,6 +71,31 @@ class Episode(Call):
     texts: list[str] = field(default_factory=list)  # turns of the model, oldest first
     process: EnvProcess | None = None
     attempts: int = 0  # attempts at the newest step
+    answers: list[bytes] = field(default_factory=list)  # fingerprints of the answers so far
+    state: tuple[int, Any] | None = None  # turns, and a snapshot of the environment after them
+
+    def steps(self, known: bool, stateless: bool) -> dict[str, Any]:
+        """Return what a child is asked to do; `known`: the environment lives there."""
+        if known or stateless:
+            return {"columns": {} if known else self.columns, "texts": self.texts[-1:], "answers": []}
+        done, state = self.state or (0, None)
+        return {"columns": self.columns, "texts": self.texts[done:], "answers": self.answers[done:],
+                **({"state": state} if done else {})}
+
+    def take(self, message: dict[str, Any]) -> Turn:
+        """Return a child's answer, and forget the turns after the one that it answers."""
+        answer = Turn(str(message["observation"]), bool(message["done"]), float(message["reward"]))
+        turn = len(self.texts) - int(message.get("behind", 0))
+        if not math.isfinite(answer.reward) or not 0 < turn <= len(self.texts):
+            raise ValueError(f"a reward of {answer.reward} for turn {turn}")
+        differs = turn < len(self.texts)
+        self.texts, self.answers = self.texts[:turn], [*self.answers[: turn - 1], fingerprint_of(answer)]
+        if "state" in message:
+            self.state = turn, message["state"]
+        elif self.state and self.state[0] >= turn:
+            self.state = None
+        return EnvAnswer(**vars(answer), turn=turn, state=message.get("state")) if differs or "state" in message \
+            else answer
 
 
 class EnvProcess(ChildProcess):
@@ -84,9 +125,9 @@ class EnvProcess(ChildProcess):
             episode = self.queued.popleft()
             known = episode.row in self.rows
             self.rows.add(episode.row)
-            episode.seconds = self.config.seconds * (1 if known else len(episode.texts))
-            self.ask(episode, {"key": episode.row, "columns": {} if known else episode.columns,
-                               "texts": episode.texts[-1:] if known else episode.texts})
+            steps = episode.steps(known, self.config.stateless)
+            episode.seconds = self.config.seconds * len(steps["texts"])
+            self.ask(episode, {"key": episode.row, **steps})
 
     def forget(self, row: int) -> None:
         self.rows.discard(row)
@@ -108,9 +149,7 @@ class EnvProcess(ChildProcess):
             answer = EnvFailure(str(message["error"]))
             self.rows.discard(episode.row)
         else:
-            answer = Turn(str(message["observation"]), bool(message["done"]), float(message["reward"]))
-            if not math.isfinite(answer.reward):
-                raise ValueError(f"a reward of {answer.reward}")
+            answer = episode.take(message)
         self.answered(episode)
         return episode, answer
 
@@ -140,6 +179,11 @@ class EnvPool:
         episode.texts.append(text)
         episode.attempts = 0
         self._queue(episode)
+
+    def resume(self, row: int, columns: dict[str, str], texts: list[str], answers: list[Turn],
+               state: tuple[int, Any] | None = None) -> None:
+        """Go on with a conversation of another rank, whose environment is created with the next `step`."""
+        self.episodes[row] = Episode(row, columns, texts, answers=[*map(fingerprint_of, answers)], state=state)
 
     def turns(self, timeout_s: float = 0.0) -> Answered:
         """Return the answers of environments; [] after `timeout_s` seconds, after `wake`, or if none is under way."""

@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from distflow.contracts.decorators import Turn
 from distflow.errors import DistflowError, EngineError
@@ -119,6 +120,7 @@ class EnvService:
             self.failure = self.failure or error
             for client in self.clients:
                 client.answers.put(None)
+                client.wake()
 
 
 class EnvClient:
@@ -147,11 +149,14 @@ class EnvClient:
         return self.open > 0
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
-        number = self.numbers.get(row)
-        if number is None:
-            number = self.numbers[row] = next(self.service.numbers)
+        number = self._number(row)
         self.requests.append(lambda: self._ask(number, row, columns, text))
         self.open += 1
+
+    def resume(self, row: int, columns: dict[str, str], texts: list[str], answers: list[Turn],
+               state: tuple[int, Any] | None = None) -> None:
+        number = self._number(row)
+        self.requests.append(lambda: self._resume(number, row, columns, texts, answers, state))
 
     def turns(self, timeout_s: float = 0.0) -> list[tuple[int, Turn | EnvFailure]]:
         """Return (row, answer) of each environment that has answered; [] after `timeout_s` seconds."""
@@ -175,6 +180,15 @@ class EnvClient:
         if row in self.numbers:
             number = self.numbers.pop(row)
             self.requests.append(lambda: self._end(number))
+
+    def _number(self, row: int) -> int:
+        if row not in self.numbers:
+            self.numbers[row] = next(self.service.numbers)
+        return self.numbers[row]
+
+    def _resume(self, number: int, row: int, *conversation: Any) -> None:
+        self.service.owners[number] = (self, row)
+        self.service.pool.resume(number, *conversation)
 
     def _ask(self, number: int, row: int, columns: dict[str, str], text: str) -> None:
         self.service.owners[number] = (self, row)

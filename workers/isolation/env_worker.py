@@ -1,8 +1,10 @@
 """Runs in a child process of environments (`workers.isolation.env_pool`): creates them and steps them.
 
     rank → child   {call, key: the row, columns, texts}: the model's turns to that row's environment, of which the last
-                   is new; {forget: row}, whose environment is dropped
-    child → rank   {call, observation, done, reward} or {call, error}
+                   is new; {forget: row}, whose environment is dropped. Where it has to be created also `state`, from
+                   which it is restored, and `answers`: fingerprints of the answers to all texts but the last
+    child → rank   {call, observation, done, reward} or {call, error}; with `behind` texts that follow the one that was
+                   answered, and otherwise than before; with the `state` after it if the environment makes snapshots
 """
 
 from __future__ import annotations
@@ -12,49 +14,77 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import xxhash
+
 from distflow.contracts.decorators import Turn
 from distflow.contracts.environments import load_environment
-from workers.isolation.child import Answer, Handler, Message
+from workers.isolation.child import Answer, Handler, Message, packed
 from workers.isolation.user_code import guarded
+
+_MAX_STATE = 256 << 10  # bytes of a snapshot; of a larger one nothing is kept, and steps are repeated instead
 
 
 class EnvironmentHandler(Handler):
 
     def __init__(self, kind: str, settings: dict[str, Any]):
         self.kind, self.settings = load_environment(kind), settings
+        self.restores = all(callable(getattr(self.kind, name, None)) for name in ("snapshot", "restore"))
         self.instances: dict[int, Any] = {}
 
     def answer(self, call: Message, _: Callable[[Message], None]) -> Answer:
         """Run the newest step, and all before it where the environment has to be created again."""
         answer: Message = {}
         with guarded(lambda error: answer.update(self._failure(call, error))):
-            environment, texts = self.instances.get(call["key"]), call["texts"][-1:]
-            if environment is None:
-                environment, texts = self.kind(**call["columns"], **self.settings), call["texts"]
-                self.instances[call["key"]] = environment
-            for index, text in enumerate(texts):
+            environment = self._environment(call)
+            for index, text in enumerate(call["texts"]):
                 turn = environment.step(text)
                 if inspect.isawaitable(turn):
-                    return self._wait(call, environment, turn, texts[index + 1 :])
-            answer |= _as_message(turn)
+                    return self._wait(call, environment, turn, index)
+                if self._ends(call, environment, turn, index, answer):
+                    break
         return answer
 
     def forget(self, key: int) -> None:
         self.instances.pop(key, None)
 
-    async def _wait(self, call: Message, environment: Any, turn: Awaitable[Any], texts: list[str]) -> Message:
+    async def _wait(self, call: Message, environment: Any, turn: Awaitable[Any], index: int) -> Message:
         answer: Message = {}
         with guarded(lambda error: answer.update(self._failure(call, error))):
-            found = await turn
-            for text in texts:
-                found = environment.step(text)
-                found = await found if inspect.isawaitable(found) else found
-            answer |= _as_message(found)
+            while not self._ends(call, environment, await turn if inspect.isawaitable(turn) else turn, index, answer):
+                index += 1
+                turn = environment.step(call["texts"][index])
         return answer
+
+    def _environment(self, call: Message) -> Any:
+        environment = self.instances.get(call["key"])
+        if environment is None:
+            environment = self.kind(**call["columns"], **self.settings)
+            if self.restores and call.get("state") is not None:
+                environment.restore(call["state"])
+            self.instances[call["key"]] = environment
+        else:
+            call["texts"] = call["texts"][-1:]
+        return environment
+
+    def _ends(self, call: Message, environment: Any, turn: Any, index: int, answer: Message) -> bool:
+        """Put what answers text number `index` into `answer`. Return whether no text follows, or must follow since the
+        answer was another one before."""
+        found, behind = _as_message(turn), len(call["texts"]) - 1 - index
+        if behind and call["answers"][index] == fingerprint_of(turn):
+            return False
+        answer |= found | ({"behind": behind} if behind else {})
+        state = environment.snapshot() if self.restores and not found["done"] else None
+        if state is not None and len(packed(state)) <= _MAX_STATE:
+            answer["state"] = state
+        return True
 
     def _failure(self, call: Message, error: BaseException) -> Message:
         self.instances.pop(call["key"], None)
         return {"error": _utf8(f"{type(error).__name__}: {error}"[:1000])}
+
+
+def fingerprint_of(turn: Turn) -> bytes:
+    return xxhash.xxh3_64_digest(packed([_utf8(turn.observation), bool(turn.done), float(turn.reward)]))
 
 
 def _as_message(turn: Any) -> Message:

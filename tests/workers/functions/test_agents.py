@@ -15,6 +15,7 @@ from distflow.contracts.decorators import Turn
 from distflow.data.batch import Ragged
 from distflow.errors import RewardsFailed
 from distflow.telemetry.metrics import current
+from distflow.telemetry.trajectories import Trajectories
 from workers.endpoint.dialogue import Dialogue, DialogueLimits
 from workers.endpoint.server import ServedRow
 from workers.engines.chat import Between
@@ -156,11 +157,15 @@ def test_limits_end_a_row_by_a_refusal(role, tmp_path):
     assert current().collect(lambda mine: [mine])["environment/cut"] == 2
 
 
-def test_a_turn_that_no_command_waits_for_is_not_trained(role):
+def test_a_turn_that_no_command_waits_for_is_not_trained(role, tmp_path, monkeypatch):
+    path, file = tmp_path / "trajectories/rank0.jsonl", Trajectories()
+    file.open(path, rows=1)
+    monkeypatch.setattr("distflow.telemetry.trajectories._trajectories", file)
     row = SampledRow(3, torch.tensor([5, 6]), 2, 6)
     row.end(torch.tensor([7]), torch.tensor([-1.0]), torch.tensor([4], dtype=torch.int32), True)
-    trajectory, session = Trajectory(row, {}, False), role.rollout.session(3, keep_cache=True)
+    trajectory, session = Trajectory(row, {}, True), role.rollout.session(3, keep_cache=True)
     trajectory.add_turn()
+    trajectory.record(Turn("more"), role)
     trajectory.add_observed(torch.tensor([8, 9]))
     session.extend(row, torch.tensor([8, 9]), 6)
     dialogue = Dialogue("1-3", role.tokenizer, Between(role.tokenizer, role.end_tokens), DialogueLimits(4, 90, 9, 9))
@@ -169,6 +174,7 @@ def test_a_turn_that_no_command_waits_for_is_not_trained(role):
     loop._end(trajectory, Turn(done=True, reward=1.0))
     assert not session.busy
     assert [piece.tokens.tolist() for piece in trajectory.pieces] == [[7]]
+    assert len(path.read_text().splitlines()) == 1, "the turn before was written when the next one was asked for"
     assert (trajectory.reward, trajectory.failure) == (1.0, None)
 
 

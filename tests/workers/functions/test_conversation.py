@@ -11,20 +11,24 @@ import torch
 
 from distflow.config.run import Generation
 from distflow.contracts.decorators import Turn
-from distflow.data.batch import Ragged
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.telemetry import heartbeat
+from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
 from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
+from workers.engines.rollout import TurnLog
 from workers.functions import conversation
 from workers.functions.conversation import converse
+from workers.functions.trajectory import recorded_in
 from workers.isolation import env_service, user_code
 
 SOURCE = '''
+import time
 from distflow import Turn, environment
 
 @environment(safe=True)
@@ -40,6 +44,43 @@ class Echo:
         if self.fate == "long":
             return Turn("so " * 500)
         return Turn(f"{self.question}: {len(text)}", done=self.heard == self.turns, reward=0.5 * self.heard)
+
+
+@environment(safe=True, stateless=True)
+class Stateless:
+    def __init__(self, question, fate):
+        self.question = question
+
+    def step(self, text):
+        if hasattr(self, "heard"):
+            raise ValueError("it was asked before")
+        return Turn(f"{self.question}: {len(text)}", done="!" in text, reward=len(text) / 8)
+
+
+@environment(safe=True)
+class Snapshot(Echo):
+    """Its steps may not be repeated."""
+    def step(self, text):
+        turn = super().step(text)
+        return Turn(turn.observation + str(self.heard), turn.done, turn.reward)
+
+    def snapshot(self):
+        return {"heard": self.heard, "bytes": bytes([self.heard])}
+
+    def restore(self, state):
+        assert state["bytes"] == bytes([state["heard"]])
+        self.heard = state["heard"]
+
+
+STARTED = time.time_ns()
+
+
+@environment(safe=True)
+class Moody(Echo):
+    """Says something else in each process that starts it."""
+    def step(self, text):
+        turn = super().step(text)
+        return Turn(f"{turn.observation} again {STARTED}", turn.done, turn.reward)
 '''
 COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "keep")
 
@@ -327,3 +368,117 @@ def test_beginnings_that_are_none(role, prompts, tmp_path, capsys):
     assert columns[0].lengths.tolist() == [0] * 3
     printed = capsys.readouterr().err
     assert "3 of 3 trajectories failed" in printed
+
+
+class Killed(Exception):
+    """The process that converses ends here."""
+
+
+class Log(TurnLog):
+    """Keeps what is saved in this process, and ends the conversation after so many saves."""
+
+    def __init__(self, appends, left=1 << 30):
+        self.appends, self.left, self.rows = appends, left, []
+
+    def recorded(self):
+        return Batch.concat(self.rows) if self.rows else Batch(torch.empty(0, dtype=torch.int64))
+
+    def save(self, rows):
+        mine = set(rows.ids.tolist())
+        others = self.rows if self.appends else [
+            kept for each in self.rows if len(kept := each.select(torch.tensor(
+                [place for place, row in enumerate(each.ids.tolist()) if row not in mine], dtype=torch.int64)))]
+        self.rows = [*others, rows]
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+@pytest.fixture
+def happened(tmp_path, monkeypatch):
+    """The events of a kind."""
+    path, told = tmp_path / "events.jsonl", Events()
+    told.open(path, 0)
+    monkeypatch.setattr("distflow.telemetry.events._current", told)
+    return lambda kind: [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
+
+
+@pytest.fixture
+def resumable(role, prompts):
+    """Converse with a log, one row at a time, in processes of its own."""
+    role.rollout.generation = Generation(max_new_tokens=6, batch_rows=1)
+    open_session = role.rollout.session
+
+    def run(log, **settings):
+        def session(*words, **more):
+            log.session = open_session(*words, **more)
+            log.session.turn_log = log
+            return log.session
+
+        role.rollout.session = session
+        env_service.close_all()
+        return converse_with(role, prompts, **settings)
+
+    return run
+
+
+def columns_of(found):
+    return [value if isinstance(value, list) else [row.tolist() for row in value.rows] if isinstance(value, Ragged)
+            else value.tolist() for value in vars(found).values()]
+
+
+@pytest.mark.parametrize("kind", ["Echo", "Stateless", "Snapshot"])
+@pytest.mark.parametrize("appends", [True, False], ids=["appended", "replaced"])
+def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happened, appends, kind):
+    """Also where the one that goes on is lost too: with the tokens of one that was not."""
+    whole, log, found = resumable(Log(appends), environment=f"echoes:{kind}"), Log(appends), None
+    while found is None:
+        log.left = 2
+        with contextlib.suppress(Killed):
+            found = resumable(log, environment=f"echoes:{kind}")
+    assert columns_of(whole) == columns_of(found)
+    turns = [sum(event["turns"]) for event in happened("conversations resumed")]
+    assert len(turns) >= 3
+    assert turns == sorted(set(turns)), "each goes on where the one before stood"
+    assert happened("environment_differs") == []
+
+
+def test_a_failure_stands(resumable):
+    fates = ("", "break", "")
+    whole, log = resumable(Log(False), fates=fates), Log(False, left=7)
+    with contextlib.suppress(Killed):
+        resumable(log, fates=fates)
+    log.left = 1 << 30
+    found = resumable(log, fates=fates)
+    assert columns_of(whole) == columns_of(found)
+    assert found.keep.tolist() == [True, True, False, False, True, True]
+
+
+def test_an_environment_that_answers_otherwise_goes_on_from_there(resumable, happened, role):
+    """What the model said up to that answer stays; what followed is sampled again."""
+    log = Log(False, left=1)
+    with contextlib.suppress(Killed):
+        resumable(log, environment="echoes:Moody", group_size=1)
+    before, log.left = recorded_in(log.recorded()), 1 << 30
+    found = resumable(log, environment="echoes:Moody", group_size=1)
+    differing = {event["row"]: event["turn"] for event in happened("environment_differs")}
+    assert set(differing.values()) == {1}
+    assert current().collect(lambda mine: [mine])["environment/differs"] == len(differing)
+    for row in differing:
+        first = found.mask.rows[row].tolist().index(False)
+        assert found.responses.rows[row][:first].tolist() == before[row].tokens[:first].tolist()
+        assert found.responses.rows[row].tolist() != before[row].tokens.tolist()
+    assert found.turns.tolist() == [3, 3, 3]
+    assert found.rewards.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_what_is_handed_over_has_turns_that_wait_for_their_answers(resumable):
+    """As where a trainer stops to sample, and others go on."""
+    whole = resumable(Log(False))
+    for left in (1, 5, 9):
+        log = Log(False, left=left)
+        with contextlib.suppress(Killed):
+            resumable(log)
+        log.session.abort()
+        log.rows, log.left = [log.under_way()], 1 << 30
+        assert columns_of(whole) == columns_of(resumable(log))

@@ -10,7 +10,7 @@ _SUM = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=?\s*$")
 _MAX_LENGTH = 100  # characters of an expression: products of long numbers take long
 
 
-@environment(safe=True)
+@environment(safe=True, stateless=True)
 class Calculator:
     """Answers a turn that ends in `3 + 4` or `3 + 4 =` with the result; a turn that does not is the last one, and earns
     1 if what follows its `####` is the number that follows the answer's `####`, else 0."""

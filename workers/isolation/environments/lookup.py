@@ -8,7 +8,7 @@ from pathlib import Path
 from distflow import Turn, environment
 
 
-@environment(safe=True)
+@environment(safe=True, stateless=True)
 class Lookup:
     """Answers `lookup: KEY`, the last line of a turn, with the fact of that key; a turn without it is the last one.
 
@@ -30,7 +30,7 @@ class Lookup:
         return Turn(known.get(key.strip().lower(), f"nothing is known of {key.strip()!r}"))
 
 
-@environment(safe=True)
+@environment(safe=True, stateless=True)
 class FactFile(Lookup):
     """`Lookup` in the facts of one `file` for all rows."""
 

@@ -13,7 +13,7 @@ from workers.isolation.sandbox.runner import run_python
 _PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-@environment(safe=True, together=64)
+@environment(safe=True, together=64, stateless=True)
 class PythonSandbox:
     """Runs the last fenced program of a turn and shows what it printed; a turn without one is the last.
 
