@@ -525,7 +525,8 @@ class Run(Document):
     share of a step's, of whichever steps they are."""
     fuse: bool = True
     """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
-    prompts that are done while others are still sampled (modes async and semi_sync)."""
+    prompts that are done while others are still sampled (modes async and semi_sync). Which prompts are computed
+    together then depends on when they come, so that two runs with one seed round otherwise."""
     transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
     (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
