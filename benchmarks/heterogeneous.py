@@ -180,22 +180,25 @@ def report(cells: list[Cell], models: Path, budget: int) -> dict[str, list[dict[
     print(f"  {'scenario':15} {'':5} {'mode':6} {'size':4} {'ours, s':>8} {'that run':>9}  "
           + "  ".join(f"{side:>14}" for side in (*SHIPPED, *OPTIMISED)))
     found: dict[str, list[dict[str, float]]] = {"ours": [], "that run": []}
-    by_scenario: dict[str, list[float]] = {}
+    by_scenario: dict[str, list[dict[str, float]]] = {}
     for cell, sides in grid(cells, models, budget):
         for own, rows in found.items():
             if sides[own] < float("inf"):
                 rows.append({side: sides[side] / sides[own] for side in (*SHIPPED, *OPTIMISED)})
-        by_scenario.setdefault(cell.scenario, []).append(found["ours"][-1]["verl"])
+        by_scenario.setdefault(cell.scenario, []).append(found["ours"][-1])
         print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} {cell.size:4} {sides['ours']:8.1f} "
               f"{sides['that run']:9.1f}  "
-              + "  ".join(f"{times:13.2f}x" for times in found["ours"][-1].values()), flush=True)
+              + "  ".join(f"{times:13.2f}x" if times < float("inf") else "  does not fit"
+                          for times in found["ours"][-1].values()), flush=True)
     for own, rows in found.items():
         name = "ours" if own == "ours" else f"plans that run ({len(rows)} of {len(cells)} cells)"
         for side in (*SHIPPED, *OPTIMISED):
             spread = _all(rows, (side,))
-            print(f"  {name} against {side}: mean {spread.median:.2f}x, from {spread.low:.2f}x to {spread.high:.2f}x")
+            fits = sum(row[side] < float("inf") for row in rows)
+            print(f"  {name} against {side}: mean {spread.median:.2f}x, from {spread.low:.2f}x to {spread.high:.2f}x"
+                  + (f" (it fits in {fits})" if fits < len(rows) else ""))
     print("  ours against verl as it ships: "
-          + ", ".join(f"{name} {statistics.mean(values):.2f}x" for name, values in by_scenario.items()))
+          + ", ".join(f"{name} {_all(rows, ('verl',)).median:.2f}x" for name, rows in by_scenario.items()))
     return found
 
 

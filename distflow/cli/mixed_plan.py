@@ -34,7 +34,8 @@ _DATA_CENTRE = 50.0  # TFLOP/s
 
 
 def _add_svg(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--svg", metavar="FILE", help="draw the placement")
+    parser.add_argument("--svg", metavar="FILE", help="draw an iteration: devices, tasks and "
+                        "transfers in time")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +178,7 @@ def _drawn(options: argparse.Namespace, costed: CostedProblem, plan: PlacedPlan)
 
     placement = placement_of(costed.problem, plan)
     if options.svg:
-        _write(options.svg, svg(costed.problem, placement))
+        _write(options.svg, svg(costed, placement))
     return placement
 
 

@@ -22,6 +22,7 @@ from planners.heterogeneous.problem import (
     Placement,
     Problem,
     Strategy,
+    groups_of,
     turns_of,
 )
 
@@ -147,21 +148,27 @@ def _again(problem: Problem, placement: Placement) -> Placement:
     return found
 
 
-def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
-    """Yield a line for each task: in mode sync when it runs, in mode async its part of the group's period."""
+def timeline(costed: CostedProblem, placement: Placement) -> list[tuple[float, float]]:
+    """Return when each task starts and the seconds that it takes: in mode async in its part of the group's period."""
     problem = costed.problem
     durations = [layout.takes(turns) for layout, turns in zip(placement.layouts, turns_of(problem, placement.grouping))]
-    sites = [layout.sites for layout in placement.layouts]
-    starts = costed.objective.starts(placement.grouping, durations, sites)
+    starts = costed.objective.starts(placement.grouping, durations, [layout.sites for layout in placement.layouts])
     if problem.mode != SYNC:
         starts = [sum(durations[other] for other in group if other < task) for task in range(len(durations))
                   for group in placement.grouping if task in group]
+    return list(zip(starts, durations))
+
+
+def gantt(costed: CostedProblem, placement: Placement) -> Iterator[str]:
+    """Yield a line for each task with its bar in time."""
+    problem, times = costed.problem, timeline(costed, placement)
     scale, width = _WIDTH / placement.seconds, max(len(task.name) for task in problem.tasks)
     for index, group in enumerate(placement.grouping, 1):
         for task in group:
-            bar = " " * min(_WIDTH - 1, int(starts[task] * scale)) + "█" * max(1, round(durations[task] * scale))
+            start, seconds = times[task]
+            bar = " " * min(_WIDTH - 1, int(start * scale)) + "█" * max(1, round(seconds * scale))
             name, chart = problem.tasks[task].name, f"{bar[:_WIDTH]:{_WIDTH}}"
-            yield f"  group {index}  {name:{width}}  |{chart}| {duration(durations[task])}"
+            yield f"  group {index}  {name:{width}}  |{chart}| {duration(seconds)}"
 
 
 def owners(problem: Problem, placement: Placement) -> list[int | None]:
@@ -186,23 +193,71 @@ def _label(device_group: DeviceGroup) -> str:
     return f"{device_group.name} ({device_group.kind}, {device_group.zone})"
 
 
-def svg(problem: Problem, placement: Placement) -> str:
-    """Return the picture as SVG: a square for each device, in the colour of its group."""
-    device_groups, ranks, left, lines = problem.hardware.device_groups, iter(owners(problem, placement)), 220, []
-    for row, device_group in enumerate(device_groups):
-        lines.append(f'<text x="4" y="{row * 22 + 32}">{_label(device_group)}</text>')
-        for number, group in enumerate(islice(ranks, device_group.devices)):
-            x = left + number * 14 + number // device_group.each * 6
-            lines.append(f'<rect x="{x}" y="{row * 22 + 22}" width="12" height="12" fill="{_colour(group, 60)}"/>')
-    for group, tasks in enumerate(placement.grouping):
-        names = ", ".join(problem.tasks[task].name for task in tasks)
-        lines.append(f'<text x="4" y="{len(device_groups) * 22 + 48 + 18 * group}" fill="{_colour(group, 35)}">'
-                     f"{_MARKS[group]}: {names}</text>")
-    width = left + max(device_group.devices * 14 + device_group.machines * 6 for device_group in device_groups)
-    height = len(device_groups) * 22 + 60 + 18 * len(placement.grouping)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-            'font-size="12">\n' + "\n".join(lines) + "\n</svg>\n")
+_LEFT, _AXIS, _LANE = 220, 720, 9  # pixels: of the names, of an iteration, and of a lane
 
 
-def _colour(group: int | None, light: int) -> str:
-    return "#ddd" if group is None else f"hsl({group * 67 % 360},65%,{light}%)"
+def svg(costed: CostedProblem, placement: Placement) -> str:
+    """Return an iteration as SVG: a lane for each device, with the tasks that it computes in time, and a lane for each
+    transfer, of rows and of weights."""
+    problem, times, top = costed.problem, timeline(costed, placement), 22
+    lines, tops = [], []
+    for device_group in problem.hardware.device_groups:
+        lines.append(f'<text x="4" y="{top + 9}">{_label(device_group)}</text>')
+        tops += range(top, top + _LANE * device_group.devices, _LANE)
+        top += _LANE * device_group.devices + 8
+    lines += [f'<rect x="{_LEFT}" y="{y}" width="{_AXIS}" height="{_LANE - 2}" fill="#eee"/>' for y in tops]
+    sent = list(_transfers(costed, placement, times))
+    scale = _AXIS / max(placement.seconds, *(start + seconds for *_, start, seconds in [*times, *sent]))
+    for task, (devices, (start, seconds)) in enumerate(zip(_devices(problem, placement), times)):
+        name = f"{problem.tasks[task].name}, {duration(seconds)}"
+        lines += [_bar(start * scale, tops[device], seconds * scale, _colour(task, 60), name) for device in devices]
+    for name, start, seconds in sent:
+        lines += [f'<text x="4" y="{top + 8}" fill="#555">{name}</text>',
+                  _bar(start * scale, top, seconds * scale, "#555", f"{name}, {duration(seconds)}")]
+        top += 14
+    for tick in range(5):
+        x, at = _LEFT + _AXIS * tick // 4, duration(_AXIS / scale * tick / 4)
+        lines += [f'<path d="M{x} 16V{top}" stroke="#999" stroke-width="0.5"/>',
+                  f'<text x="{x - 12}" y="12">{at}</text>']
+    for task, item in enumerate(problem.tasks):
+        lines.append(f'<text x="{_LEFT + task * 110}" y="{top + 18}" fill="{_colour(task, 35)}">{item.name}</text>')
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _AXIS + 40}" height="{top + 30}" '
+            'font-family="sans-serif" font-size="11">\n' + "\n".join(lines) + "\n</svg>\n")
+
+
+def _bar(start: float, top: int, width: float, colour: str, title: str) -> str:
+    return (f'<rect x="{_LEFT + start:.1f}" y="{top}" width="{max(width, 1.0):.1f}" height="{_LANE - 2}" '
+            f'fill="{colour}"><title>{title}</title></rect>')
+
+
+def _devices(problem: Problem, placement: Placement) -> Iterator[list[int]]:
+    """Yield the devices of each task: of its group's, in each device group as many as its layout uses."""
+    own, group_of = ranks_of(problem, placement.subsets), groups_of(placement.grouping)
+    for task, layout in enumerate(placement.layouts):
+        left = [layout.strategy.tp * sum(kind.count * kind.stages.count(group) for kind in layout.arrangement)
+                for group in range(len(problem.hardware.device_groups))]
+        found = []
+        for rank in own[group_of[task]]:
+            group = next(number for number, ranks in enumerate(problem.hardware.ranks) if rank in ranks)
+            if left[group]:
+                left[group] -= 1
+                found.append(rank)
+        yield found
+
+
+def _transfers(costed: CostedProblem, placement: Placement,
+               times: list[tuple[float, float]]) -> Iterator[tuple[str, float, float]]:
+    """Yield what is sent, when, and its seconds: rows and weights as soon as they are there."""
+    problem, group_of = costed.problem, groups_of(placement.grouping)
+    sites = [layout.sites for layout in placement.layouts]
+    sent = [(edge, "rows", costed.objective.moved(edge, sites)) for edge in problem.edges]
+    sent += [(edge, "weights", costed.objective.synced(edge, sites, group_of[edge.source] == group_of[edge.target]))
+             for edge in problem.syncs]
+    for edge, what, seconds in sent:
+        if seconds:
+            names = f"{problem.tasks[edge.source].name} → {problem.tasks[edge.target].name}"
+            yield f"{what}, {names}", sum(times[edge.source]), seconds
+
+
+def _colour(task: int, light: int) -> str:
+    return f"hsl({task * 67 % 360},65%,{light}%)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -187,7 +188,30 @@ def test_doubling_what_bounds_a_work_helps_it(mixed_spec: Callable) -> None:
     assert len(list(gantt(costed, found.placement))) == 3
     assert sum(line.count("█") > 0 for line in gantt(costed, found.placement)) == 3
     assert len(list(picture(problem, found.placement))) == len(problem.hardware.device_groups)
-    assert svg(problem, found.placement).count("<rect") == 64
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_picture_has_a_lane_for_each_device_and_a_bar_for_each_task_on_it(mixed_spec: Callable, mode: str) -> None:
+    problem = problem_of(mixed_spec("grpo", "multi_region", f"mode={mode}"))
+    *_, found = search(problem, budget=1000)
+    drawn = ElementTree.fromstring(svg(CostedProblem(problem), found.placement))
+    bars: dict[float, list[tuple[float, float, str]]] = {}
+    for bar in drawn.iter("{http://www.w3.org/2000/svg}rect"):
+        title = bar.find("{http://www.w3.org/2000/svg}title")
+        lane = bars.setdefault(float(bar.get("y")), [])
+        if title is not None:
+            lane.append((float(bar.get("x")), float(bar.get("x")) + float(bar.get("width")), title.text))
+    sent = {title for lane in bars.values() for *_, title in lane if "→" in title}
+    assert len(bars) == 64 + len(sent)
+    assert (mode == "sync" and found.placement.grouping == ((0, 1, 2),)) or any(title.startswith("weights, update → ")
+                                                                                for title in sent)
+    for task, layout in zip(problem.tasks, found.placement.layouts):
+        devices = layout.strategy.tp * layout.strategy.pp * layout.strategy.dp
+        assert sum(title.startswith(f"{task.name}, ") for lane in bars.values() for *_, title in lane) == devices
+    for lane in bars.values():
+        times = sorted(lane)
+        assert all(start >= 220 and end <= 220 + 720 + 1 for start, end, _ in times)
+        assert all(end <= start + 1 for (_, end, _), (start, _, _) in zip(times, times[1:])), "one task at a time"
 
 
 def test_the_file_says_the_placement(mixed_spec: Callable) -> None:
