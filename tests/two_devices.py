@@ -20,6 +20,12 @@ _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
             aten._unsafe_index.Tensor}
 
 
+_READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+            aten._unique2.default, aten.unique_consecutive.default}
+READS: list[str] = []
+"""Operations that stop a process until the device is done, in the order in which they were made."""
+
+
 class Cuda(torch.Tensor):
     """A tensor of the made-up device."""
 
@@ -34,6 +40,7 @@ class Cuda(torch.Tensor):
     is_cuda = property(lambda self: True)
 
     def tolist(self) -> Any:
+        READS.append("tolist")
         return self.inner.tolist()
 
     def data_ptr(self) -> int:
@@ -46,6 +53,7 @@ class Cuda(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         _refuse_both(func, args, kwargs)
+        _note_read(func, args, kwargs)
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = torch.device("cpu")
@@ -59,6 +67,13 @@ class Cuda(torch.Tensor):
 
 def _inner(each: Any) -> Any:
     return each.inner if isinstance(each, Cuda) else each
+
+
+def _note_read(func: Any, args: tuple, kwargs: dict) -> None:
+    masks = func in _INDEXED and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1] or ())
+    sizes = func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+    if func in _READING or masks or sizes:
+        READS.append(str(func))
 
 
 def _refuse_both(func: Any, args: tuple, kwargs: dict) -> None:
@@ -83,6 +98,7 @@ class TwoDevices(TorchFunctionMode):
         if func is torch.Tensor.to:
             return _moved(func, args[0], args[1:], kwargs)
         if func is torch.Tensor.cpu:
+            READS.extend(["cpu"] * isinstance(args[0], Cuda))
             return args[0].inner.clone() if isinstance(args[0], Cuda) else args[0]
         if _is_cuda(kwargs.get("device")):
             if any(isinstance(each, Cuda) for each in args):

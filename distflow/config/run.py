@@ -167,6 +167,10 @@ class Generation(Document):
     alike, whatever else is sampled and however long its tools take."""
     memory_share: float = Field(default=0.5, gt=0, le=1)
     """Of a GPU's memory, what vLLM and SGLang may take for weights and caches while they are awake."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: linear layers and experts sample with weights and activations of 8 bits, one scale for a weight, made of the
+    trainer's weights at each update. With `rollout: vllm` on a GPU; correct for the difference
+    (`truncated_importance`)."""
     routing_replay: bool = False
     """Whether a mixture of experts is trained with the experts that its rollout chose for each token (R3, Ma et al.
     2025), so that rounding does not send a token to others. With `rollout: hf` and `engine: fsdp`."""

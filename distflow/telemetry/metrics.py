@@ -30,6 +30,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._values: dict[str, _Entry] = {}
+        self._on_device: list[tuple[tuple[str, ...], str, tuple[float | Tensor, ...]]] = []
         self.step = 0  # whose metrics these are; parts of several may come one after the other
         self.scope = ""  # metrics are also reported as NAME/SCOPE, to tell nodes that run one function apart
 
@@ -40,25 +41,25 @@ class Metrics:
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""
-        self._merge(name, (_MEAN, float(total), float(weight)))
+        self._merge(name, _MEAN, total, weight)
 
     def mean_of(self, name: str, values: Tensor) -> None:
         self.mean(name, values.double().sum(), values.numel())
 
     def add(self, name: str, value: float | Tensor) -> None:
-        self._merge(name, (_SUM, float(value), 0.0))
+        self._merge(name, _SUM, value, 0.0)
 
     def maximum(self, name: str, value: float | Tensor) -> None:
-        self._merge(name, (_MAX, float(value), 0.0))
+        self._merge(name, _MAX, value, 0.0)
 
     def minimum(self, name: str, value: float | Tensor) -> None:
-        self._merge(name, (_MIN, float(value), 0.0))
+        self._merge(name, _MIN, value, 0.0)
 
     def deviation_of(self, name: str, values: Tensor) -> None:
         """Report the deviation of all elements of `values` around their mean, unbiased (n - 1)."""
         values = values.double()
-        mean = float(values.mean()) if values.numel() else 0.0
-        self._merge(name, (_STD, float(values.numel()), mean, float((values - mean).square().sum())))
+        mean = values.mean() if values.numel() else 0.0
+        self._merge(name, _STD, values.numel(), mean, (values - mean).square().sum())
 
     def extremes_of(self, name: str, values: Tensor) -> None:
         """Report the least and the largest element of `values` as NAME_min and NAME_max."""
@@ -76,13 +77,30 @@ class Metrics:
 
     def per_rank(self, name: str, value: float, weight: float) -> None:
         """Report a sum and a weight of this rank that are not reduced; see `of_ranks`."""
-        self._merge(name, (_PER_RANK, value, weight))
+        self._merge(name, _PER_RANK, value, weight)
 
-    def _merge(self, name: str, entry: _Entry) -> None:
+    def _merge(self, name: str, kind: str, *numbers: float | Tensor) -> None:
         if self.muted:
             return
-        for each in (name, f"{name}/{self.scope}") if self.scope else (name,):
-            self._values[each] = _merged(each, self._values.get(each), entry)
+        names = (name, f"{name}/{self.scope}") if self.scope else (name,)
+        if any(getattr(number, "is_cuda", False) for number in numbers):
+            self._on_device.append((names, kind, tuple(_copied(number) for number in numbers)))
+            return
+        for each in names:
+            self._values[each] = _merged(each, self._values.get(each), (kind, *map(float, numbers)))
+
+    def _settle(self) -> None:
+        """Read what was reported from a GPU, all at once: to read a number stops this process until the GPU has it."""
+        waiting, self._on_device = self._on_device, []
+        tensors = [number for _, _, numbers in waiting for number in numbers if not isinstance(number, float)]
+        if tensors:
+            import torch
+
+            known = iter(torch.stack(tensors).tolist())
+            for names, kind, numbers in waiting:
+                entry = (kind, *(number if isinstance(number, float) else next(known) for number in numbers))
+                for each in names:
+                    self._values[each] = _merged(each, self._values.get(each), entry)
 
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
         """Return the metrics of all ranks, reduced, by name, and clear this rank's. Collective. A mean over no items is
@@ -113,10 +131,12 @@ class Metrics:
 
     def means(self) -> list[tuple[str, float, float]]:
         """Return the name, the sum and the count of each mean that was reported here."""
+        self._settle()
         return [(name, total, count) for name, (kind, total, count) in self._values.items() if kind == _MEAN]
 
     def take(self, beginning: str = "") -> bytes:
         """Return this rank's metrics whose names begin so, for `add_all`, and clear all of them."""
+        self._settle()
         values, self._values = self._values, {}
         chosen = {name: entry for name, entry in values.items() if name.startswith(beginning)}
         numbers = array.array("d", [number for _, *given in chosen.values() for number in (*given, 0.0)[:_WIDTH]])
@@ -130,6 +150,13 @@ class Metrics:
         for index, (name, kind) in enumerate(msgpack.unpackb(names)):
             self._values[name] = _merged(name, self._values.get(name),
                                          _entry(kind, numbers[_WIDTH * index : _WIDTH * (index + 1)]))
+
+
+def _copied(number: float | Tensor) -> float | Tensor:
+    """Return a number as it is now, on the device where it is."""
+    if not getattr(number, "is_cuda", False):
+        return float(number)
+    return number.detach().double().clone()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _result(kind: str, value: float, *more: float) -> float | None:

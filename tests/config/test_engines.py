@@ -10,6 +10,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.config.models import ROLLOUTS, TRAINERS
+from distflow.config.run import Generation
 
 
 @pytest.mark.parametrize("engine", [*TRAINERS.values(), *ROLLOUTS.values()], ids=lambda engine: engine.home)
@@ -36,3 +37,20 @@ def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):
     assert "wants `rollout: sglang` and `generation.stop`, which it cannot do: its server is given tokens" \
         in capsys.readouterr().err
     assert main([*stop, "roles.actor.rollout=hf"]) == 0
+
+
+def test_fp8_is_for_the_engine_that_has_it(capsys, monkeypatch):
+    fp8 = ["validate", "grpo", "--set", "roles.actor.generation.quantization=fp8"]
+    assert main(fp8) == 2
+    assert "wants `rollout: hf` and `generation.quantization`, which it cannot do: it computes in the dtype of its" \
+        in capsys.readouterr().err
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    assert main([*fp8, "--set", "roles.actor.rollout=vllm"]) == 0
+
+
+@pytest.mark.parametrize(("asked", "given"), [("none", None), ("fp8", "fp8_per_tensor")])
+def test_vllm_is_asked_for_what_is_set(asked, given):
+    from workers.engines.vllm.start import on_gpu
+
+    settings = on_gpu(Generation(quantization=asked, memory_share=0.4))
+    assert (settings.get("quantization"), settings["gpu_memory_utilization"]) == (given, 0.4)

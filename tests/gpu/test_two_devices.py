@@ -6,14 +6,17 @@ import copy
 
 import pytest
 import torch
-from two_devices import CUDA, Cuda, TwoDevices, to_cuda
+from two_devices import CUDA, READS, Cuda, TwoDevices, to_cuda
 
 from distflow.config.run import Generation
-from distflow.data.batch import Ragged
+from distflow.data.batch import Batch, Ragged
+from distflow.telemetry.metrics import Metrics, recording
 from workers.engines import attention
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
+from workers.functions.losses import surrogate
+from workers.functions.updates import PolicyLoss
 
 
 @pytest.fixture
@@ -56,3 +59,32 @@ def test_samples_are_those_of_the_cpu(model):
         found = there.generate(prompts, 2, torch.arange(6), key=5)
     assert found.tokens.values.tolist() == here.tokens.values.tolist()
     assert torch.allclose(found.logprobs.values, here.logprobs.values, atol=1e-6)
+
+
+def reported(logprobs, loss: str, read: bool) -> tuple[dict[str, float], list[str]]:
+    """What three micro-batches report, and the operations by which the device was waited for."""
+    tokens = rows(5, 3, 4)
+    draw = torch.Generator().manual_seed(3)
+    columns = {name: tokens.with_values(torch.randn(12, generator=draw)) for name in (
+        "old", "behaviour", "advantages", "weights", "reference")}
+    mask = tokens.with_values(torch.arange(12) % 3 > 0)
+    micro, objective, metrics = Batch(torch.arange(3), {**columns, "mask": mask}), PolicyLoss(
+        surrogate(loss, None, None, None), 0.1, "k3", 0.5), Metrics()
+    READS.clear()
+    with recording(metrics):
+        for _ in range(3):
+            objective(logprobs, logprobs.abs(), micro)
+        metrics.spread_of("spread", logprobs)
+        before = list(READS)
+        return metrics.collect(lambda own: [own]), before if read else READS[len(before) :]
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_the_metrics_of_a_step_are_read_from_a_gpu_at_once(loss):
+    values = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    expected, _ = reported(values, loss, False)
+    with TwoDevices():
+        found, of_losses = reported(values.to("cuda"), loss, True)
+        _, at_the_end = reported(values.to("cuda"), loss, False)
+    assert (of_losses, at_the_end) == ([], ["tolist"])
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -39,7 +39,7 @@ class Mismatch:
         difference_T = (logprobs_T.detach() - rollout_T).double()
         weight_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         parts = (torch.ones_like(weight_T), difference_T, weight_T, weight_T.square())
-        self.sums += torch.stack([part.sum() for part in parts]).cpu()
+        self.sums = self.sums.to(weight_T.device) + torch.stack([part.sum() for part in parts])
         metrics = current()
         metrics.mean_of("mismatch/logprob_mean", difference_T.abs())
         metrics.maximum("mismatch/logprob_max", difference_T.abs().max() if len(difference_T) else 0.0)

@@ -99,7 +99,8 @@ def sequence_policy_loss(logprobs_T: Tensor, old_T: Tensor, advantages_T: Tensor
     """Return the clipped surrogate with one ratio per row, `s = exp(mean(logprobs - old))` (GSPO: Zheng et al. 2025,
     Eq. 5 to 7), as GSPO-token (Eq. 13 to 16), `sg[s] * exp(logprobs - sg[logprobs])`, for advantages per token."""
     _check_shapes(logprobs_T, old_T, advantages_T)
-    row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
+    row_T = torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B,
+                                    output_size=len(logprobs_T))
     constant_T = logprobs_T.detach()
     change_T = constant_T - old_T.detach()
     mean_B = change_T.new_zeros(len(lengths_B)).index_add(0, row_T, change_T) / lengths_B.clamp(min=1)

@@ -67,11 +67,12 @@ class PolicyLoss:
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         mask = micro["mask"]
-        device, trained_T = logprobs_T.device, mask.values  # _S below: trained tokens only
-        columns = {name: micro[name].values[trained_T].to(device)
+        device, trained_S = logprobs_T.device, mask.values.nonzero().squeeze(1)  # _S: trained tokens only
+        columns = {name: micro[name].values[trained_S].to(device)
                    for name in _PER_TOKEN if name in micro.columns}
-        logprobs_S, entropy_S = logprobs_T[trained_T.to(device)], entropy_T[trained_T.to(device)]
-        lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, trained_T.long()).to(device)
+        lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, mask.values.long()).to(device)
+        trained_S = trained_S.to(device)
+        logprobs_S, entropy_S = logprobs_T[trained_S], entropy_T[trained_S]
         loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
         if "importance" in columns:
             loss_S = loss_S * columns["importance"]

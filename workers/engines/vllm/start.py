@@ -53,6 +53,8 @@ def _failures() -> tuple[type[Exception], ...]:
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
           seed: int) -> LLMEngine:
     """Start an engine for the model's architecture, with undefined weights."""
+    if device == "cpu" and generation.quantization != "none":
+        raise EngineError("vLLM has no FP8 on a CPU. Take  quantization  out of `generation`")
     gpu = torch.cuda.current_device() if device == "cuda" else None
     launched = launched_outside(tp, gpu)
     with _one_start_at_a_time(device, tp), translated("start"), environment(generation, launched), \
@@ -73,7 +75,7 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if launched else {}),
-            **(on_cpu(config, generation, dtype) if device == "cpu" else _on_gpu(generation))))
+            **(on_cpu(config, generation, dtype) if device == "cpu" else on_gpu(generation))))
         _unlink_shared_memory()
     core = engine.engine_core.engine_core
     _open.add(id(core))
@@ -154,8 +156,10 @@ def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype)
             "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": tokens * size}
 
 
-def _on_gpu(generation: Generation) -> dict[str, object]:
-    return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share}
+def on_gpu(generation: Generation) -> dict[str, object]:
+    quantized = {"quantization": "fp8_per_tensor"} if generation.quantization == "fp8" else {}
+    return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share,
+            **quantized}
 
 
 @contextlib.contextmanager
