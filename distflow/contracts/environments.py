@@ -30,7 +30,7 @@ ANNOTATION = "Environment"
 """Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
-_PACKAGES = {"Gymnasium": "gymnasium"}
+_PACKAGES = {"Gymnasium": "gymnasium", "MCPSession": "mcp", "MCPTools": "mcp"}
 """Shipped environment → the package that it needs, which is the extra of setup.cfg and the module that it imports."""
 _OF_DATA = {"question": "questions", "answer": "answers"}
 """Parameter of one row → the column of the dataset that it is from."""

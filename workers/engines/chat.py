@@ -78,7 +78,8 @@ class Between:
         """Return the tokens of a prompt with `text` behind its last message. Raises InvalidInput: it has no end there,
         as when the template writes one that no message of a user has."""
         with tokenizer_lock:
-            added = self.tokenizer(f"\n{text}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            text = f"\n{text}" if text else ""
+            added = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         tokens, end = prompt.tolist(), self._around(("user",))[-1]
         if not self.tokenizer.chat_template:
             return [*tokens, *added, *end]

@@ -1,0 +1,142 @@
+"""Tools of MCP servers, by both transports, with real servers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("mcp", reason="pip install mcp")
+
+from distflow.contracts.decorators import Turn
+from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+
+SERVER = '''
+import os, sys
+from mcp.server.mcpserver import MCPServer
+
+server, said = MCPServer("sums", log_level="CRITICAL" if len(sys.argv) < 2 else "INFO"), []
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two whole numbers."""
+    return a + b
+
+@server.tool()
+def remember(word: str) -> str:
+    said.append(word)
+    return " ".join(said)
+
+@server.tool()
+def fail(how: str) -> str:
+    if how == "exit":
+        os._exit(1)
+    if how == "long":
+        return "x" * 9000
+    raise ValueError(how)
+
+server.run("streamable-http", port=0) if len(sys.argv) > 1 else server.run()
+'''
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The command of a server."""
+    (tmp_path / "sums.py").write_text(SERVER)
+    return f"python {tmp_path / 'sums.py'}"
+
+
+@pytest.fixture
+def address(server):
+    """The address of a server that is running."""
+    with subprocess.Popen([sys.executable, *server.split()[1:], "http"], stderr=subprocess.PIPE, text=True) as process:
+        port = next(found[1] for line in process.stderr if (found := re.search(r"running on http://\S+:(\d+)", line)))
+        yield f"http://127.0.0.1:{port}/mcp"
+        process.kill()
+
+
+@pytest.fixture
+def pool_of():
+    """`pool_of(kind, server=…)` returns a function that says a text for a row, and returns its turn."""
+    pools = []
+
+    def make(kind: str, **settings):
+        pool = EnvPool(EnvSettings(f"workers.isolation.environments.tools:{kind}", settings, kind == "MCPTools", True,
+                                   processes=1, seconds=60.0))
+        pools.append(pool)
+
+        def say(row: int, text: str) -> Turn | EnvFailure:
+            pool.step(row, {"answer": "#### 7"}, text)
+            (of, turn), = pool.turns(60.0)
+            assert of == row
+            return turn
+
+        return say
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def call(name: str, **arguments) -> str:
+    return f"I ask.\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("transport", ["server", "address"])
+def test_calls_and_their_answers(request, pool_of, transport):
+    say = pool_of("MCPTools", server=request.getfixturevalue(transport), output=40)
+    assert say(0, call("add", a=3, b=4)) == Turn("7")
+    assert say(1, call("add", a=3, b=4) + call("add", a=-1, b=1)) == Turn("7\n0")
+    assert say(0, call("add", a="x", b=4)).observation.startswith("Error: ")
+    assert say(0, call("nope")) == Turn("There is no function 'nope'. Functions: add, remember, fail")
+    assert say(0, call("fail", how="long")) == Turn("x" * 40 + "…")
+    assert say(0, call("fail", how="raise")).observation.startswith("Error: ")
+    assert "This is no call" in say(0, "<tool_call>{add}</tool_call>").observation
+    assert say(0, "#### 7") == Turn("", True, 1.0)
+    assert say(1, "It is 7") == Turn("", True, 0.0)
+
+
+def test_rows_share_a_server_or_have_their_own(pool_of, server):
+    shared, own = (pool_of(kind, server=server) for kind in ("MCPTools", "MCPSession"))
+    assert [shared(row, call("remember", word=str(row))).observation for row in (0, 1)] == ["0", "0 1"]
+    assert [own(row, call("remember", word=str(row))).observation for row in (0, 1, 0)] == ["0", "1", "0 0"]
+
+
+def test_a_server_that_ends_costs_the_row_that_asked(pool_of, server):
+    say = pool_of("MCPTools", server=server)
+    assert say(0, call("add", a=1, b=1)) == Turn("2")
+    assert "Connection closed" in say(0, call("fail", how="exit")).reason
+    assert say(1, call("add", a=1, b=2)) == Turn("3")
+
+
+def test_what_stands_behind_the_question(server):
+    settings = {"named": "workers.isolation.environments.tools:MCPTools",
+                "its_settings": {"server": server, "tools": ["add"]}}
+    pool = EnvPool(EnvSettings("workers.isolation.first_observation:FirstObservation", settings, True, True))
+    pool.step(0, {"answer": "7"}, "")
+    (_, shown), = pool.turns(60.0)
+    pool.close()
+    listed = json.loads(shown.observation.partition("<tools>\n")[2].partition("\n</tools>")[0])
+    assert listed["function"]["name"] == "add"
+    assert listed["function"]["description"] == "Add two whole numbers."
+    assert set(listed["function"]["parameters"]["properties"]) == {"a", "b"}
+    assert '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>' in shown.observation
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"server": "http://127.0.0.1:9/mcp"}, "ConnectError: All connection attempts failed"),
+    ({"server": "no_such_program"}, "FileNotFoundError: [Errno 2] No such file or directory: 'no_such_program'"),
+    ({"server": "python -c 1"}, "Connection closed"),
+    ({"server": "http://127.0.0.1:9/mcp", "key_variable": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY, which is not set")])
+def test_a_server_that_cannot_be_used_is_said(pool_of, settings, says):
+    failed = pool_of("MCPSession", **settings)(0, call("add", a=1, b=2))
+    assert f"the MCP server {settings['server']!r} cannot be used" in failed.reason
+    assert says in failed.reason
+
+
+def test_tools_that_a_server_lacks(pool_of, server):
+    assert "has no tool 'sub'; it has add, remember, fail" in \
+        pool_of("MCPTools", server=server, tools=["add", "sub"])(0, call("add", a=1, b=2)).reason
