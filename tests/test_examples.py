@@ -20,7 +20,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_one_file_and_few_lines_of_python(path):
+def test_an_example_is_one_file_and_few_lines_of_python(path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "a key")
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
     assert plan(load(str(path)), 2).ranks == 2

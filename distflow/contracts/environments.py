@@ -30,8 +30,9 @@ ANNOTATION = "Environment"
 """Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
-_PACKAGES = {"Gymnasium": "gymnasium", "MCPSession": "mcp", "MCPTools": "mcp"}
-"""Shipped environment → the package that it needs, which is the extra of setup.cfg and the module that it imports."""
+_PACKAGES = {"Gymnasium": ("gymnasium", "gymnasium"), "MCPSession": ("mcp", "mcp"), "MCPTools": ("mcp", "mcp"),
+             "OpenEnv": ("websockets", "openenv")}
+"""Shipped environment → the package that it imports, and the extra of setup.cfg that has it."""
 _OF_DATA = {"question": "questions", "answer": "answers"}
 """Parameter of one row → the column of the dataset that it is from."""
 
@@ -71,10 +72,10 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
         return [Diagnostic(f"node `{node}`: there is no environment `{value}`", where,
                            did_you_mean(value.rpartition(":")[2], sorted(known), "Environments"))]
     spec.environments[node] = kind
-    needed = _PACKAGES.get(kind.name) if kind.module.startswith(f"{SHIPPED}.") else None
-    if needed and importlib.util.find_spec(needed) is None:
-        return [Diagnostic(f"environment `{kind.name}` needs the package `{needed}`, which is not installed", where,
-                           pip_line(needed))]
+    package, extra = _PACKAGES.get(kind.name, ("", "")) if kind.module.startswith(f"{SHIPPED}.") else ("", "")
+    if package and importlib.util.find_spec(package) is None:
+        return [Diagnostic(f"environment `{kind.name}` needs the package `{package}`, which is not installed", where,
+                           pip_line(extra))]
     hint = f"Add to it:  def step(self, text: str) -> Turn: …   ({where} names it)"
     silent = [] if kind.steps else [Diagnostic(f"environment `{kind.name}` has no method `step`", kind.where, hint)]
     return silent + wrong_settings(spec, (*path, SETTINGS), f"environment `{kind.name}`", kind, (*path, setting))

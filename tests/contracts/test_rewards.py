@@ -181,7 +181,14 @@ def test_a_live_function_reads_like_its_source() -> None:
     ("{judge: {address: 'localhost:1', model: m}}", "setting `address` of reward `judge` must be text that matches ^https?://"),
     ("{judge: {address: 'http://a', model: m, prompt: '{answer}'}}", "a `prompt` without `{completion}`"),
     ("{judge: {address: 'http://a', model: m, score: 'a'}}", "`score` without its one group"),
-    ("{judge: {address: 'http://a', model: m, highest: 0}}", "setting `highest` of reward `judge` must be above 0")])
+    ("{judge: {address: 'http://a', model: m, highest: 0}}", "setting `highest` of reward `judge` must be above 0"),
+    ("{judge: {address: 'http://a', model: m, key_variable: NO_SUCH_KEY}}", "variable NO_SUCH_KEY, which is not set"),
+    ("{judge: {address: 'http://a', model: m, max_calls: 9}}", "`max_calls` without the file that counts them"),
+    ("{rubric: {address: 'http://a', model: m, key_variable: NO_SUCH_KEY}}", "export NO_SUCH_KEY=…"),
+    ("{rubric: {address: 'http://a', model: m, weights: {a: 1}}}", "a weight for `a`, which is no criterion"),
+    ("{rubric: {address: 'http://a', model: m, criteria: {a: b}, weights: {a: -1}}}", "no criterion with a weight"),
+    ("{rubric: {address: 'http://a', model: m, criteria: {a: 3}}}", "setting `criteria` of reward `rubric`"),
+    ("{rubric: {address: 'http://a', model: m, prompt: '{completion}'}}", "a `prompt` without `{criteria}`")])
 def test_settings_that_no_call_could_use_are_found_before_the_start(planned, recipe, what):
     with pytest.raises(InvalidInput) as caught:
         planned(recipe, columns="tests")

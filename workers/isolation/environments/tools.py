@@ -78,7 +78,7 @@ class MCPTools:
             done = (await session.call_tool(name, json.loads(arguments))).model_dump(by_alias=True)
         except MCPError as error:
             if error.error.code == CONNECTION_CLOSED:
-                _connections.pop(self.server).task.cancel()  # the next call starts another
+                _servers.pop(self.server).task.cancel()  # the next call starts another
                 raise
             return f"Error: {error}"[: self.output]
         shown = "\n".join(each["text"] if each["type"] == "text" else f"({each['type']})" for each in done["content"])
@@ -86,9 +86,9 @@ class MCPTools:
         return shown if len(shown) <= self.output else f"{shown[: self.output]}…"
 
     async def _connected(self) -> tuple[ClientSession, Tools]:
-        if self.server not in _connections:
-            _connections[self.server] = _Connection(self.server, self.key_variable)
-        session, tools = await asyncio.shield(_connections[self.server].ready)
+        if self.server not in _servers:
+            _servers[self.server] = _ToolServer(self.server, self.key_variable)
+        session, tools = await asyncio.shield(_servers[self.server].ready)
         if unknown := [name for name in self.allowed or () if name not in tools]:
             raise ValueError(f"the server {self.server} has no tool {unknown[0]!r}; it has {', '.join(tools)}")
         return session, {name: tools[name] for name in self.allowed or tools}
@@ -104,7 +104,7 @@ class MCPSession(MCPTools):
                          output=output)
 
 
-class _Connection:
+class _ToolServer:
     """A session with a server, for all rows of this process. One task opens and closes it, as its library asks."""
 
     def __init__(self, server: str, key_variable: str | None):
@@ -119,13 +119,13 @@ class _Connection:
             await asyncio.Event().wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        _connections.pop(self.server, None)
+        _servers.pop(self.server, None)
         if not self.ready.done():
             why = "it was cancelled" if task.cancelled() else _innermost(task.exception())
             self.ready.set_exception(OSError(f"the MCP server {self.server!r} cannot be used: {why}"))
 
 
-_connections: dict[str, _Connection] = {}
+_servers: dict[str, _ToolServer] = {}
 
 
 @contextlib.asynccontextmanager

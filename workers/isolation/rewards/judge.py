@@ -1,17 +1,23 @@
-"""Reward `judge`: grades an answer by another model, behind an OpenAI-compatible API."""
+"""Rewards `judge` and `rubric`: grade an answer by another model, behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import hashlib
+import itertools
+import json
 import os
+import random
 import re
+import sqlite3
 import ssl
-from json import JSONDecodeError
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from distflow import reward
+from distflow import metric, reward
 from distflow.contracts.decorators import Regex
 from distflow.errors import InvalidInput
 
@@ -28,9 +34,32 @@ Answer to be graded:
 {completion}
 
 End with one line:  Score: N  where N is a whole number from 0 (wrong) to 10 (right and complete)."""
+RUBRIC = """\
+Say for each criterion whether the answer to a question meets it.
+
+Question:
+{question}
+
+Answer to be graded:
+{completion}
+
+Criteria:
+{criteria}
+
+End with one line for each criterion, in their order, as  1: yes  or  1: no"""
+_VERDICT = re.compile(r"^\W*(\d+)\W*[:.)]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a request is repeated; the first doubles each time
+_BUSY = (408, 409, 425, 429)
+"""Statuses, besides those from 500, after which a request is repeated."""
 
 
-def _wrong(prompt: str = PROMPT, score: str = "()", **_: object) -> str:
+def _wrong(prompt: str = PROMPT, score: str = "()", key_variable: str | None = None, cache: str | None = None,
+           max_calls: int | None = None, **_: object) -> str:
+    if key_variable is not None and not os.environ.get(key_variable):
+        return (f"takes its key from the environment variable {key_variable}, which is not set\n"
+                f"export {key_variable}=…   or, for a judge without a key, take `key_variable` out")
+    if max_calls is not None and cache is None:
+        return "has `max_calls` without the file that counts them\nmax_calls: 1000, cache: judge.sqlite"
     if "{completion}" not in prompt:
         return "has a `prompt` without `{completion}`: its judge would never see the answer"
     if re.compile(score).groups != 1:
@@ -38,12 +67,24 @@ def _wrong(prompt: str = PROMPT, score: str = "()", **_: object) -> str:
     return ""
 
 
+def _wrong_rubric(criteria: dict[str, str] | None = None, weights: dict[str, float] | None = None,
+                  prompt: str = RUBRIC, **settings: Any) -> str:
+    if unknown := [name for name in weights or () if name not in (criteria or {})]:
+        return f"has a weight for `{unknown[0]}`, which is no criterion"
+    if criteria is not None and not any((weights or {}).get(name, 1.0) > 0 for name in criteria):
+        return "has no criterion with a weight above 0"
+    if "{criteria}" not in prompt:
+        return "has a `prompt` without `{criteria}`: its judge would never see them"
+    return _wrong(prompt, **settings)
+
+
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong)
 async def judge(completion: str, answer: str, question: str, *,
                 address: Annotated[str, Field(pattern="^https?://")], model: str, prompt: str = PROMPT,
                 score: Regex = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", highest: PositiveFloat = 10.0,
                 key_variable: str | None = None, max_tokens: PositiveInt = 512, temperature: NonNegativeFloat = 0.0,
-                seconds: PositiveFloat = 60.0) -> float:
+                seconds: PositiveFloat = 60.0, attempts: PositiveInt = 4, cache: str | None = None,
+                max_calls: PositiveInt | None = None) -> float:
     """Return the judge's score divided by `highest`, clipped to 0.0 … 1.0.
 
     Args:
@@ -52,54 +93,174 @@ async def judge(completion: str, answer: str, question: str, *,
         score: regular expression whose first group is the score; the last match counts, so that a judge may reason.
         key_variable: environment variable with the API key; default: no key is sent.
         seconds: limit of one request; above 60 also set `timeout`.
+        attempts: requests for an answer while the judge is busy or cannot be reached, with growing pauses.
+        cache: file that keeps the answers of the judge, so that no request is made twice; ranks of a machine share it.
+        max_calls: requests that `cache` may count. The run ends before there is one more.
 
     Raises:
-        InvalidInput: `key_variable` is not set, or `address` is no HTTP address. Ends the run.
+        InvalidInput: `key_variable` is not set, `address` is no HTTP address, or `max_calls` are spent. Ends the run.
         OSError: the judge cannot be reached, or refuses.
         ValueError: the response holds no score.
     """
     text = _filled(prompt, {"question": question, "answer": answer, "completion": completion})
-    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
-            "temperature": temperature}
-    reply = await _ask(address, body, _headers(address, key_variable), seconds)
+    access = JudgeAccess(address, key_variable, seconds, attempts, cache, max_calls)
+    reply = await access.ask(text, model, max_tokens, temperature)
     found = re.findall(score, reply)
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
     return min(1.0, max(0.0, float(found[-1]) / highest))
 
 
+@reward(timeout=60.0, retries=2, concurrency=16, check=_wrong_rubric)
+async def rubric(completion: str, question: str, rubric: str = "", *,
+                 address: Annotated[str, Field(pattern="^https?://")], model: str,
+                 criteria: dict[str, str] | None = None, weights: dict[str, float] | None = None, prompt: str = RUBRIC,
+                 key_variable: str | None = None, max_tokens: PositiveInt = 512, temperature: NonNegativeFloat = 0.0,
+                 seconds: PositiveFloat = 60.0, attempts: PositiveInt = 4, cache: str | None = None,
+                 max_calls: PositiveInt | None = None) -> float:
+    """Return the weights of the criteria that a judge finds met, divided by the sum of those above 0: 0.0 … 1.0.
+
+    Args:
+        rubric: the row's own criteria in place of `criteria`, as JSON: `[{"criterion": text, "weight": number}, …]`.
+        criteria: texts by name; the share of answers that meet each is the metric `rubric/NAME`.
+        weights: by name, default 1; below 0 for what an answer should not do.
+        prompt: template with `{question}`, `{completion}` and `{criteria}`.
+        others: as those of `judge`.
+
+    Raises:
+        InvalidInput: as `judge`; or neither the row nor the settings have criteria. Ends the run.
+        ValueError: the judge did not answer for each criterion, or the row's `rubric` cannot be read.
+    """
+    named = criteria if not rubric.strip() else None
+    parts = [(text, (weights or {}).get(name, 1.0)) for name, text in named.items()] if named else _own(rubric)
+    listed = "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(parts, 1))
+    filled = _filled(prompt, {"question": question, "completion": completion, "criteria": listed})
+    access = JudgeAccess(address, key_variable, seconds, attempts, cache, max_calls)
+    reply = await access.ask(filled, model, max_tokens, temperature)
+    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(reply)}
+    if missing := [number for number in range(1, len(parts) + 1) if number not in verdicts]:
+        raise ValueError(f"the judge gave no verdict on criterion {missing[0]} of {len(parts)}: {reply[-200:]!r}")
+    for number, name in enumerate(named or (), 1):
+        metric(f"rubric/{name}", verdicts[number])
+    met = sum(weight for number, (_, weight) in enumerate(parts, 1) if verdicts[number])
+    return min(1.0, max(0.0, met / sum(weight for _, weight in parts if weight > 0)))
+
+
+def _own(text: str) -> list[tuple[str, float]]:
+    """Return the criteria of a row, with their weights."""
+    if not text.strip():
+        raise InvalidInput("reward `rubric` has no criteria\nreward: {rubric: {criteria: {short: It has one sentence}}}"
+                           "   or, for criteria of each row,  data: {columns: [rubric]}")
+    found = json.loads(text)
+    try:
+        parts = [(str(each["criterion"]), float(each.get("weight", 1.0))) for each in found]
+    except (TypeError, KeyError, AttributeError):
+        parts = []
+    if not any(weight > 0 for _, weight in parts):
+        raise ValueError(f'a rubric must be a list as [{{"criterion": text, "weight": number}}], not {text[:100]!r}')
+    return parts
+
+
 def _filled(prompt: str, values: dict[str, str]) -> str:
     """Fill in all values at once, so that braces in an answer stay as they are."""
-    return re.sub(r"\{(question|answer|completion)\}", lambda match: values[match[1]], prompt)
+    return re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], prompt)
 
 
-def _headers(address: str, key_variable: str | None) -> dict[str, str]:
-    if not address.startswith(("http://", "https://")):
-        raise InvalidInput(f"the address of the judge must begin with http:// or https://, not {address!r}")
-    if key_variable is None:
-        return {}
-    if not os.environ.get(key_variable):
-        raise InvalidInput(f"the judge's key belongs in the environment variable {key_variable}, which is not set")
-    return {"Authorization": f"Bearer {os.environ[key_variable]}"}
+class _JudgeBusy(OSError):
+    """A request that may be repeated, `after` so many seconds."""
+
+    after = 0.0
 
 
-async def _ask(address: str, body: dict, headers: dict[str, str], seconds: float) -> str:
-    import httpx  # only a process that asks a judge pays for it
+@dataclass(frozen=True)
+class JudgeAccess:
+    """How a judge is reached, and what limits that; see `judge`."""
 
-    try:
-        async with httpx.AsyncClient(timeout=seconds, verify=_certificates(), follow_redirects=True) as client:
-            reply = await client.post(f"{address.rstrip('/')}/chat/completions", json=body, headers=headers)
-    except httpx.HTTPError as error:
-        raise OSError(f"the judge at {address} does not answer: {type(error).__name__} {error}") from None
-    if reply.is_error:
-        raise OSError(f"the judge answers {reply.status_code} {reply.reason_phrase}: {reply.text[:500]}")
-    try:
-        content = reply.json()["choices"][0]["message"]["content"]
-    except (JSONDecodeError, KeyError, IndexError, TypeError):
-        content = None
-    if not isinstance(content, str):
-        raise ValueError(f"the judge's answer is no chat completion: {reply.text[:300]}")
-    return content
+    address: str
+    key_variable: str | None = None
+    seconds: float = 60.0
+    attempts: int = 4
+    cache: str | None = None
+    max_calls: int | None = None
+
+    async def ask(self, text: str, model: str, max_tokens: int, temperature: float) -> str:
+        """Return the answer of a judge, from the cache if that has it."""
+        headers = self._headers()
+        body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
+                "temperature": temperature}
+        key = hashlib.sha256(json.dumps([self.address, body]).encode()).hexdigest()
+        known = _cache(self.cache).execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone() \
+            if self.cache else None
+        if known:
+            return known[0]
+        answer = await self._ask_with_pauses(body, headers)
+        if self.cache:
+            _cache(self.cache).execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+        return answer
+
+    def _headers(self) -> dict[str, str]:
+        if not self.address.startswith(("http://", "https://")):
+            raise InvalidInput(f"the address of the judge must begin with http:// or https://, not {self.address!r}")
+        if self.key_variable is None:
+            return {}
+        if not os.environ.get(self.key_variable):
+            raise InvalidInput(f"the judge's key belongs in the environment variable {self.key_variable}, which is not "
+                               "set")
+        return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
+
+    async def _ask_with_pauses(self, body: dict[str, Any], headers: dict[str, str]) -> str:
+        for attempt in itertools.count(1):
+            self._count()
+            try:
+                return await self._post(body, headers)
+            except _JudgeBusy as error:
+                if attempt == self.attempts:
+                    raise OSError(str(error)) from None
+                pause = _PAUSE * 2 ** (attempt - 1) * (0.5 + random.random() / 2)
+                await asyncio.sleep(min(max(error.after, pause), _LONGEST_PAUSE))
+        raise AssertionError
+
+    def _count(self) -> None:
+        if not self.cache or not self.max_calls:
+            return
+        count = "INSERT INTO spent VALUES (1, 1) ON CONFLICT DO UPDATE SET calls = calls + 1 WHERE calls < ?"
+        counted = _cache(self.cache).execute(count, (self.max_calls,))
+        if not counted.rowcount:
+            raise InvalidInput(f"the {self.max_calls} calls that `max_calls` allows are spent, as {self.cache} counts "
+                               "them. To go on:  distflow resume runs/NAME --set nodes.…max_calls=NUMBER")
+
+    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> str:
+        import httpx  # only a process that asks a judge pays for it
+
+        try:
+            async with httpx.AsyncClient(timeout=self.seconds, verify=_certificates(), follow_redirects=True) as client:
+                reply = await client.post(f"{self.address.rstrip('/')}/chat/completions", json=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise _JudgeBusy(f"the judge at {self.address} does not answer: {type(error).__name__} {error}") from None
+        if reply.is_error:
+            busy = reply.status_code in _BUSY or reply.status_code >= 500
+            error = (_JudgeBusy if busy else OSError)(
+                f"the judge answers {reply.status_code} {reply.reason_phrase}: {reply.text[:500]}")
+            if isinstance(error, _JudgeBusy) and reply.headers.get("Retry-After", "").isdigit():
+                error.after = float(reply.headers["Retry-After"])
+            raise error
+        try:
+            content = reply.json()["choices"][0]["message"]["content"]
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
+            content = None
+        if not isinstance(content, str):
+            raise ValueError(f"the judge's answer is no chat completion: {reply.text[:300]}")
+        return content
+
+
+@functools.cache
+def _cache(path: str) -> sqlite3.Connection:
+    """Return a file's tables: answers by the hash of their requests, and the number of requests made."""
+    tables = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+    tables.execute("PRAGMA journal_mode = WAL")
+    tables.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
+    tables.execute("CREATE TABLE IF NOT EXISTS spent (id INTEGER PRIMARY KEY, calls INTEGER)")
+    return tables
 
 
 @functools.cache

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import yaml
+from harness import ROOT
 
 from distflow.errors import EngineError, InvalidInput
+from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation import scoring
-from workers.isolation.rewards.judge import judge
+from workers.isolation.rewards.judge import judge, rubric
 from workers.isolation.scoring import Scorer
 
 
@@ -44,14 +48,23 @@ class Handler(BaseHTTPRequestHandler):
             self.server.most = max(self.server.most, self.server.now)
         text = body["messages"][0]["content"]
         said = text.partition("SAY<")[2].partition(">")[0]
+        content = {"choices": [{"message": {"role": "assistant", "content": said}}]}
         if said == "wait for four":
             self.server.together.wait(20)
-            said = "Score: 5"
+            content["choices"][0]["message"]["content"] = "Score: 5"
+        if said == "busy":
+            content["choices"][0]["message"]["content"] = "Score: 4"
         if said == "never":
             self.server.stop.wait(60)
-        content = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-        if said == "500":
-            self.send_error(500, "overloaded")
+        if "criteria" in text.lower():  # one verdict for each criterion that names it
+            said = said or "\n".join(f"{line.partition('.')[0]}: {'yes' if 'good' in line else 'no'}"
+                                     for line in text.splitlines() if line[:1].isdigit())
+            content["choices"][0]["message"]["content"] = said
+        if said == "500" or (said == "busy" and len(self.server.requests) < 3):
+            self.send_response(500 if said == "500" else 429, "overloaded")
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         else:
             data = json.dumps({"detail": "none"} if said == "no choices" else content).encode()
             self.send_response(200)
@@ -102,7 +115,58 @@ def test_what_it_is_asked(server, monkeypatch):
     ("500", OSError, "answers 500 overloaded")])
 def test_an_answer_without_a_score_is_an_error(server, said, error, match):
     with pytest.raises(error, match=match):
-        ask(server, f"SAY<{said}>")
+        ask(server, f"SAY<{said}>", attempts=2)
+    assert len(server.requests) == (2 if said == "500" else 1)
+
+
+def test_a_busy_judge_is_asked_again(server):
+    assert ask(server, "SAY<busy>") == 0.4
+    assert len(server.requests) == 3
+    server.requests.clear()
+    with pytest.raises(OSError, match="answers 429 overloaded"):
+        ask(server, "SAY<busy>", attempts=2)
+
+
+def test_a_cache_keeps_answers_and_counts_calls(server, tmp_path, monkeypatch):
+    kept = {"cache": str(tmp_path / "judge.sqlite"), "max_calls": 2}
+    assert [ask(server, f"SAY<Score: {score}>", **kept) for score in (1, 2, 1, 2, 1)] == [0.1, 0.2, 0.1, 0.2, 0.1]
+    assert len(server.requests) == 2
+    with pytest.raises(InvalidInput, match="the 2 calls that `max_calls` allows are spent"):
+        ask(server, "SAY<Score: 3>", **kept)
+    module = sys.modules[judge.__module__]
+    module._cache.cache_clear()  # as in another process
+    assert ask(server, "SAY<Score: 1>", **kept) == 0.1
+    assert ask(server, "SAY<Score: 1>", **{**kept, "max_calls": 3, "temperature": 0.5}) == 0.1
+    assert len(server.requests) == 3
+
+
+def grade(server: Server, completion: str, row: str = "", **settings) -> float:
+    return asyncio.run(rubric(completion, "What?", row, address=server.address, model="big", **settings))
+
+
+def test_a_rubric_weighs_what_is_met(server):
+    criteria = {"short": "It is good and short", "true": "It is true", "rude": "It is good at being rude"}
+    seen = Metrics()
+    with recording(seen):
+        assert grade(server, "x", criteria=criteria) == pytest.approx(2 / 3)
+    assert {name: total for name, total, _ in seen.means()} == {"rubric/short": 1, "rubric/true": 0, "rubric/rude": 1}
+    assert grade(server, "x", criteria=criteria, weights={"short": 3, "rude": -1}) == pytest.approx(2 / 4)
+    assert grade(server, "x", criteria=criteria, weights={"true": 0.5, "short": 0, "rude": -5}) == 0.0
+    own = json.dumps([{"criterion": "good", "weight": 3}, {"criterion": "bad"}])
+    assert grade(server, "x", own, criteria=criteria) == 0.75
+    text = server.requests[-1][2]["messages"][0]["content"]
+    assert "Criteria:\n1. good\n2. bad\n" in text
+    assert grade(server, "SAY<Well.\n**1**: Yes\n- 2) no, since>", own) == 0.75
+
+
+@pytest.mark.parametrize(("completion", "row", "error", "match"), [
+    ("SAY<1: yes>", '[{"criterion": "a"}, {"criterion": "b"}]', ValueError, "no verdict on criterion 2 of 2"),
+    ("x", '{"a": 1}', ValueError, "a rubric must be a list"), ("x", "[1]", ValueError, "a rubric must be a list"),
+    ("x", '[{"criterion": "a", "weight": -1}]', ValueError, "a rubric must be a list"),
+    ("x", "good", ValueError, "Expecting value"), ("x", " ", InvalidInput, "has no criteria")])
+def test_rubrics_that_cannot_be_graded(server, completion, row, error, match):
+    with pytest.raises(error, match=match):
+        grade(server, completion, row)
 
 
 def test_settings_that_can_never_work(server, monkeypatch):
@@ -127,6 +191,24 @@ def test_in_a_process_many_wait_together_and_bad_ones_are_left_out(server, monke
     assert scores.keep == [True] * 4 + [False, False, True]
     assert (scores.retried, server.most >= 4) == (2, True)
     scorer.pool.close()
+
+
+def test_the_recipe_of_the_example_in_processes_that_share_a_cache(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(scoring, "_pools", {})
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    recipe = yaml.safe_load((ROOT / "examples/judged/judged.yaml").read_text())["nodes"]["reward"]["with"]["reward"]
+    recipe["rubric"] |= {"address": server.address, "cache": str(tmp_path / "judge.sqlite"), "max_calls": 2,
+                         "criteria": {"steps": "It is good at steps", "padded": "It is bad"}}
+    for size in (2, 1):
+        scorer = Scorer(recipe, workers=size)
+        scores = scorer.score(columns(["#### 42", "#### 41"]), range(2))
+        assert scores.parts == [{"math": 1.0, "rubric": 1.0}, {"math": 0.0, "rubric": 1.0}]
+        assert scores.rewards == [1.5, 0.5]
+        padded, steps = ("rubric/padded", 0.0, 1.0), ("rubric/steps", 1.0, 1.0)
+        assert sorted(map(tuple, scores.metrics)) == [padded, padded, steps, steps]
+        scorer.pool.close()
+    assert len(server.requests) == 2
+    assert {key for _, key, _ in server.requests} == {"Bearer secret"}
 
 
 def test_a_missing_key_ends_the_run_at_once(server):
