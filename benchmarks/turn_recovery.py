@@ -1,6 +1,6 @@
 """Random kills while conversations are under way: does each go on at the turn where it stood, with the same tokens?
 
-In each mode, with an environment of each kind (its steps are repeated, it is restored from a snapshot, it is stateless),
+In each mode, with environments of each kind (steps repeated, restored from a snapshot, stateless),
 a run is broken again and again: as the seed draws, SIGKILL for a worker, of the trainer or of a rollout, or for one of
 the processes in which environments run, at a moment that is drawn too, once conversations go on. The files of the run
 say which conversations the dead worker had begun, and after how many answered turns; the event `conversations resumed`
@@ -112,12 +112,12 @@ class Course:
     def _break(self, run: subprocess.Popen) -> None:
         """Kill one process, once its rank has answers of conversations that it did not have before."""
         rank = self.draw.choice(sorted({event["rank"] for event in read(self.folder)
-                                        if event["event"] == "worker started"}))
+                                        if event["event"] == "worker ready"}))
         environment = self.draw.random() < 0.25
         had = self._size()
         self._await(run, lambda: self._size() > had + 200)
         time.sleep(self.draw.random())
-        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker started"}
+        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker ready"}
         ended = {event.get("pid") for event in read(self.folder) if event["event"] == "worker ended"}
         victims = [*environments(workers[rank])] if environment else [workers[rank]]
         if not victims or victims[0] in ended:
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
                 lost, good, wrong = lost + judged[0], good + judged[1], wrong + judged[2]
                 steps += len(course.steps())
     print("\n".join(wrong) or f"all {steps} steps have the tokens and losses of runs in which nothing happens")
-    conclude(f"conversations of {lost} that were lost in {kills} random kills, and went on at the turn where they stood",
+    conclude(f"of {lost} conversations lost in {kills} random kills, those that went on at the turn where they stood",
              Spread.of([good / max(lost, 1)]), 1.0, unit="share", holds=not wrong)
 
 
