@@ -210,6 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
                 broken.append(Course(Path(scratch), mode, kind, given.seed))
                 broken[-1].run(-(-(given.kills - kills) // left))
                 kills += len(broken[-1].kills)
+                print(f"{mode}, {kind}: {len(broken[-1].kills)} kills in {len(broken[-1].steps())} steps", flush=True)
             longest = max(len(course.steps()) for course in broken)
             calm = steps_of(run_once(Path(scratch), f"calm-{kind}", broken[0].dag, "embedded.yaml", 1, (
                 *SETTINGS, f"seed={given.seed}", f"steps={longest}")))
