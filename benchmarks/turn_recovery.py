@@ -145,15 +145,18 @@ class Course:
                 if turn["turn"] >= newest.get(turn["row"], (0,))[0]:
                     over = turn.get("done", True) or turn["turn"] == TURNS
                     newest[turn["row"]] = turn["turn"], int(path.stem.removeprefix("rank")), over
-        for event in read(self.folder):
-            for row, turns in zip(event.get("rows") or (), event.get("turns") or ()):
-                if event["event"] == "conversations resumed" and row in newest and turns >= newest[row][0]:
+        for event in self._resumed():
+            for row, turns in zip(event["rows"], event["turns"]):
+                if row in newest and turns >= newest[row][0]:
                     newest[row] = newest[row][0], event["rank"], newest[row][2]
         return {row: turn for row, (turn, holder, over) in newest.items() if holder == rank and not over}
 
+    def _resumed(self) -> list[dict[str, Any]]:
+        return [event for event in read(self.folder) if event["event"] == "conversations resumed"]
+
     def judge(self, calm: Sequence[dict[str, Any]]) -> tuple[int, int, list[str]]:
         """Return how many conversations were lost and resumed at their turn, and what is wrong with the run."""
-        resumed = [event for event in read(self.folder) if event["event"] == "conversations resumed"]
+        resumed = self._resumed()
         wrong, lost, good = [], 0, 0
         for kill in self.kills:
             found = {row: turns for event in reversed(resumed) if event["time"] >= kill.at
