@@ -24,8 +24,8 @@ from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.colocated import ColocatedSource
-from workers.fusion import Fusion
 from workers.functions.trajectory import Recorded, rows_of
+from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
 from workers.sources import AsyncSource
