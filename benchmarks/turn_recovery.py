@@ -1,6 +1,6 @@
 """Random kills while conversations are under way: does each go on at the turn where it stood, with the same tokens?
 
-In each mode, with an environment of each kind (its steps are repeated, it is restored from a snapshot, or stateless),
+In each mode, with environments of each kind (steps repeated, restored from a snapshot, stateless),
 a run is broken again and again: as the seed draws, SIGKILL for a worker, of the trainer or of a rollout, or for one of
 the processes in which environments run, at a moment that is drawn too, once conversations go on. The files of the run
 say which conversations the dead worker had begun, and after how many answered turns; the event `conversations resumed`
@@ -112,12 +112,12 @@ class Course:
     def _break(self, run: subprocess.Popen) -> None:
         """Kill one process, once its rank has answers of conversations that it did not have before."""
         rank = self.draw.choice(sorted({event["rank"] for event in read(self.folder)
-                                        if event["event"] == "worker started"}))
+                                        if event["event"] == "worker ready"}))
         environment = self.draw.random() < 0.25
         had = self._size()
         self._await(run, lambda: self._size() > had + 200)
         time.sleep(self.draw.random())
-        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker started"}
+        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker ready"}
         ended = {event.get("pid") for event in read(self.folder) if event["event"] == "worker ended"}
         victims = [*environments(workers[rank])] if environment else [workers[rank]]
         if not victims or victims[0] in ended:
@@ -145,15 +145,18 @@ class Course:
                 if turn["turn"] >= newest.get(turn["row"], (0,))[0]:
                     over = turn.get("done", True) or turn["turn"] == TURNS
                     newest[turn["row"]] = turn["turn"], int(path.stem.removeprefix("rank")), over
-        for event in read(self.folder):
-            for row, turns in zip(event.get("rows") or (), event.get("turns") or ()):
-                if event["event"] == "conversations resumed" and row in newest and turns >= newest[row][0]:
+        for event in self._resumed():
+            for row, turns in zip(event["rows"], event["turns"]):
+                if row in newest and turns >= newest[row][0]:
                     newest[row] = newest[row][0], event["rank"], newest[row][2]
         return {row: turn for row, (turn, holder, over) in newest.items() if holder == rank and not over}
 
+    def _resumed(self) -> list[dict[str, Any]]:
+        return [event for event in read(self.folder) if event["event"] == "conversations resumed"]
+
     def judge(self, calm: Sequence[dict[str, Any]]) -> tuple[int, int, list[str]]:
         """Return how many conversations were lost and resumed at their turn, and what is wrong with the run."""
-        resumed = [event for event in read(self.folder) if event["event"] == "conversations resumed"]
+        resumed = self._resumed()
         wrong, lost, good = [], 0, 0
         for kill in self.kills:
             found = {row: turns for event in reversed(resumed) if event["time"] >= kill.at
@@ -210,6 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
                 broken.append(Course(Path(scratch), mode, kind, given.seed))
                 broken[-1].run(-(-(given.kills - kills) // left))
                 kills += len(broken[-1].kills)
+                print(f"{mode}, {kind}: {len(broken[-1].kills)} kills in {len(broken[-1].steps())} steps", flush=True)
             longest = max(len(course.steps()) for course in broken)
             calm = steps_of(run_once(Path(scratch), f"calm-{kind}", broken[0].dag, "embedded.yaml", 1, (
                 *SETTINGS, f"seed={given.seed}", f"steps={longest}")))
@@ -218,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
                 lost, good, wrong = lost + judged[0], good + judged[1], wrong + judged[2]
                 steps += len(course.steps())
     print("\n".join(wrong) or f"all {steps} steps have the tokens and losses of runs in which nothing happens")
-    conclude(f"conversations of {lost} that were lost in {kills} random kills, and went on where they stood",
+    conclude(f"of {lost} conversations lost in {kills} random kills, those that went on at the turn where they stood",
              Spread.of([good / max(lost, 1)]), 1.0, unit="share", holds=not wrong)
 
 

@@ -110,6 +110,19 @@ def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
     assert len(shard.batches) == 2
 
 
+def test_what_was_committed_has_no_saved_turn_and_gets_none():
+    """Its producer may have put the turn late; the row itself stays for other consumers."""
+    shard = StorageShard()
+    shard.put(Batch(torch.tensor([1, 2]), {"partial": torch.ones(2)}), turn=0)
+    shard.put(tokens([1, 2]))
+    assert shard.saved(numpy.array([1, 2]))[0].tolist() == [1, 2], "it is not known to be what the turn becomes"
+    shard.retire("rollout", [1, 2], frozenset({"rollout", "trainer"}))
+    assert shard.put(Batch(torch.tensor([1]), {"partial": torch.ones(1)}), turn=1).tolist() == []
+    assert shard.saved(numpy.array([1, 2]))[0].tolist() == []
+    assert len(shard.batches) == 1
+    assert read(shard, [1, 2])["tokens"].lengths.tolist() == [1, 2]
+
+
 def test_a_column_that_others_make_meanwhile_does_not_end_a_saved_turn():
     shard = StorageShard()
     shard.put(Batch(torch.tensor([1]), {"prompt": torch.tensor([1])}))

@@ -24,8 +24,9 @@ from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.colocated import ColocatedSource
+from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
-from workers.rollout import RolloutContext, TurnWriter
+from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
 from workers.sources import AsyncSource
 
@@ -122,6 +123,33 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["rows"]) == ("begun rows lost", 2)
     assert "a row twice" in event["reason"]
+
+
+def test_turns_replace_those_before_whoever_has_put_these(channel):
+    def rows(value, *ids):
+        return Batch(torch.tensor(ids), {"partial/tokens": torch.full((len(ids),), value)})
+
+    with channel.dock("any") as dock:
+        first, second = TurnWriter(), TurnWriter()
+        with first.writing(lambda: channel.dock("rollout 1")):
+            for value in range(40):  # several of them go in one put
+                first.save(rows(value, 5), turn=0)
+                first.save(rows(value, 6, 7), turn=7)
+        saved, turns = dock.saved(torch.tensor([5, 6, 7]))
+        assert saved["partial/tokens"].tolist() == [39, 39, 39]
+        assert min(turns.tolist()) >= 7
+        with second.writing(lambda: channel.dock("rollout 2")):
+            second.save(rows(50, 6), turn=int(turns.max()) + 1)
+        assert dock.saved(torch.tensor([5, 6, 7]))[0]["partial/tokens"].tolist() == [39, 50, 39]
+
+
+@pytest.mark.parametrize(("restart", "kept"), [(True, [3]), (False, [1, 2, 3])])
+def test_with_restart_conversations_of_other_weights_begin_again(restart, kept):
+    versions = [torch.tensor(each, dtype=torch.int32) for each in ([6, 6], [6, 7], [7, 7])]
+    saved = rows_of([1, 2, 3], [Recorded(torch.ones(2, dtype=torch.int64), torch.ones(2), each, b"")
+                                for each in versions])
+    engine = SimpleNamespace(generation=None, end_tokens=None, version=7)
+    assert PartialRollouts(engine, saved, restart).recorded().ids.tolist() == kept
 
 
 @pytest.mark.parametrize(("dedicated", "stopped", "over", "fails"), [

@@ -206,7 +206,8 @@ def rows_of(ids: Sequence[int], taken: Sequence[Recorded]) -> Batch:
         TOKENS: tokens, LOGPROBS: tokens.with_values(torch.cat([_NOTHING.logprobs, *(each[1] for each in taken)])),
         VERSIONS: tokens.with_values(torch.cat([_NOTHING.versions, *(each[2] for each in taken)])),
         EVENTS: Ragged(torch.frombuffer(bytearray(events), dtype=torch.uint8) if events else
-                       torch.empty(0, dtype=torch.uint8), torch.tensor([len(each.events) for each in taken]))})
+                       torch.empty(0, dtype=torch.uint8),
+                       torch.tensor([len(each.events) for each in taken], dtype=torch.int64))})
 
 
 def recorded_in(rows: Batch) -> dict[int, Recorded]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -22,9 +24,10 @@ from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 from workers.engines.rollout import TurnLog
+from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.functions import conversation
 from workers.functions.conversation import converse
-from workers.functions.trajectory import recorded_in
+from workers.functions.trajectory import recorded_in, rows_of
 from workers.isolation import env_service, user_code
 
 SOURCE = '''
@@ -41,6 +44,9 @@ class Echo:
         self.heard += 1
         if self.fate == "break" and self.heard == 2:
             raise OSError("the tool is gone")
+        if self.fate == "sleep" and self.heard == 2:
+            open(self.question, "w").close()
+            time.sleep(3600)
         if self.fate == "long":
             return Turn("so " * 500)
         return Turn(f"{self.question}: {len(text)}", done=self.heard == self.turns, reward=0.5 * self.heard)
@@ -290,6 +296,10 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
             assert sum(line["tokens"] for line in mine) == int(found.mask.rows[row].sum())
             assert mine[-1] == {**mine[-1], "step": 7, "done": True}
             assert all(line["seconds"] >= 0 for line in mine)
+        trajectories().open(path, rows=4)
+        trajectories().written.clear()
+        converse_with(role, prompts)
+        assert lines() == rows, "a worker that samples them again writes them no second time"
         trajectories().open(path, rows=4, resumed_at=6)
         assert lines() == []
     finally:
@@ -482,3 +492,32 @@ def test_what_is_handed_over_has_turns_that_wait_for_their_answers(resumable):
         log.session.abort()
         log.rows, log.left = [log.under_way()], 1 << 30
         assert columns_of(whole) == columns_of(resumable(log))
+
+
+def test_a_loop_that_ends_waits_for_no_tool(role, prompts, tmp_path):
+    """As where a trainer stops to sample: the others ask the tool again."""
+    shared, over, asked = SharedEngine(role.rollout), threading.Event(), tmp_path / "asked"
+    role.converse = lambda prompts, ids, repeats, limit: contextlib.nullcontext((
+        shared.session(3, keep_cache=True), shared.rows(prompts, repeats, ids, limit)))
+    log, found = Log(False), None
+    with ThreadPoolExecutor(2) as threads:
+        driver = threads.submit(shared.drive, over.is_set)
+        opened = shared.session
+
+        def session(*words, **more):
+            caller = opened(*words, **more)
+            caller.turn_log = log
+            return caller
+
+        shared.session = session
+        found = threads.submit(converse, role, prompts.slice(0, 1), torch.arange(1), environment="echoes:Echo",
+                               step_seconds=3600.0, questions=[str(asked)], fate=["sleep"])
+        while not asked.exists() and not found.done():
+            threading.Event().wait(0.01)
+        over.set()
+        driver.result(60.0)
+        with pytest.raises(EngineStopped):
+            found.result(60.0)
+    assert len(rows_of([], [])) == 0, "where no turn of a prompt is over"
+    handed = recorded_in(log.under_way())[0]
+    assert b"sampled" in handed.events.rpartition(b"answered")[2], "the turn that waits for its answer is there"
