@@ -92,13 +92,13 @@ class Metrics:
     def _settle(self) -> None:
         """Read what was reported from a GPU, all at once: to read a number stops this process until the GPU has it."""
         waiting, self._on_device = self._on_device, []
-        tensors = [number for _, _, numbers in waiting for number in numbers if not isinstance(number, float)]
+        tensors = [number for _, _, numbers in waiting for number in numbers if not isinstance(number, int | float)]
         if tensors:
             import torch
 
             known = iter(torch.stack(tensors).tolist())
             for names, kind, numbers in waiting:
-                entry = (kind, *(number if isinstance(number, float) else next(known) for number in numbers))
+                entry = (kind, *(number if isinstance(number, int | float) else next(known) for number in numbers))
                 for each in names:
                     self._values[each] = _merged(each, self._values.get(each), entry)
 
