@@ -11,6 +11,7 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import load_env_creator
 
 from distflow import Turn, environment
 
@@ -90,7 +91,7 @@ def _class_of(id: str) -> Any:
     if separator:
         __import__(module)
     found = gymnasium.spec(name).entry_point
-    return gymnasium.envs.registration.load_env_creator(found) if isinstance(found, str) else found
+    return load_env_creator(found) if isinstance(found, str) else found
 
 
 def _plain(value: Any) -> Any:

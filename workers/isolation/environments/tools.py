@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from mcp import ClientSession, StdioServerParameters
+from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
@@ -20,11 +20,6 @@ from pydantic import PositiveInt
 
 from distflow import Turn, environment
 from workers.endpoint.messages import find_tool_calls
-
-try:
-    from mcp import MCPError
-except ImportError:  # before mcp 2
-    from mcp import McpError as MCPError
 
 Tools = dict[str, dict[str, Any]]  # name, description and parameters, by name
 _LISTED = """\
