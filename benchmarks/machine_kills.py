@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.cluster import ROOT, Cluster
+from benchmarks.cluster import ROOT, Cluster, RunLost
 from benchmarks.etcd import Etcd
 from benchmarks.fault_matrix import SETTINGS, trouble, write_dag
 from benchmarks.modes import run_once, steps_of
@@ -89,7 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
             settings = (f"mode={mode}", f"groups.rollout={RANKS - 1}", f"steps={steps}", *SETTINGS, SLOW)
             if mode not in calm:
                 calm[mode] = run_once(scratch, f"{mode}-calm", dag, "embedded.yaml", RANKS, settings)
-            run = run_with_kills(scratch, f"kills-{seed}", dag, settings, given.kills, random.Random(seed), etcd)
+            try:
+                run = run_with_kills(scratch, f"kills-{seed}", dag, settings, given.kills, random.Random(seed), etcd)
+            except RunLost as error:
+                print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
+                continue
             failures = Counter(event["unit"] for event in read(run) if event["event"] == "failure")
             wrong = trouble(calm[mode], run)
             good += 0 if wrong else given.kills

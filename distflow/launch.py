@@ -153,7 +153,8 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
         raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
     if options.in_process or options.export:
         raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
-    elastic = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust)
+    elastic = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust,
+                           spec.hub_commits)
     spec.download_models()  # before others wait for this machine
     while elastic.join():
         try:

@@ -18,11 +18,12 @@ _FILE = re.compile(r"/(datasets/)?(\w+/[\w-]+)/resolve/([^/]+)/(.+)")
 
 
 class Hub(ThreadingHTTPServer):
-    """models, datasets: folders by repository. asked: paths of files that were sent."""
+    """models, datasets: folders by repository. asked: paths of files that were sent. commit: the newest one."""
 
     def __init__(self, models: dict[str, Path], datasets: dict[str, Path]):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folders, self.asked = {"models": models, "datasets": datasets}, list[str]()
+        self.commit = COMMIT
 
     @property
     def address(self) -> str:
@@ -47,12 +48,12 @@ class _Handler(BaseHTTPRequestHandler):
         if found := _API.match(self.path):
             kind, name, what, revision = found.groups()
             folder = self.server.folders[kind].get(name)
-            if folder is None or revision not in ("main", COMMIT):
+            if folder is None or revision not in ("main", COMMIT, self.server.commit):
                 return self._missing("RepoNotFound" if folder is None else "RevisionNotFound")
             listed = [{"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _oid(path)}
                       for path in sorted(folder.iterdir())]
             siblings = [{"rfilename": each["path"]} for each in listed]
-            body = listed if what == "tree" else {"id": name, "sha": COMMIT, "siblings": siblings}
+            body = listed if what == "tree" else {"id": name, "sha": self.server.commit, "siblings": siblings}
             return self._send(json.dumps(body).encode(), {"Content-Type": "application/json"})
         return self._file()
 
@@ -65,7 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._missing("RepoNotFound" if folder is None else "EntryNotFound")
         if self.command == "GET":
             self.server.asked.append(path.name)
-        return self._send(path.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{_oid(path)}"'})
+        commit = self.server.commit if found[3] == "main" else found[3]
+        return self._send(path.read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{_oid(path)}"'})
 
     def _missing(self, code: str) -> None:
         self.send_response(404)

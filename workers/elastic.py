@@ -8,7 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,10 +39,12 @@ _POLL, _PORTS = 0.1, 1 << 16
 
 class ElasticAgent:
     """Agent of one rank. The first rank of a machine joins the round for the machine, and tells its other ranks.
-    `machines` is a number or `least:most`, `plan_for` the plan of so many ranks. Raises InvalidInput: there is no
-    store, it is another run's, or so few machines cannot train and sample."""
+    `machines` is a number or `least:most`, `plan_for` the plan of so many ranks; `commits` of models and data, which
+    all machines must have. Raises InvalidInput: there is no store, it is another run's, or so few machines cannot train
+    and sample."""
 
-    def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust):
+    def __init__(self, address: str, machines: str, plan_for: Callable[[int], Plan], robust: Robust,
+                 commits: Sequence[str] = ()):
         least, most = _span(machines)
         self.local, self.rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
         plan = plan_for(most * self.local)
@@ -61,7 +63,7 @@ class ElasticAgent:
         self.membership = Membership(self.store.below(MACHINES), f"{agent()} {start}", self.local, least,
                                      most,
                                      vital, not plan.groups, robust.machine_silence, robust.restarts)
-        self.membership.agree(plan.digest)
+        self.membership.agree(" ".join([plan.digest, *commits]))
         self.joins, self.rendezvous, self.machine_heartbeat = 0, Rendezvous(-1, 0, 0), None
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from distflow.cli.common import Verb, gpu_count, table
 from distflow.cli.launcher import torchrun
-from distflow.config.hub import fetch
+from distflow.config.hub import fetch, fetched
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import parse_value, read
@@ -96,7 +96,8 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
     validation leaves them out; then the file is a new one in `folder`, unless `data.strict`."""
     from distflow.data.dataset import check_records, fields_of, open_records
 
-    found = find(path, "data")
+    hub = on_hub(path, "data")
+    found = fetch(hub) if hub else find(path, "data")
     if found is None:
         raise InvalidInput(f"there is no data `{path}`. Give a .jsonl or .parquet file, or a folder that `datasets` "
                            "saved.")
@@ -178,10 +179,10 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     if (folder / "launch.json").is_file():
         return _of_run(folder, role)
     hub = on_hub(name, "models")
-    found = fetch(hub, weights=True) if hub else find(name, "models")
-    if found is None or not (found / "config.json").is_file():
+    found = fetched(hub, weights=True) if hub else find(name, "models")
+    if not isinstance(found, Path) or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
-                           "config.json)")
+                           f"config.json){f', and {found}' if hub else ''}")
     settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text()) if run else {}
     role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
     return EvaluationSubject(role_settings, _data_settings(settings))

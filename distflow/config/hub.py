@@ -10,6 +10,7 @@ HF_ENDPOINT and HF_HUB_OFFLINE are the hub's own variables.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ _NAMES = {"models": re.compile(r"(?:hf://)?([\w.-]*\w/[\w.-]*\w)(?:@([\w./-]+))?
           "data": re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/\w+|[^/]+))?/(.+)")}
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors"]
+_TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json"]
 _UNUSED = ["*/*", "consolidated*"]  # other forms of the same weights
 
 
@@ -45,36 +47,70 @@ def hub_name(name: str, kind: str) -> HubName | None:
     return HubName(*found.groups()) if found else None
 
 
-def pinned(name: HubName, path: Path) -> str:
+def pinned(name: HubName, path: Path) -> HubName:
     """Return the name of what lies at a path of the cache, with its commit."""
     parts = path.parts
-    return str(replace(name, revision=parts[parts.index("snapshots") + 1]))
+    commits = [parts[place + 2] for place, part in enumerate(parts) if part.startswith(("models--", "datasets--"))]
+    return replace(name, revision=commits[-1])
 
 
 def fetch(name: HubName, weights: bool = False) -> Path:
     """Return the folder of a model, which may lack its weights unless they are asked for, or a data file, in this
     machine's cache. Raises InvalidInput: it is not there, and cannot be downloaded."""
-    found = _fetched(name, weights)
+    found = fetched(name, weights)
     if isinstance(found, str):
         raise InvalidInput(found)
     return found
 
 
 @functools.cache
-def _fetched(name: HubName, weights: bool) -> Path | str:
-    """Return the path, or why there is none."""
+def fetched(name: HubName, weights: bool = False) -> Path | str:
+    """Return the path that `fetch` returns, or what it says instead."""
+    import httpx2
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    wanted = name
     try:
-        return _get(name, weights, cached=True)
+        found = _get(name, weights, cached=True)
+        if name.path or _is_whole(found, weights):
+            return found
+        wanted = pinned(name, found)  # older clients, and those that want one file, leave a part of a commit
     except LocalEntryNotFoundError:
         pass
     except HFValidationError as error:
         return f"`{name}` is no name on the hub: {error}"
     try:
-        return _get(name, weights, cached=False)
-    except OSError as error:  # all of the hub's errors, and those of the disk
+        found = _get(wanted, weights, cached=False)
+    except (OSError, RuntimeError, httpx2.HTTPError) as error:  # of the hub, the disk, and the network
         return _explained(name, error)
+    if weights and not _is_whole(found, weights):
+        return f"model `{name}` has no weights as *.safetensors at {found.name}. Convert them with transformers, " \
+               "from_pretrained and save_pretrained, and name that folder"
+    return found
+
+
+def tensor_shapes(name: HubName) -> dict[str, list[int]]:
+    """Return the shapes of a model's weights, from the headers of its files. Raises InvalidInput as `fetch`."""
+    import httpx2
+    from huggingface_hub import get_safetensors_metadata
+
+    name = pinned(name, fetch(name))
+    try:
+        files = get_safetensors_metadata(name.repository, revision=name.revision).files_metadata.values()
+    except (OSError, RuntimeError, httpx2.HTTPError) as error:
+        raise InvalidInput(_explained(name, error)) from None
+    return {tensor: list(info.shape) for file in files for tensor, info in file.tensors.items()}
+
+
+def _is_whole(folder: Path, weights: bool) -> bool:
+    index = folder / "model.safetensors.index.json"
+    if not (folder / "config.json").is_file() or not any((folder / each).is_file() for each in _TOKENIZERS):
+        return False
+    if not weights:
+        return True
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
 
 
 def _get(name: HubName, weights: bool, cached: bool) -> Path:
@@ -90,7 +126,7 @@ def _get(name: HubName, weights: bool, cached: bool) -> Path:
                                   allow_patterns=_SMALL + _WEIGHTS * weights, ignore_patterns=_UNUSED))
 
 
-def _explained(name: HubName, error: OSError) -> str:
+def _explained(name: HubName, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     kind = "data set" if name.path else "model"
@@ -112,7 +148,11 @@ def _explained(name: HubName, error: OSError) -> str:
 
 
 def _files_like(name: HubName) -> str:
+    import httpx2
     from huggingface_hub import list_repo_files
 
-    files = list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+    try:
+        files = list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+    except (OSError, RuntimeError, httpx2.HTTPError):
+        return ""
     return did_you_mean(name.path, [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))], "It has")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
-from distflow.config.hub import HubName, fetch, pinned
+from distflow.config.hub import fetch, fetched, pinned
 from distflow.config.models import Shape, check_chat_options, check_engines, check_lora, read_shape, shape_of_embedded
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import SHIPPED, find, find_yaml, on_hub
@@ -77,7 +77,7 @@ class Spec:
     def _absolute(self, name: str, kind: str) -> str:
         """Return a name that says the same everywhere: an absolute path, or a commit on the hub."""
         path, hub = find(name, kind, self.folder), on_hub(name, kind, self.folder)
-        return pinned(hub, path) if path and hub else str((path or Path(name)).absolute())
+        return str(pinned(hub, path) if path and hub else (path or Path(name)).absolute())
 
     @property
     def hub_commits(self) -> list[str]:
@@ -90,7 +90,7 @@ class Spec:
         """Download the weights of the hub's models that this machine does not have. Raises InvalidInput."""
         for path in self._model_paths:
             if hub := on_hub(path, "models", self.folder):
-                fetch(hub, weights=True)
+                fetch(pinned(hub, fetch(hub)), weights=True)
 
     @property
     def _model_paths(self) -> list[str]:
@@ -254,7 +254,7 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
               "name of a model on its hub, as Qwen/Qwen3-0.6B.")
     folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
-        return f"there is no model folder `{path}`" + (f", and {_why_not_fetched(hub)}" if hub else ""), remedy
+        return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
     if not (folder / "config.json").is_file():
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
     try:
@@ -268,13 +268,6 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
     return "", ""
 
 
-def _why_not_fetched(hub: HubName) -> str:
-    try:
-        return f"{fetch(hub)} has come meanwhile"
-    except InvalidInput as error:
-        return error.mistakes[0].what
-
-
 def _check_data(spec: Spec) -> None:
     named = [(("data", "train"), name) for name in spec.run.data.train]
     if spec.run.validation:
@@ -283,7 +276,7 @@ def _check_data(spec: Spec) -> None:
     for path, name in named:
         found, hub = spec.data_path(name), on_hub(name, "data", spec.folder)
         if found is None:
-            what = _why_not_fetched(hub) if hub else f"there is no data `{name}`"
+            what = str(fetched(hub)) if hub else f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))

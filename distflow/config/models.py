@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.config.extras import pip_line
+from distflow.config.hub import tensor_shapes
 from distflow.config.run import Data, Lora, Model
-from distflow.config.shipped import find
+from distflow.config.shipped import find, on_hub
 from distflow.errors import Diagnostic, did_you_mean
 
 if TYPE_CHECKING:
@@ -261,12 +262,14 @@ def linears_of(spec: Spec, model: Model | None) -> Linears:
         return {}
     if model.path is None:
         return _of_embedded(model)
-    folder, linears = find(model.path, "models", spec.folder), {}
-    for file in sorted(folder.glob("*.safetensors")) if folder else ():
-        for name, shape in _shapes(file).items():
-            layer, _, kind = name.rpartition(".")
-            if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
-                linears[layer] = sum(shape)
+    folder, hub = find(model.path, "models", spec.folder), on_hub(model.path, "models", spec.folder)
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
+    linears = {}
+    for name, shape in (item for header in headers for item in header.items()):
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
+            linears[layer] = sum(shape)
     return linears
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
-from distflow.config.hub import HubName, fetch, hub_name
+from distflow.config.hub import HubName, fetched, hub_name
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -19,18 +18,16 @@ _KINDS = {"DAG": ("", "--dag"), "run file": ("runs", "--run-file"), "cluster": (
 def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
     """Return the file or folder `name`, or None. Shipped ones of its kind are in `folder` below `dags/`. Models and
     data may be the hub's; such a model's folder may lack the weights."""
-    found = on_hub(name, folder, beside)
-    if found is None:
-        return _find_here(name, folder, beside)
-    with contextlib.suppress(InvalidInput):
-        return fetch(found)
-    return None
+    hub = on_hub(name, folder, beside)
+    found = fetched(hub) if hub else _find_here(name, folder, beside)
+    return None if isinstance(found, str) else found
 
 
 def on_hub(name: str, folder: str, beside: Path | None = None) -> HubName | None:
-    """Return what `name` says on the hub; None if it is no name there, or a file or folder here has it."""
-    found = hub_name(name, folder)
-    return found if found and _find_here(name, folder, beside) is None else None
+    """Return what `name` says on the hub; None if it is no name there, or a path here, or would be one in a folder."""
+    found, first = hub_name(name, folder), Path(name).parts[:1]
+    here = _find_here(name, folder, beside) or (first and _find_here(first[0], folder, beside))
+    return None if here else found
 
 
 def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:

@@ -125,8 +125,8 @@ class Membership:
     def agree(self, run: str) -> None:
         """Raise InvalidInput: the store is another run's, the run is done, or machines differ in ranks."""
         for what, mine, wrong in (
-            ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file or "
-             f"--machines differ; or {self.store.for_another_run}"),
+            ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file, the "
+             f"commit of a model or --machines differ; or {self.store.for_another_run}"),
             ("local", str(self.local), "each machine must start as many ranks as the others: they have {}, this one "
              "{} (torchrun's --nproc-per-node)")):
             theirs = self.store.put_if(what, mine, None)

@@ -49,16 +49,21 @@ RUN = (str(ROOT / "distflow/launch.py"), "--in-process", "--dag", "sft.yaml", "-
 
 
 def test_a_run_downloads_what_it_names_and_keeps_the_commit(hub, tmp_path):
+    """Also where a part was there before, and the model gets a new commit meanwhile."""
+    code = "from huggingface_hub import hf_hub_download as get; get('tiny/model', 'config.json')"
+    assert distflow(hub, tmp_path, "", "-c", code).returncode == 0
+    hub.commit = "d00d" + 36 * "0"
     checked = distflow(hub, tmp_path, run_of(), *VALIDATE)
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert {"config.json", "train.jsonl"} <= set(hub.asked)
+    assert {"tokenizer.json", "train.jsonl"} <= set(hub.asked)
     assert "model.safetensors" not in hub.asked
     ran = distflow(hub, tmp_path, run_of(), *RUN)
+    hub.commit = COMMIT
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert hub.asked.count("model.safetensors") == hub.asked.count("train.jsonl") == 1
     kept = (tmp_path / "runs/one/run.yaml").read_text()
     assert f"tiny/model@{COMMIT}" in kept
-    assert f"hf://datasets/tiny/sums@{COMMIT}/train.jsonl" in kept
+    assert f"hf://datasets/tiny/sums@d00d{36 * '0'}/train.jsonl" in kept
     asked = len(hub.asked)
     again = distflow(hub, tmp_path, run_of(), *RUN[:-1], "two", offline="1")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -70,6 +75,7 @@ def test_a_run_downloads_what_it_names_and_keeps_the_commit(hub, tmp_path):
     (run_of("tiny/model@v2"), "model `tiny/model` has no revision `v2`"),
     (run_of(data="hf://datasets/tiny/sums/trian.jsonl"), "Did you mean `train.jsonl`?"),
     (run_of(data="tiny/sums"), "as hf://datasets/openai/gsm8k/"),
+    (run_of("tiny/model, lora: {rank: 2, targets: [q_porj]}"), "Did you mean `q_proj`?"),
 ])
 def test_a_name_that_the_hub_does_not_have_is_a_mistake_with_its_line(hub, tmp_path, run, said):
     checked = distflow(hub, tmp_path, run, *VALIDATE)
