@@ -207,7 +207,7 @@ def svg(costed: CostedProblem, placement: Placement) -> str:
         top += _LANE * device_group.devices + 8
     lines += [f'<rect x="{_LEFT}" y="{y}" width="{_AXIS}" height="{_LANE - 2}" fill="#eee"/>' for y in tops]
     sent = list(_transfers(costed, placement, times))
-    scale = _AXIS / max(placement.seconds, *(start + seconds for *_, start, seconds in [*times, *sent]))
+    scale = _AXIS / max(placement.seconds, *map(sum, times), *(start + seconds for _, start, seconds in sent))
     for task, (devices, (start, seconds)) in enumerate(zip(_devices(problem, placement), times)):
         name = f"{problem.tasks[task].name}, {duration(seconds)}"
         lines += [_bar(start * scale, tops[device], seconds * scale, _colour(task, 60), name) for device in devices]
