@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-PEAKS = {"H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16 FLOPs per second by NVIDIA's data sheets; the first name that is part of the device's is its own."""
+from workers.engines.devices import peak_of
 
-
-def peak_of(name: str) -> float | None:
-    """FLOPs per second of the device of this name; None if it is not known."""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
-
+__all__ = ["peak_of"]
 
 def name_of(kind: str) -> str:
     """What the device calls itself."""

@@ -4,9 +4,10 @@ Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
 data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
 of layers (a small model as a whole), and has as many whole float32 gradients until they are reduced (Zhao et al. 2023,
-§3.3). Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not
-among them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each
-token). A role that is not trained keeps those of one layer.
+§3.3); those of a small model become shards after the last activations, so that the two are never there together.
+Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not among
+them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A
+role that is not trained keeps those of one layer.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
 once on a rank whose rollout shares it; a role that copies it shares it too.
@@ -292,7 +293,10 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
                                                       f"{shape.parameters:,} × {held.divided} B / dp {shares}{cut}")]),
             MemoryItem(f"{role}: weights while computing",
                        -(-mine * gathered_at_once(shape) // shape.parameters) * held.gathered,
-                       f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}")]
+                       f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}"),
+            *([MemoryItem(f"{role}: gradients counted twice", -(mine * _GRADIENT // shares),
+                          f"-{shape.parameters:,} × {_GRADIENT} B / dp {shares}{cut}")]
+              if trained and not settings.offload and shape.parameters <= SMALL else [])]
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:

@@ -123,7 +123,7 @@ def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:
 
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
+        if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError

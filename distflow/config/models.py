@@ -361,6 +361,15 @@ class Shape:
         idle = 1 - self.experts_per_token / self.experts if self.experts else 0
         return self.parameters - int(idle * self.expert_parameters)
 
+    def forward_flops(self, prompts: float, responses: float, seen: float) -> float:
+        """Return the model FLOPs of a forward pass (Chowdhery et al. 2022, appendix B): two for each token and each
+        parameter of the layers that compute for it, four for each head's width and token that it sees (`seen` in all),
+        and two for each of the head's parameters and token of a response."""
+        head = self.hidden * (self.labels or self.vocabulary)
+        layers = self.active_parameters - self.vocabulary * self.hidden - self.vocabulary_head
+        queries = self.kv_width * self.heads // self.kv_heads
+        return 2 * layers * (prompts + responses) + 4 * self.layers * queries * seen + 2 * head * responses
+
     def with_value_head(self) -> Shape:
         return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
                        labels=1)

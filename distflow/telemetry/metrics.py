@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
@@ -92,13 +92,13 @@ class Metrics:
     def _settle(self) -> None:
         """Read what was reported from a GPU, all at once: to read a number stops this process until the GPU has it."""
         waiting, self._on_device = self._on_device, []
-        tensors = [number for _, _, numbers in waiting for number in numbers if not isinstance(number, int | float)]
+        tensors: list[Any] = [number for *_, numbers in waiting for number in numbers if not isinstance(number, float)]
         if tensors:
             import torch
 
             known = iter(torch.stack(tensors).tolist())
             for names, kind, numbers in waiting:
-                entry = (kind, *(number if isinstance(number, int | float) else next(known) for number in numbers))
+                entry = (kind, *(number if isinstance(number, float) else next(known) for number in numbers))
                 for each in names:
                     self._values[each] = _merged(each, self._values.get(each), entry)
 
@@ -206,7 +206,7 @@ _current: ContextVar[Metrics] = ContextVar("metrics")
 
 RESERVED = frozenset([
     "advantages", "checkpoint", "data", "distillation", "dock", "environment", "epoch", "evaluation", "filter",
-    "grad_norm", "greedy", "importance", "learning_rate", "lines", "loss", "memory", "mismatch", "neighbour",
+    "grad_norm", "greedy", "importance", "learning_rate", "lines", "loss", "memory", "mfu", "mismatch", "neighbour",
     "policy", "preference", "prompt", "response", "reward", "samples", "samples_total", "seconds", "snapshot",
     "staleness", "step", "tokens", "tokens_per_second", "tokens_per_second_per_device", "tokens_total", "validation",
     "validation_high", "validation_low", "validation_pass", "value", "waiting", "wall_seconds", "weights"])

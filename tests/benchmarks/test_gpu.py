@@ -12,6 +12,9 @@ from benchmarks import gpu, gpu_session
 from benchmarks.device import peak_of, pinned
 from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
+from distflow.config.models import shape_of
+from distflow.data.batch import Batch, Ragged
+from workers.engines.trainer import update_flops
 
 PARTS = {"generation/tokens_per_second", "decoding/milliseconds", "decoding/kernel_milliseconds",
          "decoding/launch_milliseconds", "decoding/launches",
@@ -118,3 +121,16 @@ def test_a_session_goes_on_after_failures_and_ends_in_time(tmp_path, capsys, mon
     assert said == capsys.readouterr().out
     for part in ("float31", "wrong: failed (1)", "slow: begun", "grad_norm", "detected in"):
         assert part in said
+
+
+@pytest.mark.parametrize("name", ["tiny", "0.5B", "7B"])
+def test_metrics_and_benchmark_count_the_same_flops(name):
+    """`mfu` of a run's metrics, and that of this benchmark."""
+    shape = SHAPES[name]
+    known = shape_of({"hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary,
+                      "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+                      "intermediate_size": shape.intermediate, "tie_word_embeddings": shape.tied})
+    tokens = Ragged(torch.zeros(4 * 50, dtype=torch.int64), torch.full((4,), 50))
+    batch = Batch(torch.tensor([1, 1, 1, 2]), {"prompts": tokens, "responses": tokens})
+    expected = 3 * (shape.flops(50, 50, 3) + shape.flops(50, 50))
+    assert update_flops(known, batch) == pytest.approx(expected, rel=5e-3)  # norms count here

@@ -67,3 +67,9 @@ def test_a_table_on_a_terminal_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 80
     assert len(lines) == 3
     assert not any(mark in line for line in lines for mark in "│─┃━")
+
+
+def test_what_is_counted_twice_is_taken_off(capsys):
+    assert main(["plan", "sft"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "gradients counted twice" in line]
+    assert line.split()[4:6] == ["-1.3", "MiB"]

@@ -62,6 +62,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     assert items_of(plan) == {
         "actor: training state": parameters * 16 // 4,
         "actor: weights while computing": parameters * (4 + 4),
+        "actor: gradients counted twice": -parameters * 4 // 4,
         "actor: activations": 100 * (2 * KEPT + 12 * 512),
         "actor: rollout weights": parameters * 4,
         "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
@@ -229,6 +230,7 @@ def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of: Callable
     found = items_of(plan_of(DIAMOND, ranks=2, roles={"actor": actor}))
     outside, parameters = 512 * 512, shape_of_embedded(Model(**model)).parameters
     assert parameters > SMALL
+    assert "actor: gradients counted twice" not in found
     assert found["actor: weights while computing"] == (4 + 4) * (outside + 2 * -(-(parameters - outside) // 40))
 
 

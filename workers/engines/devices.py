@@ -18,6 +18,15 @@ NAMES = ("dp", "pp", "cp", "tp")
 """Dimensions of a layout's mesh: adjacent ranks are in one tp group, the farthest apart in one dp group."""
 
 
+PEAKS = {"H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 FLOPs per second by NVIDIA's data sheets; the first name that is part of the device's is its own."""
+
+
+def peak_of(name: str) -> float | None:
+    """Return the FLOPs per second of the device of this name; None if it is not known."""
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
 def choose(device: str, index: int = 0) -> None:
     """Choose this process's device, and how it attends there: never by cuDNN, which torch 2.11 and later take first on
     Hopper. With a mask its gradients have been NaN (pytorch #196678), and each new shape costs a plan of 25 to 35 ms.

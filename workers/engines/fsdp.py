@@ -6,6 +6,7 @@ compilation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
-from distflow.config.models import TRAINERS
+from distflow.config.models import TRAINERS, shape_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
@@ -109,6 +110,8 @@ class FSDPEngine(Trainer):
                                   f"{TRAINERS['fsdp'].cannot[size]}")
         super().__init__(settings, mesh, pad_token, steps)
         self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
+        with contextlib.suppress(KeyError):  # of a family with other names of sizes
+            self.shape = shape_of(model.config.to_dict())
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)

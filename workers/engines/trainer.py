@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distflow.config.models import Shape
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
-from workers.engines.devices import device_of
+from distflow.telemetry.metrics import current
+from workers.engines.devices import device_of, peak_of
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
 """(outputs of the head, micro-batch) → sum of weighted losses. A vocabulary head gives log-probabilities [T] and
@@ -34,7 +37,9 @@ class Trainer(ABC):
 
     def __init__(self, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int):
         self.settings, self.mesh, self.pad_token, self.steps = settings, mesh, pad_token, steps
-        self.device = device_of(mesh)
+        self.device, self.shape = device_of(mesh), None
+        self.shape: Shape | None  # of a model whose FLOPs are known
+        self.peak = peak_of(torch.cuda.get_device_name()) if mesh.device_type == "cuda" else None
 
     @abstractmethod
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
@@ -58,6 +63,7 @@ class Trainer(ABC):
         needs, whose losses are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one
         micro-batch. Raises EngineError: the gradient is not finite; the weights are left as they were.
         """
+        began = time.perf_counter()
         self._accumulate(self._micro_batches(batch, together), loss_of, temperature)
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
         norm = self._step(rate)
@@ -65,6 +71,9 @@ class Trainer(ABC):
             raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
                               "the rewards and log-probabilities of this step, or lower learning_rate.")
         self.version += 1
+        if self.shape and self.peak:
+            share = self.peak * (self.mesh.size() // dist.get_world_size(self.dp_group)) * (time.perf_counter() - began)
+            current().mean("mfu", update_flops(self.shape, batch, self.settings.lora is not None), share)
         return {"grad_norm": norm, "learning_rate": rate}
 
     @abstractmethod
@@ -128,6 +137,18 @@ class Trainer(ABC):
         rows = [0, *sizes.cumsum(0).tolist()]
         pieces = [batch.slice(rows[start], rows[stop]) for start, stop in even_cuts(needed, budget, int(count), counts)]
         return pieces + [_placeholder(self.pad_token, "images" in batch.columns)] * (int(count) - len(pieces))
+
+
+def update_flops(shape: Shape, batch: Batch, adapters: bool = False) -> float:
+    """Return the model FLOPs of an update, three forward passes (with `adapters` two: no gradient is needed of frozen
+    weights). A prompt counts once for the consecutive rows of one id."""
+    prompts, responses = (batch[name].lengths.double() for name in ("prompts", "responses"))
+    first = torch.ones(len(prompts), dtype=torch.bool)
+    first[1:] = batch.ids[1:] != batch.ids[:-1]
+    alone, seen = prompts[first], responses * prompts + responses * (responses + 1) / 2
+    seen_alone = (alone * (alone + 1) / 2).sum()
+    passes = 2 if adapters else 3
+    return passes * shape.forward_flops(float(alone.sum()), float(responses.sum()), float(seen.sum() + seen_alone))
 
 
 def cuts(needed: Sequence[int], cap: int, counts: Sequence[int] | None = None) -> list[tuple[int, int]]:
