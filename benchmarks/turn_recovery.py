@@ -5,7 +5,8 @@ a run is broken again and again: as the seed draws, SIGKILL for a worker, of the
 the processes in which environments run, at a moment that is drawn too, once conversations go on. The files of the run
 say which conversations the dead worker had begun, and after how many answered turns; the event `conversations resumed`
 of whoever went on says at which turn. A conversation that went back, if only by one turn, or that began again, was not
-resumed. Environments that have lost their process must show in nothing.
+resumed. Environments that have lost their process must show in nothing; the next kill waits until they are there again,
+since a step that has lost two is not tried a third time.
 
 Each run is compared with one of mode sync in which nothing happens: every step must have the same tokens, by their
 fingerprint, and the same loss to 1e-5. For that each rank samples one row at a time, and staleness is 0.
@@ -38,13 +39,13 @@ from distflow.telemetry.processes import children
 RANKS = {"sync": (1, ()), "async": (3, ("groups.rollout=2", "staleness=0")),
          "semi_sync": (2, ("groups.rollout=1", "staleness=0"))}
 KINDS = ("Counted", "Restored", "Forgetful")
-TURNS, ROWS, PATIENCE = 5, 24, 180.0
+TURNS, PATIENCE, SETTLE = 5, 180.0, 4.0
 DAG = """name: turns
 imports: [benchmarks.small_talk]
 roles: {actor: {trained: true}}
 nodes:
   rollout:   {role: actor, type: MODEL_INFERENCE, function: converse, with: {environment: KIND, group_size: 4,
-              max_turns: 5, max_tokens: 128}}
+              max_turns: 5, max_tokens: 256}}
   advantage: {role: actor, type: COMPUTE, function: group_advantage, dependencies: [rollout],
               reads: {rewards: environment_rewards}}
   update:    {role: actor, type: MODEL_TRAIN, function: policy_update, dependencies: [advantage]}
@@ -130,7 +131,9 @@ class Course:
                 time.sleep(0.001)
             kill.begun = {} if environment else self._begun(rank)
             self.kills.append(kill)
-        if not environment:
+        if environment:
+            time.sleep(SETTLE)
+        else:
             self._await(run, lambda: any(event["event"] == "worker ready" and event["rank"] == rank
                                          and event["time"] > kill.at for event in read(self.folder)))
 

@@ -85,6 +85,8 @@ class TrainContext:
         trajectories of samples that it still has."""
         sampled = self.executor.sampled
         written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
+        if self.channel is not None and self.attempt > 0:  # the dock has what this rank has sampled
+            written = None
         path, run = self.context.path, self.spec.run
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None

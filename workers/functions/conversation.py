@@ -152,9 +152,12 @@ class _ConversationLoop:
             stepped = time.perf_counter()
             answered = self._turns(stepped - start)
             for row, answer in answered:
-                self._continue(self.by_row[row], answer)
+                self._take(self.by_row[row], answer)
             if answered and (log := self.session.turn_log):
                 log.save(_rows([self.by_row[row] for row, _ in answered], whole=not log.appends))
+            for row, answer in answered:
+                self.by_row[row].record(answer, self.engine)
+                self._go_on(self.by_row[row], answer)
 
     def _recorded(self) -> dict[int, Recorded]:
         """Return what is recorded of these conversations, but for those that the environment begins otherwise now."""
@@ -176,14 +179,15 @@ class _ConversationLoop:
         row = episode.row
         episode.restore(recorded)
         current().add("response/continued", sum(len(piece.tokens) for piece in episode.pieces if piece.sampled))
-        if episode.last in ("answered", "failed"):
-            episode.cut = not episode.failure and episode.turns < self.max_turns and not episode.answers[-1].done
+        if episode.failure:
             return
         texts = [text_of(self.engine, piece.tokens) for piece in episode.pieces if piece.sampled]
         answers = episode.answers
         self.pool.resume(row.id, episode.columns, texts[: len(answers)], answers, episode.state)
         if episode.last == "sampled":
             self._ask(episode)
+        elif episode.last == "answered":
+            self._go_on(episode, answers[-1])
         else:
             row.limit = min(self.max_new_tokens, self.max_tokens - episode.length)
             self._sample(episode)
@@ -214,12 +218,9 @@ class _ConversationLoop:
         episode.asked = timeline.now()
         self.pool.step(episode.row.id, episode.columns, text_of(self.engine, episode.row.tokens))
 
-    def _continue(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
+    def _go_on(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
+        """Sample another turn after an answer, or end the conversation."""
         row = episode.row
-        if isinstance(answer, EnvAnswer):
-            self._note(episode, answer)
-        episode.record(answer, self.engine)
-        episode.add_answer(answer)
         if isinstance(answer, Turn) and not answer.done and episode.turns < self.max_turns:
             between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
             observed = torch.tensor(between, dtype=torch.int64)
@@ -232,14 +233,16 @@ class _ConversationLoop:
         self.pool.end(row.id)
         self.session.forget(row)
 
-    def _note(self, episode: Trajectory, answer: EnvAnswer) -> None:
-        """Note the state of an environment, or that one that was created again has answered otherwise than before."""
-        if answer.turn < episode.turns:
+    def _take(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
+        """Take up an answer. A repeated step may have answered otherwise than before: what followed is dropped."""
+        if isinstance(answer, EnvAnswer) and answer.turn < episode.turns:
             self.session.forget(episode.row)
             events.record("environment_differs", row=episode.row.id, turn=answer.turn, turns=episode.turns)
             current().add("environment/differs", 1)
             episode.rewind(answer.turn)
-        episode.state = (answer.turn, answer.state) if answer.state is not None else episode.state
+        if isinstance(answer, EnvAnswer) and answer.state is not None:
+            episode.state = answer.turn, answer.state
+        episode.add_answer(answer)
 
     def _read(self, episode: Trajectory, observed: Tensor, limit: int) -> None:
         """Sample another turn, after what was observed."""
