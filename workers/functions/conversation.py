@@ -125,45 +125,6 @@ class Trajectory:
             "seconds": (timeline.now() - self.asked) / 1e6})
 
 
-def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session, engine: RoleEngines,
-                   settings: EnvSettings, between: Between, longest: int) -> None:
-    """Put what the environment of each prompt shows before the first turn, in up to `longest` tokens, into the prompt;
-    its rows have failed where that fails."""
-    groups = {episodes[index].row.id: episodes[index : index + group_size]
-              for index in range(0, len(episodes), group_size)}
-    for row, shown in _first_observations(session, settings, {row: group[0].columns for row, group in groups.items()}):
-        group = groups[row]
-        first = group[0].row
-        if isinstance(shown, Turn):
-            tokens = torch.tensor(between.into_prompt(first.sequence, shown.observation), dtype=torch.int64)
-            if (extra := len(tokens) - first.prompt) > longest:
-                shown = EnvFailure(f"its first observation has {extra} tokens, more than `max_tokens: {longest}`")
-        for episode in group:
-            if isinstance(shown, EnvFailure):
-                episode.failure = shown
-            else:
-                episode.row.sequence, episode.row.prompt = tokens, len(tokens)
-                if episode.saved:
-                    trajectories().write(engine.step, episode.row.id, {"turn": 0, "observation": shown.observation})
-
-
-def _first_observations(session: Session, settings: EnvSettings,
-                        columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
-    """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
-    start = getattr(load_environment(settings.kind), "start", None)
-    settings = replace(settings, kind=_FIRST, coroutine=inspect.iscoroutinefunction(start),
-                       settings={"named": settings.kind, "its_settings": settings.settings})
-    with environments_for(session, settings) as pool:
-        for row, values in columns.items():
-            pool.step(row, values, "")
-        while pool.busy:
-            with contextlib.nullcontext() if session.shared else heartbeat.current().within("tools"):
-                found = pool.turns(math.inf)
-            for row, shown in found:
-                pool.end(row)
-                yield row, shown
-
-
 class _ConversationLoop:
     def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: Between,
                  limits: tuple[int, int, int]):
@@ -284,3 +245,42 @@ def columns_of(episodes: list[Trajectory], engine: RoleEngines,
             engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
             torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool))
+
+
+def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session, engine: RoleEngines,
+                   settings: EnvSettings, between: Between, longest: int) -> None:
+    """Put what the environment of each prompt shows before the first turn, in up to `longest` tokens, into the prompt;
+    its rows have failed where that fails."""
+    groups = {episodes[index].row.id: episodes[index : index + group_size]
+              for index in range(0, len(episodes), group_size)}
+    for row, shown in _first_observations(session, settings, {row: group[0].columns for row, group in groups.items()}):
+        group = groups[row]
+        first = group[0].row
+        if isinstance(shown, Turn):
+            tokens = torch.tensor(between.into_prompt(first.sequence, shown.observation), dtype=torch.int64)
+            if (extra := len(tokens) - first.prompt) > longest:
+                shown = EnvFailure(f"its first observation has {extra} tokens, more than `max_tokens: {longest}`")
+        for episode in group:
+            if isinstance(shown, EnvFailure):
+                episode.failure = shown
+            else:
+                episode.row.sequence, episode.row.prompt = tokens, len(tokens)
+                if episode.saved:
+                    trajectories().write(engine.step, episode.row.id, {"turn": 0, "observation": shown.observation})
+
+
+def _first_observations(session: Session, settings: EnvSettings,
+                        columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
+    """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
+    start = getattr(load_environment(settings.kind), "start", None)
+    settings = replace(settings, kind=_FIRST, coroutine=inspect.iscoroutinefunction(start),
+                       settings={"named": settings.kind, "its_settings": settings.settings})
+    with environments_for(session, settings) as pool:
+        for row, values in columns.items():
+            pool.step(row, values, "")
+        while pool.busy:
+            with contextlib.nullcontext() if session.shared else heartbeat.current().within("tools"):
+                found = pool.turns(math.inf)
+            for row, shown in found:
+                pool.end(row)
+                yield row, shown
