@@ -31,7 +31,7 @@ ANNOTATION = "Environment"
 SETTINGS = "environment_settings"
 SHIPPED = "workers.isolation.environments"
 _PACKAGES = {"Gymnasium": ("gymnasium", "gymnasium"), "MCPSession": ("mcp", "mcp"), "MCPTools": ("mcp", "mcp"),
-             "OpenEnv": ("websockets", "openenv")}
+             "OpenEnv": ("websockets", "openenv"), "Verifiers": ("verifiers", "verifiers")}
 """Shipped environment → the package that it imports, and the extra of setup.cfg that has it."""
 _OF_DATA = {"question": "questions", "answer": "answers"}
 """Parameter of one row → the column of the dataset that it is from."""
