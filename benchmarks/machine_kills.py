@@ -7,7 +7,8 @@ how many steps, and when in the step; another one comes for it at once.
 
 Staleness is 0 and each row is sampled alone, as in fault_matrix.py: so each step must have the samples and the loss of
 a run without faults, bit for bit, and the run must end with its very weights. A prompt that is trained twice, a lost
-one, or one of another lineage would change both.
+one, or one of another lineage would change both. In semi_sync the rows are conversations, since what the trainer has
+begun goes to others at the end of a turn; a row without turns goes on behind its last token, which rounds otherwise.
 Run by hand:  python -m benchmarks.machine_kills
 """
 
@@ -21,6 +22,8 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster import ROOT, Cluster, RunLost
@@ -30,15 +33,26 @@ from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, add_size, conclude, options, parsed
 from distflow.telemetry.ettr import read
 
-MODES = ("async", "semi_sync")
-RANKS, GAP = 3, (2, 5)
+RANKS = 3
 SLOW = "nodes.reward.with.reward=patient_brevity"
-"""So that a machine has come again before the run is over."""
 
 
-def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], kills: int, draw: random.Random,
-                   etcd: Etcd) -> Path:
-    """A run on machines, of which so many are killed; its folder."""
+@dataclass(frozen=True)
+class Course:
+    """talks: with a tool. gap: least and most steps between two kills, so that most machines have come again. more:
+    settings that slow its steps down."""
+
+    talks: bool
+    gap: tuple[int, int]
+    more: tuple[str, ...] = ()
+
+
+COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4, 10))}
+
+
+def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
+                   draw: random.Random, etcd: Etcd) -> Path:
+    """A run on machines, of which one is killed after each of `gaps` steps; its folder."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines", f"2:{RANKS}"]
     logs = scratch / f"{name}-machines"
@@ -49,8 +63,8 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
         for number in range(RANKS + 1):
             cluster.start(f"machine-{number}")
         step = 0
-        for number in range(kills):
-            step = max(step, done_in(scratch / name)) + draw.randint(*GAP)
+        for number, gap in enumerate(gaps):
+            step = max(step, done_in(scratch / name)) + gap
             cluster.eventually(lambda due=step: done_in(scratch / name) >= due)
             time.sleep(draw.random())  # anywhere in a step
             lost = draw.choice(sorted(cluster.machines))
@@ -70,6 +84,7 @@ def done_in(folder: Path) -> int:
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
     add_size(parser, "seeds", 5, 1, "runs, each with a seed of its own")
+    parser.add_argument("--mode", choices=COURSES, action="append", help="default: all in turn")
     add_size(parser, "kills", 10, 1, "machines that each run loses")
     add_size(parser, "members", 3, 1, "of etcd")
     return parsed(parser, arguments)
@@ -79,18 +94,20 @@ def main(arguments: list[str] | None = None) -> None:
     given = flags(arguments)
     if not shutil.which("etcd"):
         sys.exit("etcd is not installed:  apt-get install etcd-server")
-    good, steps = 0, (given.kills + 1) * GAP[1]
+    good, modes = 0, given.mode or list(COURSES)
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, \
             contextlib.closing(Etcd(Path(folder), given.members)) as etcd:
         scratch, calm = Path(folder), dict[str, Path]()
-        dag = write_dag(scratch, talks=False)
         for seed in range(given.seeds):
-            mode = MODES[seed % len(MODES)]
-            settings = (f"mode={mode}", f"groups.rollout={RANKS - 1}", f"steps={steps}", *SETTINGS, SLOW)
+            mode, draw = modes[seed % len(modes)], random.Random(seed)
+            course = COURSES[mode]
+            dag, steps = write_dag(scratch, course.talks), (given.kills + 1) * course.gap[1]
+            settings = (f"mode={mode}", f"groups.rollout={RANKS - 1}", f"steps={steps}", *SETTINGS, *course.more)
             if mode not in calm:
                 calm[mode] = run_once(scratch, f"{mode}-calm", dag, "embedded.yaml", RANKS, settings)
             try:
-                run = run_with_kills(scratch, f"kills-{seed}", dag, settings, given.kills, random.Random(seed), etcd)
+                gaps = [draw.randint(*course.gap) for _ in range(given.kills)]
+                run = run_with_kills(scratch, f"kills-{seed}", dag, settings, gaps, draw, etcd)
             except RunLost as error:
                 print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
                 continue
