@@ -113,6 +113,8 @@ class Trajectory:
         self.recorded, self.known, self.written = (0, 0), False, turn - 1
         self.state = self.state if self.state and self.state[0] <= turn else None
         self._place_row()
+        if self.row.experts is not None:
+            self.row.experts = self.row.experts[: self.row.prompt + self.length]
 
     def restore(self, recorded: Recorded) -> None:
         """Take up what was recorded."""
@@ -120,7 +122,7 @@ class Trajectory:
         for event in _unpacked(recorded.events):
             kind, *values = event
             if kind == "reset":
-                self.pieces, self.events = [], []
+                self.pieces, self.events, self.state = [], [], None
             elif kind == "state":
                 self.state = values[0], values[1]
             elif kind == "began":
@@ -172,7 +174,10 @@ class Recorded(NamedTuple):
 
     @property
     def began(self) -> bytes:
-        return next((event[1] for event in _unpacked(self.events) if event[0] == "began"), b"")
+        found = b""
+        for kind, *values in _unpacked(self.events):
+            found = values[0] if kind == "began" else b"" if kind == "reset" else found
+        return found
 
     def with_more(self, new: Recorded) -> Recorded:
         return Recorded(torch.cat([self.tokens, new.tokens]), torch.cat([self.logprobs, new.logprobs]),
@@ -189,7 +194,7 @@ def _recorded(pieces: Sequence[Piece], events: list[list[Any]]) -> Recorded:
 
 
 def _unpacked(events: bytes) -> Iterator[list[Any]]:
-    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass")
+    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass", strict_map_key=False)
     unpacker.feed(events)
     yield from unpacker
 

@@ -71,10 +71,10 @@ class Snapshot(Echo):
         return Turn(turn.observation + str(self.heard), turn.done, turn.reward)
 
     def snapshot(self):
-        return {"heard": self.heard, "bytes": bytes([self.heard])}
+        return {"heard": self.heard, "bytes": bytes([self.heard]), 7: {self.heard: 1.5}}
 
     def restore(self, state):
-        assert state["bytes"] == bytes([state["heard"]])
+        assert state["bytes"] == bytes([state["heard"]]) and state[7] == {state["heard"]: 1.5}
         self.heard = state["heard"]
 
 
