@@ -106,7 +106,7 @@ def _first_observations(session: Session, settings: EnvSettings,
                         columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
     """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
     start = getattr(load_environment(settings.kind), "start", None)
-    settings = replace(settings, kind=_FIRST, coroutine=inspect.iscoroutinefunction(start),
+    settings = replace(settings, kind=_FIRST, safe=True, coroutine=inspect.iscoroutinefunction(start),
                        settings={"named": settings.kind, "its_settings": settings.settings})
     with environments_for(session, settings) as pool:
         for row, values in columns.items():

@@ -277,6 +277,7 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
     path = tmp_path / "trajectories/rank0.jsonl"
     trajectories().open(path, rows=4)
     role.step = 6
+    trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
     seen = []
 
     def lines() -> list[dict]:
@@ -291,6 +292,7 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
         assert {line["row"] for line in rows} == {0, 1, 2, 3}
         for row in {line["row"] for line in rows}:
             mine = [line for line in rows if line["row"] == row]
+            mine = mine[row == 0 :]
             assert [line["turn"] for line in mine] == [1, 2, 3]
             assert sum(line["reward"] for line in mine) == 3.0
             assert sum(line["tokens"] for line in mine) == int(found.mask.rows[row].sum())
@@ -299,7 +301,10 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
         trajectories().open(path, rows=4)
         trajectories().written.clear()
         converse_with(role, prompts)
+        trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
         assert lines() == rows, "a worker that samples them again writes them no second time"
+        trajectories().write(6, 1, {"turn": 0, "observation": "on"})
+        assert len(lines()) == len(rows) + 1, "but another beginning it does"
         trajectories().open(path, rows=4, resumed_at=6)
         assert lines() == []
     finally:
@@ -318,6 +323,7 @@ def _watched(session, seen, lines):
 
 
 GUIDE = '''
+import os
 from distflow import Turn, environment
 
 @environment(safe=True)
@@ -329,7 +335,8 @@ class Guide:
     def start(self):
         if self.fate == "break":
             raise OSError("no way in")
-        return {"": f"You are in {self.question}.", "long": "far " * 300, "odd": 7}[self.fate]
+        return {"": f"You are in {self.question}.", "long": "far " * 300, "odd": 7,
+                "process": str(os.getpid())}[self.fate]
 
     def step(self, text):
         return Turn("on", done=True, reward=1.0)
@@ -365,6 +372,15 @@ def test_an_environment_may_begin(role, prompts, tmp_path, name):
     assert [line["observation"] for line in written if line["turn"] == 0] == ["You are in one."] * 2
     repeated = Policy(role.model)(*inputs_of(begun, columns[0], 0, torch.device("cpu")), 1.0)[0]
     assert (repeated - columns[2].values)[columns[1].values].abs().max() < 1e-5
+
+
+def test_beginnings_share_processes_however_many_prompts_there_are(role, tmp_path):
+    """Also of an environment whose conversations have a process each."""
+    (tmp_path / "guides.py").write_text(GUIDE)
+    asked = Ragged.from_rows([torch.tensor(role.tokenizer.encode(ASSISTANT))] * 3)
+    *_, begun = converse(role, asked, torch.arange(3), environment="guides:LateGuide", max_tokens=200, processes=1,
+                         questions=["one"] * 3, fate=["process"] * 3)
+    assert len({tuple(row.tolist()) for row in begun.rows}) == 1
 
 
 def test_beginnings_that_are_none(role, prompts, tmp_path, capsys):
