@@ -158,6 +158,9 @@ class _ConversationLoop:
             for row, answer in answered:
                 self.by_row[row].record(answer, self.engine)
                 self._go_on(self.by_row[row], answer)
+        if self.engine.settings.generation.routing_replay:  # what others have sampled, and no engine has read here
+            current().add("environment/unrouted", sum(episode.row.experts is None and not episode.failure
+                                                      for episode in self.by_row.values()))
 
     def _recorded(self) -> dict[int, Recorded]:
         """Return what is recorded of these conversations, but for those that the environment begins otherwise now."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training import built
 
 from distflow.config.run import Generation
 from distflow.contracts.decorators import Turn
@@ -467,6 +468,21 @@ def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happene
     assert len(turns) >= 3
     assert turns == sorted(set(turns)), "each goes on where the one before stood"
     assert happened("environment_differs") == []
+
+
+def test_conversations_that_are_not_read_again_are_counted_as_unrouted(role, resumable):
+    model = built(vocabulary=len(role.tokenizer), architecture="qwen3_moe", mixture=(8, 3))
+    role.settings.generation = Generation(max_new_tokens=6, batch_rows=1, routing_replay=True)
+    rollout, role.rollout.model = HFRollout(model, role.settings.generation, 0, role.end_tokens), model
+    role.rollout.routers, log = rollout.routers, Log(False, left=7)
+    with contextlib.suppress(Killed):
+        resumable(log)
+    over = sum(each.events.count(b"answered") == 3 for each in recorded_in(log.recorded()).values())
+    log.left = 1 << 30
+    current().collect(lambda mine: [mine])
+    resumable(log)
+    metrics = current().collect(lambda mine: [mine])
+    assert 0 < metrics["environment/unrouted"] == over < metrics["environment/resumed"]
 
 
 def test_a_failure_stands(resumable):
