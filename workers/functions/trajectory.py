@@ -52,6 +52,7 @@ class Trajectory:
     cut: bool = False
     state: tuple[int, Any] | None = None  # turns, and the environment's snapshot after them
     recorded: tuple[int, int] = (0, 0)  # events and pieces that the log has
+    recorded_state: tuple[int, Any] | None = None  # the snapshot that it has
     known: bool = False  # the session has had the row
     began: bytes = b""  # digest of the prompt, where the environment has added to it
     written: int = -1  # the newest turn that was written to the run folder
@@ -138,7 +139,7 @@ class Trajectory:
         self.reward = sum(answer.reward for answer in self.answers)
         if self.last == "failed":
             self.failure = EnvFailure(*self.events[-1][1:])
-        self.recorded = len(self.events), len(self.pieces)
+        self.recorded, self.recorded_state = (len(self.events), len(self.pieces)), self.state
         self.written = self.turns - (self.last == "sampled")
         self._place_row()
 
@@ -159,9 +160,10 @@ class Trajectory:
         out: sampled again from its beginning it rounds alike."""
         events, pieces = (0, 0) if whole else self.recorded
         news, tokens = self.events[events:], self.pieces[pieces:]
-        self.recorded = len(self.events), len(self.pieces)
+        state = self.state if not events or self.state is not self.recorded_state else None
+        self.recorded, self.recorded_state = (len(self.events), len(self.pieces)), self.state
         head = [] if events else [["reset"], *([["began", self.began]] if self.began else [])]
-        return _recorded(tokens, [*head, *news, *([["state", *self.state]] if self.state else [])])
+        return _recorded(tokens, [*head, *news, *([["state", *state]] if state else [])])
 
 
 class Recorded(NamedTuple):

@@ -48,3 +48,21 @@ def test_what_was_recorded_before_another_beginning_does_not_count():
     found.restore(recorded)
     assert (found.turns, found.length, found.state) == (1, 3, None)
     assert recorded.with_more(with_turns(1).take(whole=False)).began == b""
+
+
+def test_a_snapshot_is_appended_once():
+    """Also where the one after the newest turn was too large to be kept."""
+    found = with_turns(1)
+    found.state = 1, {"board": bytes(1000)}
+    recorded = found.take(whole=False)
+    again = with_turns(2)
+    found.pieces, found.events = again.pieces, again.events
+    more = found.take(whole=False)
+    assert len(recorded.events) > 1000 > 200 > len(more.events)
+    resumed = fresh()
+    resumed.restore(recorded.with_more(more))
+    assert (resumed.turns, resumed.state) == (2, found.state)
+    assert len(resumed.take(whole=False).events) == 0
+    assert len(resumed.take(whole=True).events) > 1000
+    found.rewind(1)
+    assert len(found.take(whole=False).events) > 1000, "a record that begins again has it again"
