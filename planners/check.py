@@ -344,10 +344,19 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
                          f"Start it from a trained model:  --set roles.{role}.model=FOLDER   (`make demo` shows it)")
         own, shape = spec.settings_of(role), spec.shape_of(role)
         longest = spec.run.data.max_prompt_tokens + (own.generation.max_new_tokens if own else 0)
-        if shape and shape.positions and longest > shape.positions:
-            notes.append(f"role `{role}` may generate up to {longest:,} tokens (data.max_prompt_tokens + "
-                         f"generation.max_new_tokens), but its model was made for {shape.positions:,}")
+        shown = _longest_beginning(spec, bound, role)
+        if shape and shape.positions and longest + shown > shape.positions:
+            more = " + max_tokens, by which `start` may lengthen a prompt" if shown else ""
+            notes.append(f"role `{role}` may generate up to {longest + shown:,} tokens (data.max_prompt_tokens + "
+                         f"generation.max_new_tokens{more}), but its model was made for {shape.positions:,}")
     return tuple(notes)
+
+
+def _longest_beginning(spec: Spec, bound: dict[str, Contract], role: str) -> int:
+    """Return the most tokens that an environment of the role's may put into a prompt before the first turn."""
+    nodes = [node for node, kind in spec.environments.items()
+             if kind.starts and spec.dag.nodes[node].role == role and "max_tokens" in bound[node].settings]
+    return max((setting_value(spec, node, bound[node], "max_tokens") for node in nodes), default=0)
 
 
 def _idle(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[tuple[str, str, str]]:

@@ -38,7 +38,7 @@ class Trajectories:
         self.path, self.rows, self.there = path, rows, set()
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL, 0))
-            self.there = {line.rpartition(b', "seconds"')[0].decode(errors="replace") for line in file}
+            self.there = {_without_seconds(line.decode(errors="replace")) for line in file}
 
     def claim(self, step: int, node: int, rows: int) -> int:
         """Return how many of these rows have their turns written, and count them. `node`: its number in the step."""
@@ -54,13 +54,17 @@ class Trajectories:
         if self.path is None:
             return
         line = json.dumps({"step": step + 1, "row": row, **finite(turn)}, ensure_ascii=False)
-        if line.rpartition(', "seconds"')[0] in self.there:
+        if _without_seconds(line) in self.there:
             return
         with self.lock:
             if not self.path.parent.is_dir():
                 with contextlib.suppress(OSError):  # the line is dropped then, which is said
                     self.path.parent.mkdir(parents=True, exist_ok=True)
             events.add_or_drop(self.path, [line])
+
+
+def _without_seconds(line: str) -> str:
+    return line.strip().partition(', "seconds"')[0]  # no text has this: its quotes are escaped
 
 
 _trajectories = Trajectories()

@@ -116,6 +116,19 @@ def test_a_model_without_training_is_warned_about(plan_of: Callable) -> None:
     assert second.endswith("but its model was made for 256")
 
 
+def test_what_an_environment_begins_with_counts(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mazes.py").write_text("from distflow import environment\n\n@environment\nclass Maze:\n"
+                                       "    def start(self): ...\n    def step(self, text): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    short, long = (next(note for note in plan(load("grpo_tools", None, [
+        "data.max_prompt_tokens=300", "roles.actor.generation.max_new_tokens=20", "nodes.rollout.with.max_tokens=700",
+        f"nodes.rollout.with.environment={kind}"]), 2).notes if "may generate" in note)
+        for kind in ("Calculator", "mazes:Maze"))
+    assert "up to 320 tokens (data.max_prompt_tokens + generation.max_new_tokens)" in short
+    assert "up to 1,020 tokens" in long
+    assert "+ max_tokens, by which `start` may lengthen a prompt)" in long
+
+
 def test_a_reference_that_changes_nothing_is_noted():
     spec = load("grpo", None, ["nodes.update.with.kl=0"])
     note = "node `update` reads `reference_logprobs`, which changes nothing: its setting `kl` is 0"

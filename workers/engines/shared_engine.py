@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ class SharedEngine(Sampler):
         self.callers: weakref.WeakSet[EngineCaller] = weakref.WeakSet()
         self.version = rollout.version
         self.held_from: int | None = None
+        self.restarted = -1  # version of the weights that have begun all turns under way again
         self.was_busy = False
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -99,12 +99,23 @@ class SharedEngine(Sampler):
             raise EngineStopped(str(self.failure)) from self.failure
 
     def restart(self) -> None:
+        """Begin all turns under way again, of rows that the weights of now have read from their first token on."""
+        self.restarted = self.rollout.version
         for session in self.sessions.values():
             together: dict[int, list[SampledRow]] = defaultdict(list)
             for row in session.abort():
+                _forget_read(session, row)
                 together[id(row.sequence)].append(row)  # samples of a prompt share the tensor, and are read once
             for rows in together.values():
                 session.add(rows)
+
+    def extend(self, session: Session, row: SampledRow, observation: Tensor, limit: int) -> None:
+        """Start another turn; a row that has answered before a restart is read again too."""
+        if bool((row.versions[-1:] < self.restarted).any()):
+            _forget_read(session, row)
+            Session.extend(session, row, observation, limit)
+        else:
+            session.extend(row, observation, limit)
 
     def submit(self, action: Callable[[], None]) -> None:
         """Run an action in the driving thread before the next token."""
@@ -155,10 +166,10 @@ class EngineCaller(Session):
         return self.open > 0
 
     def add(self, rows: list[SampledRow]) -> None:
-        self._ask("add", rows, rows)
+        self._ask(rows, lambda session: session.add(rows))
 
     def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
-        self._ask("extend", [row], row, observation, limit)
+        self._ask([row], lambda session: self.engine.extend(session, row, observation, limit))
 
     def forget(self, row: SampledRow) -> None:
         self.engine.submit(lambda: self.engine._session(self.kind).forget(row))
@@ -209,13 +220,19 @@ class EngineCaller(Session):
             except queue.Empty:
                 self.engine.check()
 
-    def _ask(self, method: str, rows: list[SampledRow], *arguments: Any) -> None:
+    def _ask(self, rows: list[SampledRow], begin: Callable[[Session], None]) -> None:
         self.open += len(rows)
 
         def act() -> None:
             for row in rows:
                 row.key = self.key
                 self.engine.owners[row] = self
-            getattr(self.engine._session(self.kind), method)(*arguments)
+            begin(self.engine._session(self.kind))
 
         self.engine.submit(act)
+
+
+def _forget_read(session: Session, row: SampledRow) -> None:
+    """Drop what other weights have computed of a row: keys, values and experts."""
+    session.forget(row)
+    row.experts = None

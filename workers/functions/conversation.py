@@ -106,7 +106,7 @@ def _first_observations(session: Session, settings: EnvSettings,
                         columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
     """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
     start = getattr(load_environment(settings.kind), "start", None)
-    settings = replace(settings, kind=_FIRST, coroutine=inspect.iscoroutinefunction(start),
+    settings = replace(settings, kind=_FIRST, safe=True, coroutine=inspect.iscoroutinefunction(start),
                        settings={"named": settings.kind, "its_settings": settings.settings})
     with environments_for(session, settings) as pool:
         for row, values in columns.items():
@@ -158,6 +158,9 @@ class _ConversationLoop:
             for row, answer in answered:
                 self.by_row[row].record(answer, self.engine)
                 self._go_on(self.by_row[row], answer)
+        if self.engine.settings.generation.routing_replay:  # what others have sampled, and no engine has read here
+            current().add("environment/unrouted", sum(episode.row.experts is None and not episode.failure
+                                                      for episode in self.by_row.values()))
 
     def _recorded(self) -> dict[int, Recorded]:
         """Return what is recorded of these conversations, but for those that the environment begins otherwise now."""

@@ -52,6 +52,7 @@ class Trajectory:
     cut: bool = False
     state: tuple[int, Any] | None = None  # turns, and the environment's snapshot after them
     recorded: tuple[int, int] = (0, 0)  # events and pieces that the log has
+    recorded_state: tuple[int, Any] | None = None  # the snapshot that it has
     known: bool = False  # the session has had the row
     began: bytes = b""  # digest of the prompt, where the environment has added to it
     written: int = -1  # the newest turn that was written to the run folder
@@ -113,6 +114,8 @@ class Trajectory:
         self.recorded, self.known, self.written = (0, 0), False, turn - 1
         self.state = self.state if self.state and self.state[0] <= turn else None
         self._place_row()
+        if self.row.experts is not None:
+            self.row.experts = self.row.experts[: self.row.prompt + self.length]
 
     def restore(self, recorded: Recorded) -> None:
         """Take up what was recorded."""
@@ -120,7 +123,7 @@ class Trajectory:
         for event in _unpacked(recorded.events):
             kind, *values = event
             if kind == "reset":
-                self.pieces, self.events = [], []
+                self.pieces, self.events, self.state = [], [], None
             elif kind == "state":
                 self.state = values[0], values[1]
             elif kind == "began":
@@ -136,7 +139,7 @@ class Trajectory:
         self.reward = sum(answer.reward for answer in self.answers)
         if self.last == "failed":
             self.failure = EnvFailure(*self.events[-1][1:])
-        self.recorded = len(self.events), len(self.pieces)
+        self.recorded, self.recorded_state = (len(self.events), len(self.pieces)), self.state
         self.written = self.turns - (self.last == "sampled")
         self._place_row()
 
@@ -157,9 +160,10 @@ class Trajectory:
         out: sampled again from its beginning it rounds alike."""
         events, pieces = (0, 0) if whole else self.recorded
         news, tokens = self.events[events:], self.pieces[pieces:]
-        self.recorded = len(self.events), len(self.pieces)
+        state = self.state if not events or self.state is not self.recorded_state else None
+        self.recorded, self.recorded_state = (len(self.events), len(self.pieces)), self.state
         head = [] if events else [["reset"], *([["began", self.began]] if self.began else [])]
-        return _recorded(tokens, [*head, *news, *([["state", *self.state]] if self.state else [])])
+        return _recorded(tokens, [*head, *news, *([["state", *state]] if state else [])])
 
 
 class Recorded(NamedTuple):
@@ -172,7 +176,10 @@ class Recorded(NamedTuple):
 
     @property
     def began(self) -> bytes:
-        return next((event[1] for event in _unpacked(self.events) if event[0] == "began"), b"")
+        found = b""
+        for kind, *values in _unpacked(self.events):
+            found = values[0] if kind == "began" else b"" if kind == "reset" else found
+        return found
 
     def with_more(self, new: Recorded) -> Recorded:
         return Recorded(torch.cat([self.tokens, new.tokens]), torch.cat([self.logprobs, new.logprobs]),
@@ -189,7 +196,7 @@ def _recorded(pieces: Sequence[Piece], events: list[list[Any]]) -> Recorded:
 
 
 def _unpacked(events: bytes) -> Iterator[list[Any]]:
-    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass")
+    unpacker = msgpack.Unpacker(unicode_errors="surrogatepass", strict_map_key=False)
     unpacker.feed(events)
     yield from unpacker
 

@@ -47,7 +47,8 @@ class Channel:
     def __init__(self, connection: socket.socket, max_bytes: int = 0):
         connection.setblocking(False)
         self.connection, self.unsent = connection, bytearray()
-        self.unpacker = msgpack.Unpacker(unicode_errors="surrogatepass", max_buffer_size=max_bytes)
+        self.unpacker = msgpack.Unpacker(unicode_errors="surrogatepass", strict_map_key=False,
+                                         max_buffer_size=max_bytes)
 
     def send(self, message: Message) -> None:
         self.unsent += packed(message)

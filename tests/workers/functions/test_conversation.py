@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training import built
 
 from distflow.config.run import Generation
 from distflow.contracts.decorators import Turn
@@ -71,10 +72,10 @@ class Snapshot(Echo):
         return Turn(turn.observation + str(self.heard), turn.done, turn.reward)
 
     def snapshot(self):
-        return {"heard": self.heard, "bytes": bytes([self.heard])}
+        return {"heard": self.heard, "bytes": bytes([self.heard]), 7: {self.heard: 1.5}}
 
     def restore(self, state):
-        assert state["bytes"] == bytes([state["heard"]])
+        assert state["bytes"] == bytes([state["heard"]]) and state[7] == {state["heard"]: 1.5}
         self.heard = state["heard"]
 
 
@@ -277,6 +278,7 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
     path = tmp_path / "trajectories/rank0.jsonl"
     trajectories().open(path, rows=4)
     role.step = 6
+    trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
     seen = []
 
     def lines() -> list[dict]:
@@ -291,6 +293,7 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
         assert {line["row"] for line in rows} == {0, 1, 2, 3}
         for row in {line["row"] for line in rows}:
             mine = [line for line in rows if line["row"] == row]
+            mine = mine[row == 0 :]
             assert [line["turn"] for line in mine] == [1, 2, 3]
             assert sum(line["reward"] for line in mine) == 3.0
             assert sum(line["tokens"] for line in mine) == int(found.mask.rows[row].sum())
@@ -299,7 +302,10 @@ def test_turns_are_on_disk_as_soon_as_they_are_over(role, prompts, tmp_path, mon
         trajectories().open(path, rows=4)
         trajectories().written.clear()
         converse_with(role, prompts)
+        trajectories().write(6, 0, {"turn": 0, "observation": 'You are, "seconds" away'})
         assert lines() == rows, "a worker that samples them again writes them no second time"
+        trajectories().write(6, 1, {"turn": 0, "observation": "on"})
+        assert len(lines()) == len(rows) + 1, "but another beginning it does"
         trajectories().open(path, rows=4, resumed_at=6)
         assert lines() == []
     finally:
@@ -318,6 +324,7 @@ def _watched(session, seen, lines):
 
 
 GUIDE = '''
+import os
 from distflow import Turn, environment
 
 @environment(safe=True)
@@ -329,7 +336,8 @@ class Guide:
     def start(self):
         if self.fate == "break":
             raise OSError("no way in")
-        return {"": f"You are in {self.question}.", "long": "far " * 300, "odd": 7}[self.fate]
+        return {"": f"You are in {self.question}.", "long": "far " * 300, "odd": 7,
+                "process": str(os.getpid())}[self.fate]
 
     def step(self, text):
         return Turn("on", done=True, reward=1.0)
@@ -365,6 +373,15 @@ def test_an_environment_may_begin(role, prompts, tmp_path, name):
     assert [line["observation"] for line in written if line["turn"] == 0] == ["You are in one."] * 2
     repeated = Policy(role.model)(*inputs_of(begun, columns[0], 0, torch.device("cpu")), 1.0)[0]
     assert (repeated - columns[2].values)[columns[1].values].abs().max() < 1e-5
+
+
+def test_beginnings_share_processes_however_many_prompts_there_are(role, tmp_path):
+    """Also of an environment whose conversations have a process each."""
+    (tmp_path / "guides.py").write_text(GUIDE)
+    asked = Ragged.from_rows([torch.tensor(role.tokenizer.encode(ASSISTANT))] * 3)
+    *_, begun = converse(role, asked, torch.arange(3), environment="guides:LateGuide", max_tokens=200, processes=1,
+                         questions=["one"] * 3, fate=["process"] * 3)
+    assert len({tuple(row.tolist()) for row in begun.rows}) == 1
 
 
 def test_beginnings_that_are_none(role, prompts, tmp_path, capsys):
@@ -451,6 +468,21 @@ def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happene
     assert len(turns) >= 3
     assert turns == sorted(set(turns)), "each goes on where the one before stood"
     assert happened("environment_differs") == []
+
+
+def test_conversations_that_are_not_read_again_are_counted_as_unrouted(role, resumable):
+    model = built(vocabulary=len(role.tokenizer), architecture="qwen3_moe", mixture=(8, 3))
+    role.settings.generation = Generation(max_new_tokens=6, batch_rows=1, routing_replay=True)
+    rollout, role.rollout.model = HFRollout(model, role.settings.generation, 0, role.end_tokens), model
+    role.rollout.routers, log = rollout.routers, Log(False, left=7)
+    with contextlib.suppress(Killed):
+        resumable(log)
+    over = sum(each.events.count(b"answered") == 3 for each in recorded_in(log.recorded()).values())
+    log.left = 1 << 30
+    current().collect(lambda mine: [mine])
+    resumable(log)
+    metrics = current().collect(lambda mine: [mine])
+    assert 0 < metrics["environment/unrouted"] == over < metrics["environment/resumed"]
 
 
 def test_a_failure_stands(resumable):
