@@ -186,8 +186,8 @@ def figures() -> Iterator[Figure]:
         yield AllReduce("h200", mib, measured, f"{BEKMAN}benchmarks/README.md", mib == 16384)
     yield AllReduce("h100", 8192, 476, "NCCL tests, issue 290, size not said")
     yield AllReduce("a100", 1024, 235, f"{BEKMAN}README.md, size not said", True)
-    yield AllReduce("a100", 128, 96, "NCCL tests, issue 119, the best", machines=3, link=100)
-    yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", machines=4, link=50)
+    yield AllReduce("a100", 128, 96, "NCCL tests, issue 119, the best", True, machines=3, link=100)
+    yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", True, 4, 50)
 
 
 _TRAINING = {

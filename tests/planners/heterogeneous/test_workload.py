@@ -108,6 +108,16 @@ def test_what_a_machine_sends_limits_its_links() -> None:
     assert found[0][1].latency == pytest.approx(1e-5)
 
 
+def test_links_reach_what_the_file_says() -> None:
+    inside = Link(gb_s=100, efficiency=0.5)
+    described = cluster("a100", DeviceEfficiency(links=0.7), one=MachineGroup(device="a100", zone="a", inside=inside),
+                        two=MachineGroup(device="a100", zone="a"))
+    links = described.links.model_copy(update={"zone": Link(gb_s=50, efficiency=1.0)})
+    found = hardware_of(described.model_copy(update={"links": links}))
+    assert [group.inside.bandwidth for group in found.device_groups] == pytest.approx([50e9, 70e9])
+    assert found.between[0][1].bandwidth == 50e9
+
+
 def test_alike_machines_are_folded_when_there_are_many() -> None:
     few, many = (hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=2, count=count)))
                  for count in (3, 30))
