@@ -171,8 +171,7 @@ def _seconds(kind: str, task: ModelTask, strategy: Strategy, width: int = 2) -> 
 def figures() -> Iterator[Figure]:
     for kind, rows in _TRAINING.items():
         for model, length, gpus, micro, batch, recompute, measured in rows:
-            yield Training(kind, model, length, gpus, micro, batch, recompute, measured, FOUNDRY,
-                           model == "MPT 7B" and length <= 8192)
+            yield Training(kind, model, length, gpus, micro, batch, recompute, measured, FOUNDRY, model == "MPT 7B")
     yield Training("a100", "Llama 2 13B", 4096, 64, 2, 128, False, 2162, TITAN)
     yield Training("a100", "Llama 3 70B", 8192, 64, 1, 64, True, 331, TITAN)
     for kind, models in _SAMPLING.items():

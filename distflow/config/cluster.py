@@ -28,12 +28,14 @@ class Link(Document):
 
 
 class DeviceEfficiency(Document):
-    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach; default: those of
-    public measurements of devices with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
+    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach, and of `attention`
+    to other arithmetic (by kernels of 2023; newer ones are quicker); default: those of public measurements of devices
+    with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
 
     compute: PositiveFloat | None = None
     memory: PositiveFloat | None = None
     links: PositiveFloat | None = None
+    attention: PositiveFloat | None = None
 
 
 class Device(Document):

@@ -130,7 +130,7 @@ class Roofline:
         task, tp = self.task, strategy.tp
         trains = task.kind == TRAIN
         passes = (4 if task.recompute else 3) if trains else 1
-        flop = tokens * (self._flop + 2 * context * task.hidden)
+        flop = tokens * (self._flop + 2 * context * task.hidden / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth)
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)

@@ -144,7 +144,7 @@ def test_rates_are_those_that_a_kind_of_device_reaches_or_the_file_says() -> Non
     share = OF_KINDS["a100"]
     assert (known.peak, known.bandwidth, known.inside.bandwidth) == pytest.approx(
         (1e14 * share.compute, 1e12 * share.memory, 1e11 * share.links))
-    assert (known.launch, known.overhead, known.overlaps) == (share.launch, share.overhead, True)
+    assert (known.launch, known.overhead, known.overlaps, known.attention) == share[3:]
     assert (said.peak, said.bandwidth, said.inside.bandwidth) == pytest.approx((known.peak, 1e12, 5e10))
     other = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"))).device_groups[0]
     assert (other.peak, other.launch, other.overlaps) == (5e13, 0.0, False), "of an unknown device"
