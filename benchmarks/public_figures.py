@@ -186,8 +186,8 @@ def figures() -> Iterator[Figure]:
         yield AllReduce("h200", mib, measured, f"{BEKMAN}benchmarks/README.md", mib == 16384)
     yield AllReduce("h100", 8192, 476, "NCCL tests, issue 290, size not said")
     yield AllReduce("a100", 1024, 235, f"{BEKMAN}README.md, size not said", True)
-    yield AllReduce("a100", 128, 96, "NCCL tests, issue 119, the best", machines=3, link=100)
-    yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", machines=4, link=50)
+    yield AllReduce("a100", 128, 96, "NCCL tests, issue 119, the best", True, machines=3, link=100)
+    yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", True, 4, 50)
 
 
 _TRAINING = {
@@ -197,14 +197,31 @@ _TRAINING = {
         ("MPT 1B", 2048, 8, 14, 448, False, 20513), ("MPT 3B", 2048, 8, 10, 160, False, 10811),
         ("MPT 13B", 2048, 8, 2, 48, False, 2262), ("MPT 13B", 4096, 8, 10, 240, True, 2060),
         ("MPT 30B", 2048, 8, 3, 504, True, 916), ("MPT 30B", 8192, 8, 1, 168, True, 574),
-        ("MPT 70B", 2048, 64, 8, 2048, True, 410), ("MPT 70B", 2048, 32, 2, 1024, True, 373)),
+        ("MPT 70B", 2048, 64, 8, 2048, True, 410), ("MPT 70B", 2048, 32, 2, 1024, True, 373),
+        ("MPT 7B", 16384, 8, 4, 64, True, 2453), ("MPT 7B", 32768, 8, 2, 32, True, 1672),
+        ("MPT 7B", 65536, 8, 1, 16, True, 1013), ("MPT 1B", 4096, 8, 7, 224, False, 17807),
+        ("MPT 1B", 8192, 8, 3, 96, False, 13814), ("MPT 1B", 16384, 8, 2, 64, False, 9956),
+        ("MPT 1B", 32768, 8, 1, 32, False, 6275), ("MPT 1B", 65536, 8, 1, 16, True, 3044),
+        ("MPT 3B", 4096, 8, 5, 240, False, 9457), ("MPT 3B", 8192, 8, 3, 144, False, 7695),
+        ("MPT 3B", 16384, 8, 1, 48, False, 5529), ("MPT 3B", 32768, 8, 3, 144, True, 3029),
+        ("MPT 3B", 65536, 8, 1, 16, True, 1767), ("MPT 13B", 8192, 8, 5, 120, True, 1795),
+        ("MPT 13B", 16384, 8, 3, 72, True, 1431), ("MPT 13B", 32768, 8, 1, 24, True, 1016),
+        ("MPT 30B", 4096, 8, 1, 168, True, 814)),
     "h100": (
         ("MPT 7B", 2048, 8, 6, 48, False, 10643), ("MPT 7B", 1024, 8, 64, 1024, True, 10203),
         ("MPT 7B", 4096, 8, 16, 256, True, 8611), ("MPT 7B", 8192, 8, 8, 128, True, 6935),
         ("MPT 1B", 2048, 8, 14, 112, False, 45455), ("MPT 3B", 2048, 16, 10, 480, False, 24142),
         ("MPT 13B", 2048, 8, 2, 16, False, 4792), ("MPT 13B", 4096, 8, 10, 240, True, 4717),
         ("MPT 30B", 2048, 8, 3, 504, True, 2002), ("MPT 30B", 8192, 8, 1, 168, True, 1384),
-        ("MPT 70B", 2048, 64, 8, 2048, True, 1039), ("MPT 70B", 2048, 32, 2, 1024, True, 882))}
+        ("MPT 70B", 2048, 64, 8, 2048, True, 1039), ("MPT 70B", 2048, 32, 2, 1024, True, 882),
+        ("MPT 7B", 32768, 8, 2, 32, True, 3318), ("MPT 7B", 65536, 8, 1, 16, True, 1956),
+        ("MPT 1B", 4096, 8, 7, 224, False, 38535), ("MPT 1B", 8192, 8, 3, 96, False, 29157),
+        ("MPT 1B", 16384, 8, 2, 64, False, 19649), ("MPT 1B", 32768, 8, 1, 32, False, 12025),
+        ("MPT 1B", 65536, 8, 1, 16, True, 5506), ("MPT 3B", 4096, 8, 5, 240, False, 20964),
+        ("MPT 3B", 8192, 8, 3, 144, False, 16578), ("MPT 3B", 16384, 8, 1, 48, False, 11152),
+        ("MPT 3B", 32768, 8, 3, 144, True, 5873), ("MPT 3B", 65536, 8, 1, 16, True, 3262),
+        ("MPT 13B", 16384, 8, 3, 72, True, 2985), ("MPT 13B", 32768, 8, 1, 24, True, 1976),
+        ("MPT 30B", 4096, 8, 1, 168, True, 1802))}
 _SAMPLING = {  # rows, tp, prompt, response, tokens a second of each device
     "h200": {"LLaMA 7B": ((896, 1, 128, 128, 20548), (120, 1, 128, 2048, 8343), (84, 1, 2048, 128, 2429),
                           (56, 1, 2048, 2048, 3530)),

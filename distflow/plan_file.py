@@ -256,7 +256,7 @@ def _between(blocks: Sequence[range], devices: Sequence[DeviceProbe], links: Map
     for ends, measured in _pairs(blocks, devices, links).items():
         names = tuple(sorted({zones[end] for end in ends}))
         joined.setdefault(names if len(names) > 1 else (), []).append(_link(measured, _between_machines(ends, devices)))
-    medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")}
+    medians = {names: {key: _number([one[key] for one in each]) for key in ("gb_s", "latency_us")} | {"efficiency": 1.0}
                for names, each in joined.items()}
     paths = [{"between": list(names), **link} for names, link in medians.items() if names]
     return {**({"links": {"zone": medians[()]}} if () in medians else {}), **({"paths": paths} if paths else {})}

@@ -7,9 +7,9 @@ out have no ranks; of the others those that train come first, else the order is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from distflow.config.load import Spec
 from distflow.config.run import Groups, Parallel, RoleRun
@@ -145,7 +145,7 @@ def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
     at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
     names = [name for name, _ in _machines_of(problem)]
     order = dict.fromkeys(at[device] for device in devices_of(problem, plan))
-    return ", ".join(f"{count} {name}" for name, count in Counter(names[number] for number in order).items())
+    return ", ".join(f"{len(list(same))} {name}" for name, same in groupby(names[number] for number in order))
 
 
 def _parallel(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> Parallel:

@@ -10,6 +10,7 @@ import yaml
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.yaml_source import check, parse
 from distflow.plan_file import DeviceProbe, LinkProbe, cluster_of_probes
+from planners.heterogeneous.hardware import hardware_of
 
 BIG = DeviceProbe(0, "NVIDIA H200", {"bfloat16": 700.0, "float32": 50.0}, 139.0, 4000.0, 50.0)
 SMALL = replace(BIG, name="NVIDIA L4", tflops={"bfloat16": 90.0, "float32": 25.0}, memory_gib=22.0)
@@ -69,6 +70,8 @@ def test_machines_behind_slow_links_stand_in_other_zones() -> None:
     assert [(kind.zone, kind.count) for kind in found.machines.values()] == [("zone1", 2), ("zone2", 2)]
     assert found.between("machine1", "machine2").gb_s == 1
     assert found.links.zone.gb_s == 20
+    bandwidth = [[link.bandwidth for link in row] for row in hardware_of(found, fold=True).between]
+    assert bandwidth == [[20e9, 1e9], [1e9, 20e9]], "what is measured counts as it is"
 
 
 def test_one_device_needs_no_links() -> None:

@@ -19,19 +19,23 @@ _MOST_GIB = 4096  # no device has more memory; who writes more has probably coun
 
 
 class Link(Document):
-    """Link between two devices, machines or zones; `gb_s` in each direction."""
+    """Link between two devices, machines or zones; `gb_s` in each direction. `efficiency`: share of it that collectives
+    reach, 1 of a measured link; default: between machines 0.9, inside one that of its devices."""
 
     gb_s: PositiveFloat
     latency_us: NonNegativeFloat = 0.0
+    efficiency: PositiveFloat | None = None
 
 
 class DeviceEfficiency(Document):
-    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach; default: those of
-    public measurements of devices with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
+    """Shares of the rates of a device, and of the links inside its machine, that large tasks reach, and of `attention`
+    to other arithmetic (by kernels of 2023; newer ones are quicker); default: those of public measurements of devices
+    with `a100`, `h100`, `h200`, `l40s` or `l4` in their name."""
 
     compute: PositiveFloat | None = None
     memory: PositiveFloat | None = None
     links: PositiveFloat | None = None
+    attention: PositiveFloat | None = None
 
 
 class Device(Document):

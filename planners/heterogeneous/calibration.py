@@ -13,6 +13,7 @@ go in step, layer by layer, and all take as long as the slowest; there the slowd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -158,7 +159,8 @@ _LEAST = 0.1
 """Least share of a task's seconds that counts as the device's own, whatever the cost model says of the network."""
 _ROWS = 0.01  # rows are never free: their least `times`, as a share of those of a fit without launches
 _ROUNDS = 8
-_MOMENT = 1e-4  # seconds of a pass with which passes are counted
+_MOMENT = 1e-7  # seconds of a pass with which passes are counted
+_MANY = 1e4  # `times` at which any task computes for longer than it gathers weights
 
 
 @dataclass(frozen=True)
@@ -226,21 +228,33 @@ def _seen(run: MeasuredRun, number: int) -> list[Observed]:
 
 
 def _terms(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...]) -> Observed | None:
-    """Return None if there were no rows or no seconds, or the cost model finds no room for the task."""
-    found = []
-    for times, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, _MOMENT)):
-        tasks = list(run.problem.tasks)
-        tasks[number] = replace(tasks[number], measured=tasks[number].measured._replace(times=times, launch=launch))
-        layout = run.layout(CostedProblem(replace(run.problem, tasks=tuple(tasks))), number, shares)
-        if layout is None:
-            return None
-        found.append(layout.seconds)
-    once, twice, launched = found
-    seconds, network = max(share.timing.seconds for share in shares), 2 * once - twice
-    if not seconds or twice <= once:  # computation that the network hides shows nothing
+    """Return None if there were no rows or no seconds, the cost model finds no room for the task, or gathering weights
+    hides what it computes. Seconds are linear in both coefficients where devices gather first and then compute; those
+    that do both at once save a part of it, which is seen where computation takes much longer."""
+    once, twice, launched, many = (_predicted(run, number, shares, *each, overlaps=False)
+                                   for each in ((1.0, 0.0), (2.0, 0.0), (1.0, _MOMENT), (_MANY, 0.0)))
+    seconds, roofline = max(share.timing.seconds for share in shares), twice - once
+    if not seconds or not roofline > 0:
         return None
-    return Observed(max(seconds - network, _LEAST * seconds), twice - once, (launched - once) / _MOMENT,
+    saved = many - _predicted(run, number, shares, _MANY, 0.0)
+    own = max(seconds - (once - roofline - saved), _LEAST * seconds)
+    still, started = (_predicted(run, number, shares, own / roofline, launch) for launch in (0.0, _MOMENT))
+    if started <= still:  # computation that gathering hides
+        return None
+    return Observed(own, roofline, (launched - once) / _MOMENT,
                     run.problem.hardware.device_groups[shares[0].stages[0]].kind)
+
+
+def _predicted(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...], times: float, launch: float,
+               overlaps: bool = True) -> float:
+    """Return a task's seconds with these coefficients; NaN if it does not fit. `overlaps`: whether devices that can
+    gather weights while they compute do so."""
+    tasks, hardware = list(run.problem.tasks), run.problem.hardware
+    tasks[number] = replace(tasks[number], measured=tasks[number].measured._replace(times=times, launch=launch))
+    groups = tuple(replace(group, overlaps=group.overlaps and overlaps) for group in hardware.device_groups)
+    layout = run.layout(CostedProblem(replace(run.problem, tasks=tuple(tasks),
+                                              hardware=replace(hardware, device_groups=groups))), number, shares)
+    return layout.seconds if layout else math.nan
 
 
 def _fit(seen: Sequence[Observed]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Shares of their data sheets' rates that kinds of devices reach, fitted to public measurements.
 
 `benchmarks/public_figures.py` has the measurements with their sources, says which of them these shares were fitted to,
-and prints what the cost model predicts beside each. A cluster file's own  devices: {NAME: {efficiency: …}}  comes
+and prints what the cost model predicts beside each. A cluster file's own `efficiency` of a device or a link comes
 first, which `probe` writes since its rates are measured, and `--from` fits to runs what is left.
 """
 
@@ -23,17 +23,20 @@ class Efficiency(NamedTuple):
     launch: float = 0.0
     overhead: float = 0.0
     overlaps: bool = False
+    attention: float = 1.0
 
 
-def _gpu(compute: float, memory: float, links: float) -> Efficiency:
-    return Efficiency(compute, memory, links, launch=0.11e-3, overhead=65, overlaps=True)
+def _gpu(compute: float, memory: float, links: float, attention: float) -> Efficiency:
+    return Efficiency(compute, memory, links, launch=0.11e-3, overhead=65, overlaps=True, attention=attention)
 
 
-OF_KINDS = {"h200": _gpu(0.53, 0.89, 1.0), "h100": _gpu(0.50, 0.96, 1.0), "a100": _gpu(0.70, 0.94, 0.78),
-            "l40s": _gpu(0.57, 0.83, 0.6), "l4": _gpu(0.57, 0.83, 0.6)}
-"""By a part of a device's name. Of L4 no figure was found: it is taken to be like L40S, of its architecture."""
+OF_KINDS = {"h200": _gpu(0.53, 0.89, 1.0, 0.37), "h100": _gpu(0.50, 0.96, 1.0, 0.37),
+            "a100": _gpu(0.70, 0.94, 0.78, 0.45), "l40s": _gpu(0.57, 0.83, 0.6, 0.45),
+            "l4": _gpu(0.57, 0.83, 0.6, 0.45)}
+"""By a part of a device's name. Of L4 no figure was found: it is taken to be like L40S, of its architecture; attention
+of H200 to be like that of H100, and of L40S like that of A100."""
 BETWEEN = 0.9
-"""Share of the bandwidth between machines that collectives reach."""
+"""Share of the bandwidth between machines that collectives reach: of two public figures, which lie on either side."""
 
 
 def efficiency_of(cluster: Cluster, name: str) -> Efficiency:

@@ -130,7 +130,7 @@ class Roofline:
         task, tp = self.task, strategy.tp
         trains = task.kind == TRAIN
         passes = (4 if task.recompute else 3) if trains else 1
-        flop = tokens * (self._flop + 2 * context * task.hidden)
+        flop = tokens * (self._flop + 2 * context * task.hidden / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth)
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)
@@ -292,7 +292,7 @@ def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: D
     inside = cluster.inside(name) or Link(gb_s=device.memory_gb_s)
     peak = (device.tflops.get(dtype) or next(iter(device.tflops.values()))) * reached.compute
     name = name if fold or kind.count == 1 else f"{name}.{number + 1}"
-    links = NetworkLink(inside.latency_us * _MICRO, inside.gb_s * reached.links * _GB)
+    links = NetworkLink(inside.latency_us * _MICRO, inside.gb_s * (inside.efficiency or reached.links) * _GB)
     return DeviceGroup(name, kind.device, kind.zone, machines, kind.devices, peak * _TERA, device.memory_gib * _GIB,
                        device.memory_gb_s * reached.memory * _GB, kind.host_gb_s * _GB, links, *reached[3:])
 
@@ -300,4 +300,4 @@ def _device_group(cluster: Cluster, name: str, number: int, fold: bool, dtype: D
 def _between(cluster: Cluster, one: str, other: str) -> NetworkLink:
     link = cluster.between(one, other) or Link(gb_s=1.0)
     limits = [cluster.machines[name].network_gb_s or math.inf for name in (one, other)]
-    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * BETWEEN * _GB)
+    return NetworkLink(link.latency_us * _MICRO, min(link.gb_s, *limits) * (link.efficiency or BETWEEN) * _GB)

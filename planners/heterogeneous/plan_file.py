@@ -14,8 +14,18 @@ def digests_of(spec: Spec, problem: Problem) -> Digests:
     own = ("measured", "micro_tokens", "at_once")  # what runs and plans find out
     tasks = [{name: value for name, value in asdict(task).items() if name not in own} for task in problem.tasks]
     cluster = spec.cluster.model_dump(mode="json", exclude={"machines": {"__all__": {"price_per_hour"}}})
-    return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(cluster),
+    return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(_said(cluster)),
                    work=digest([tasks, problem.mode]))
+
+
+def _said(value: Any) -> Any:
+    """Return a cluster's mapping without `efficiency` where it is unset, so that plans made before that key existed are
+    still for the same cluster."""
+    if isinstance(value, list):
+        return [_said(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _said(each) for key, each in value.items() if (key, each) != ("efficiency", None)}
 
 
 def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float,

@@ -44,7 +44,7 @@ class DeviceGroup:
     those that large tasks reach. `slowdown`: how many times longer a device takes than its description says relative to
     others, as measured. `launch`: seconds to start a pass through a layer. `overhead`: tokens of arithmetic that
     a pass costs beyond its own, so that small micro-batches are inefficient. `overlaps`: whether weights are gathered
-    while it computes."""
+    while it computes. `attention`: share of `peak` that attention over many tokens reaches."""
 
     name: str
     kind: str
@@ -59,6 +59,7 @@ class DeviceGroup:
     launch: float = 0.0
     overhead: float = 0.0
     overlaps: bool = False
+    attention: float = 1.0
     slowdown: float = 1.0
 
     @property

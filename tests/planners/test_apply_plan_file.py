@@ -223,6 +223,19 @@ def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey:
         obey("mode=async", change=on_the_slow, ranks=2)
 
 
+def test_the_order_of_machines_names_one_that_stands_between_others(obey: Callable, tmp_path: Path) -> None:
+    """Two of eight alike machines train; the rest follows in the order of the cluster file."""
+    machines = {"slow": {"device": "old", "devices": 2}, "quick": {"device": "new", "devices": 2, "count": 8}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}, sort_keys=False))
+
+    def between(said: dict) -> None:
+        said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 4}, "ranks": [2, 3, 4, 5]},
+                          {"tasks": ["rollout"], "devices": {"slow": 2, "quick": 12}, "ranks": [0, 1, *range(6, 18)]}]
+
+    with pytest.raises(InvalidInput, match="in this order of machines:  2 quick, 1 slow, 6 quick"):
+        obey("mode=async", change=between, ranks=2)
+
+
 def test_ranks_of_a_machine_follow_each_other(obey: Callable) -> None:
     def torn(said: dict) -> None:
         two_by_two(said)

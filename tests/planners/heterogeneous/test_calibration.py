@@ -193,3 +193,26 @@ def test_rows_are_never_free() -> None:
 def test_what_took_no_time_shows_nothing() -> None:
     found = calibrated(problem(), [_as_if(run(64), 0.0)])
     assert all((task.measured.times, task.measured.launch) == (1.0, 0.0) for task in found.tasks)
+
+
+def sharded(gb_s: float, times: float, launch: float) -> tuple[Problem, MeasuredRun]:
+    """A run in which two devices gather a layer of weights while they compute the one before, with such a link."""
+    two = replace(FAST, each=2, overlaps=True, inside=NetworkLink(0.0, gb_s * 1e9))
+    task = replace(TASKS[2], engine="fsdp", gathered=10**6, recompute=True, micro_tokens=1)
+    plain = Problem(Hardware((two,), ((LINK,),)), (task,))
+    one = measured_run(plain, {"update": Layout(2)}, {("update", rank): NodeTiming(1.0, 32) for rank in range(2)}, 1.0)
+    known = replace(plain, tasks=(replace(task, measured=Measured(times, launch)),))
+    return plain, _as_if(one, one.layout(CostedProblem(known), 0).seconds)
+
+
+@pytest.mark.parametrize("gb_s", [10, 3])
+def test_devices_that_gather_while_they_compute_show_what_they_compute(gb_s: float) -> None:
+    plain, one = sharded(gb_s, 3.0, 0.0)
+    assert calibrated(plain, [one]).tasks[0].measured.times == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("gb_s", [1, 0.001])
+def test_computation_that_gathering_hides_shows_nothing(gb_s: float) -> None:
+    """The optimizer alone is seen to take its time."""
+    plain, one = sharded(gb_s, 3.0, 1e-4)
+    assert calibrated(plain, [one]).tasks[0].measured[:2] == (1.0, 0.0)

@@ -60,6 +60,12 @@ def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() ->
         assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(times * forward(8) + step)
 
 
+def test_attention_has_a_rate_of_its_own() -> None:
+    attends = forward(8) - forward(8, replace(WORK, hidden=0))
+    halved = costs(WORK, (replace(FAST, attention=0.5), SLOW)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds
+    assert halved == pytest.approx(forward(8) + attends)
+
+
 def test_few_tokens_are_bound_by_reading_the_weights() -> None:
     task = replace(WORK, prompt=1, response=1, rows=1)
     assert seconds(task, Strategy(1), Replicas((0,), 1)) == pytest.approx(2e9 / 2e12)

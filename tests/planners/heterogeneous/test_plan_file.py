@@ -12,6 +12,7 @@ import yaml
 
 from benchmarks.qwen3 import folder
 from distflow.cli import main
+from distflow.config.load import load
 from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture, svg
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, placement_of, written
@@ -127,6 +128,16 @@ def test_a_plan_for_something_else_is_refused(plan: Callable, tmp_path: Path, ch
     assert code == 2
     line = next(number for number, text in enumerate(out.read_text().splitlines(), 1) if f"{key}: " in text)
     assert f"plan.yaml:{line}: {says}" in error
+
+
+def test_a_key_that_a_cluster_file_does_not_have_makes_no_other_cluster(tmp_path: Path) -> None:
+    """The digest is that of plans which were made before there was an `efficiency`."""
+    path, found = tmp_path / "cluster.yaml", []
+    for more in ("", ", efficiency: {compute: 0.6}"):
+        path.write_text((TINY % 2).replace("300}", f"300{more}}}"))
+        spec = load("grpo", None, [], str(path))
+        found.append(digests_of(spec, problem_of(spec)).cluster)
+    assert found[0] == "af3b0e9d0260b9d4" != found[1]
 
 
 def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> None:

@@ -108,6 +108,16 @@ def test_what_a_machine_sends_limits_its_links() -> None:
     assert found[0][1].latency == pytest.approx(1e-5)
 
 
+def test_links_reach_what_the_file_says() -> None:
+    inside = Link(gb_s=100, efficiency=0.5)
+    described = cluster("a100", DeviceEfficiency(links=0.7), one=MachineGroup(device="a100", zone="a", inside=inside),
+                        two=MachineGroup(device="a100", zone="a"))
+    links = described.links.model_copy(update={"zone": Link(gb_s=50, efficiency=1.0)})
+    found = hardware_of(described.model_copy(update={"links": links}))
+    assert [group.inside.bandwidth for group in found.device_groups] == pytest.approx([50e9, 70e9])
+    assert found.between[0][1].bandwidth == 50e9
+
+
 def test_alike_machines_are_folded_when_there_are_many() -> None:
     few, many = (hardware_of(cluster(one=MachineGroup(device="fast", zone="a", devices=2, count=count)))
                  for count in (3, 30))
@@ -134,7 +144,7 @@ def test_rates_are_those_that_a_kind_of_device_reaches_or_the_file_says() -> Non
     share = OF_KINDS["a100"]
     assert (known.peak, known.bandwidth, known.inside.bandwidth) == pytest.approx(
         (1e14 * share.compute, 1e12 * share.memory, 1e11 * share.links))
-    assert (known.launch, known.overhead, known.overlaps) == (share.launch, share.overhead, True)
+    assert (known.launch, known.overhead, known.overlaps, known.attention) == share[3:]
     assert (said.peak, said.bandwidth, said.inside.bandwidth) == pytest.approx((known.peak, 1e12, 5e10))
     other = hardware_of(cluster(one=MachineGroup(device="fast", zone="a"))).device_groups[0]
     assert (other.peak, other.launch, other.overlaps) == (5e13, 0.0, False), "of an unknown device"
