@@ -38,7 +38,7 @@ class Trajectories:
         self.path, self.rows, self.there = path, rows, set()
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(max(path.stat().st_size - _TAIL, 0))
-            self.there = {_without_seconds(line.decode(errors="replace")) for line in file}
+            self.there = {_without_seconds(line) for line in file.read(_TAIL).decode(errors="replace").split("\n")}
 
     def claim(self, step: int, node: int, rows: int) -> int:
         """Return how many of these rows have their turns written, and count them. `node`: its number in the step."""
