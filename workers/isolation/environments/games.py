@@ -64,14 +64,13 @@ class Gymnasium:
             if said.lower() not in names:
                 raise ValueError(f"{said[:80]!r} is no action.")
             return names.index(said.lower()) + getattr(self.space, "start", 0)
-        action: Any = said if isinstance(self.space, spaces.Text) else None
-        if action is None:
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
-                value = json.loads(said)
-                action = value if isinstance(self.space, spaces.Discrete) else np.asarray(value, self.space.dtype)
-        if type(action) in (bool, type(None)) or not self.space.contains(action):
-            raise ValueError(f"{said[:80]!r} is no action.")
-        return action
+        with contextlib.suppress(ValueError, TypeError, RecursionError, OverflowError):
+            action: Any = said if isinstance(self.space, spaces.Text) else json.loads(said)
+            if not isinstance(self.space, spaces.Text | spaces.Discrete):
+                action = np.asarray(action, self.space.dtype)
+            if type(action) is not bool and self.space.contains(action):
+                return action
+        raise ValueError(f"{said[:80]!r} is no action.")
 
     def _choice(self) -> str:
         if self.actions is not None:

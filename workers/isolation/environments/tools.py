@@ -11,12 +11,13 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx2
 from mcp import ClientSession, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams
 from pydantic import PositiveInt
+from pydantic_core import from_json, to_json
 
 from distflow import Turn, environment
 from workers.endpoint.messages import find_tool_calls
@@ -33,7 +34,7 @@ To call one, write its name and its arguments as JSON:
 </tool_call>"""
 
 
-@environment(safe=True, together=64)
+@environment(safe=True, together=64, stateless=True)
 class MCPTools:
     """Calls the tools of an MCP server as a turn asks by `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, the
     form of Qwen and Hermes models; a turn without a call is the last one.
@@ -66,27 +67,32 @@ class MCPTools:
         return Turn(done=True, reward=float("####" in text and _final(text) == self.expected))
 
     async def _call(self, name: str, arguments: str) -> str:
-        session, tools = await self._connected()
+        server, tools = await self._connected()
         if name not in tools:
             return f"There is no function {name[:80]!r}. Functions: {', '.join(tools)}"
         try:
-            done = (await session.call_tool(name, json.loads(arguments))).model_dump(by_alias=True)
+            given = json.loads(arguments)
+            from_json(to_json({"params": {"arguments": given}}))  # a message that fails ends the session of all rows
+        except (ValueError, RecursionError) as error:
+            return f"Error: {error}"[: self.output]
+        try:
+            done = (await server.session.call_tool(name, given)).model_dump(by_alias=True)
         except MCPError as error:
-            if error.error.code == CONNECTION_CLOSED:
-                _servers.pop(self.server).task.cancel()  # the next call starts another
+            if await server.drop_if_ended(error):
                 raise
             return f"Error: {error}"[: self.output]
         shown = "\n".join(each["text"] if each["type"] == "text" else f"({each['type']})" for each in done["content"])
         shown = f"Error: {shown}" if done["isError"] else shown
         return shown if len(shown) <= self.output else f"{shown[: self.output]}…"
 
-    async def _connected(self) -> tuple[ClientSession, Tools]:
+    async def _connected(self) -> tuple[_ToolServer, Tools]:
         if self.server not in _servers:
             _servers[self.server] = _ToolServer(self.server, self.key_variable)
-        session, tools = await asyncio.shield(_servers[self.server].ready)
+        server = _servers[self.server]
+        tools = await asyncio.shield(server.ready)
         if unknown := [name for name in self.allowed or () if name not in tools]:
             raise ValueError(f"the server {self.server} has no tool {unknown[0]!r}; it has {', '.join(tools)}")
-        return session, {name: tools[name] for name in self.allowed or tools}
+        return server, {name: tools[name] for name in self.allowed or tools}
 
 
 @environment
@@ -102,19 +108,37 @@ class MCPSession(MCPTools):
 class _ToolServer:
     """A session with a server, for all rows of this process. One task opens and closes it, as its library asks."""
 
+    session: ClientSession
+
     def __init__(self, server: str, key_variable: str | None):
-        self.ready: asyncio.Future[tuple[ClientSession, Tools]] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[Tools] = asyncio.get_running_loop().create_future()
         self.server, self.task = server, asyncio.create_task(self._hold(server, key_variable))
         self.task.add_done_callback(self._ended)
 
     async def _hold(self, server: str, key_variable: str | None) -> None:
         async with _transport(server, key_variable) as (read, write, *_), ClientSession(read, write) as session:
             await session.initialize()
-            self.ready.set_result((session, {tool["name"]: tool async for tool in _tools_of(session)}))
+            self.session = session
+            self.ready.set_result({tool["name"]: tool async for tool in _tools_of(session)})
             await asyncio.Event().wait()
 
+    async def drop_if_ended(self, error: MCPError) -> bool:
+        """Return whether a call failed because the session has ended; a server that has forgotten it answers any error.
+        The next call starts another then."""
+        if error.error.code != CONNECTION_CLOSED:
+            with contextlib.suppress(MCPError):
+                await self.session.send_ping()
+                return False
+        self._drop()
+        self.task.cancel()
+        return True
+
+    def _drop(self) -> None:
+        if _servers.get(self.server) is self:  # else another has taken its place
+            del _servers[self.server]
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        _servers.pop(self.server, None)
+        self._drop()
         if not self.ready.done():
             why = "it was cancelled" if task.cancelled() else _innermost(task.exception())
             self.ready.set_exception(OSError(f"the MCP server {self.server!r} cannot be used: {why}"))
@@ -134,8 +158,10 @@ async def _transport(server: str, key_variable: str | None) -> AsyncIterator[tup
         return
     if key_variable and not os.environ.get(key_variable):
         raise OSError(f"its key belongs in the environment variable {key_variable}, which is not set")
-    headers = {"Authorization": f"Bearer {os.environ[key_variable]}"} if key_variable else None
-    async with create_mcp_http_client(headers) as client, streamable_http_client(server, http_client=client) as streams:
+    client = httpx2.AsyncClient(timeout=httpx2.Timeout(30.0, read=300.0))
+    if key_variable:
+        client.headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
+    async with client, streamable_http_client(server, http_client=client) as streams:
         yield streams
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("gymnasium", reason="pip install gymnasium")
+from gymnasium import spaces
 
 from distflow.contracts.decorators import Turn
 from workers.isolation.env_pool import EnvPool, EnvSettings
@@ -39,6 +40,14 @@ def test_actions_without_names(id, good, bad, choice):
     assert game.start().endswith(choice)
     assert game.step(bad).observation == f"{bad[:80]!r} is no action.\n{choice}"
     assert "is no action" not in game.step(good).observation
+
+
+@pytest.mark.parametrize("text", ["[1e400, 1]", f"[{10 ** 30}, 1]", "[3, 1]", "1", "null"])
+@pytest.mark.parametrize("space", [spaces.MultiDiscrete([2, 3]), spaces.Tuple([spaces.Discrete(2)] * 2)])
+def test_numbers_that_an_action_cannot_have(space, text):
+    game = Gymnasium("a game", id="Blackjack-v1", wrong_action=-0.25)
+    game.space = space
+    assert game.step(text).reward == -0.25
 
 
 def test_equal_seeds_are_equal_games():

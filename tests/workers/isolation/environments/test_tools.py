@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,9 +16,10 @@ pytest.importorskip("mcp", reason="pip install mcp")
 
 from distflow.contracts.decorators import Turn
 from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
+from workers.isolation.environments.tools import MCPSession, MCPTools
 
 SERVER = '''
-import os, sys
+import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
 
 server, said = MCPServer("sums", log_level="CRITICAL" if len(sys.argv) < 2 else "INFO"), []
@@ -38,7 +42,11 @@ def fail(how: str) -> str:
         return "x" * 9000
     raise ValueError(how)
 
-server.run("streamable-http", port=0) if len(sys.argv) > 1 else server.run()
+@server.tool()
+async def wait() -> str:
+    await asyncio.Event().wait()
+
+server.run("streamable-http", port=int(sys.argv[1])) if len(sys.argv) > 1 else server.run()
 '''
 
 
@@ -49,13 +57,22 @@ def server(tmp_path):
     return f"python {tmp_path / 'sums.py'}"
 
 
+@contextlib.contextmanager
+def running(server: str, port: str = "0") -> Iterator[str]:
+    """Yield the port of a server that is running."""
+    with subprocess.Popen([sys.executable, *server.split()[1:], port], stderr=subprocess.PIPE, text=True) as process:
+        lines = (re.search(r"running on http://\S+:(\d+)", line) for line in process.stderr)
+        try:
+            yield next(found[1] for found in lines if found)
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def address(server):
     """The address of a server that is running."""
-    with subprocess.Popen([sys.executable, *server.split()[1:], "http"], stderr=subprocess.PIPE, text=True) as process:
-        port = next(found[1] for line in process.stderr if (found := re.search(r"running on http://\S+:(\d+)", line)))
+    with running(server) as port:
         yield f"http://127.0.0.1:{port}/mcp"
-        process.kill()
 
 
 @pytest.fixture
@@ -91,7 +108,7 @@ def test_calls_and_their_answers(request, pool_of, transport):
     assert say(0, call("add", a=3, b=4)) == Turn("7")
     assert say(1, call("add", a=3, b=4) + call("add", a=-1, b=1)) == Turn("7\n0")
     assert say(0, call("add", a="x", b=4)).observation.startswith("Error: ")
-    assert say(0, call("nope")) == Turn("There is no function 'nope'. Functions: add, remember, fail")
+    assert say(0, call("nope")) == Turn("There is no function 'nope'. Functions: add, remember, fail, wait")
     assert say(0, call("fail", how="long")) == Turn("x" * 40 + "…")
     assert say(0, call("fail", how="raise")).observation.startswith("Error: ")
     assert "This is no call" in say(0, "<tool_call>{add}</tool_call>").observation
@@ -110,6 +127,39 @@ def test_a_server_that_ends_costs_the_row_that_asked(pool_of, server):
     assert say(0, call("add", a=1, b=1)) == Turn("2")
     assert "Connection closed" in say(0, call("fail", how="exit")).reason
     assert say(1, call("add", a=1, b=2)) == Turn("3")
+
+
+def test_a_session_that_the_server_has_forgotten_is_renewed(pool_of, server):
+    with running(server) as port:
+        say = pool_of("MCPTools", server=f"http://127.0.0.1:{port}/mcp")
+        assert say(0, call("add", a=1, b=1)) == Turn("2")
+    with running(server, port):
+        assert say(0, call("add", a=1, b=2)) == Turn("3")
+
+
+@pytest.mark.parametrize("transport", ["server", "address"])
+def test_arguments_that_cannot_be_sent_cost_no_other_row(request, pool_of, transport):
+    say = pool_of("MCPTools", server=request.getfixturevalue(transport))
+    say(0, call("remember", word="a"))
+    for word in ("\ud800", [json.loads("[" * 197 + "]" * 197)], json.loads("[" * 300 + "]" * 300)):
+        assert say(1, call("remember", word=word)).observation.startswith("Error: ")
+    assert say(0, call("remember", word="b")) == Turn("a b")
+
+
+def test_rows_of_a_server_that_has_ended_share_the_next_one(server):
+    async def run() -> None:
+        rows = [MCPTools("7", server=server) for _ in range(2)]
+        failed = await asyncio.gather(rows[0].step(call("wait")), rows[1].step(call("fail", how="exit")),
+                                      return_exceptions=True)
+        assert [str(error) for error in failed] == ["Connection closed"] * 2
+        await rows[0].step(call("remember", word="a"))
+        assert await rows[1].step(call("remember", word="b")) == Turn("a b")
+
+    asyncio.run(run())
+
+
+def test_only_a_shared_server_spares_the_repetition_of_calls():
+    assert [vars(kind)["__distflow_stateless__"] for kind in (MCPTools, MCPSession)] == [True, False]
 
 
 def test_what_stands_behind_the_question(server):
@@ -138,5 +188,5 @@ def test_a_server_that_cannot_be_used_is_said(pool_of, settings, says):
 
 
 def test_tools_that_a_server_lacks(pool_of, server):
-    assert "has no tool 'sub'; it has add, remember, fail" in \
+    assert "has no tool 'sub'; it has add, remember, fail, wait" in \
         pool_of("MCPTools", server=server, tools=["add", "sub"])(0, call("add", a=1, b=2)).reason
