@@ -234,10 +234,9 @@ def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, 
         "        self.turns += 1\n", f"        self.turns += 1{FATAL}"))
     launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *more, *apart))
     assert left() == []
-    killed = len(list(workspace.glob("killed-*")))
     events = lines_of(workspace / "runs/stormy", "events")
-    assert killed
-    assert sum(event["event"] == "failure" for event in events) >= killed
+    assert list(workspace.glob("killed-*"))
+    assert any(event["event"] == "failure" for event in events), "one, where both questions were one worker's"
     resumed = [event for event in events if event["event"] == "conversations resumed"]
     assert any(turns == 2 for event in resumed for turns in event["turns"])
     ours, theirs = (require_each_step_once(workspace / f"runs/{name}", 3) for name in ("stormy", "calm"))
