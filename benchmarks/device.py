@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from workers.engines.devices import peak_of
-
-__all__ = ["peak_of"]
 
 def name_of(kind: str) -> str:
     """What the device calls itself."""

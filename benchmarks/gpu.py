@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import parts
-from benchmarks.device import memory, name_of, peak_of, versions
+from benchmarks.device import memory, name_of, versions
 from benchmarks.group import on_ranks
 from benchmarks.parts import LOADS, Bench, Part
 from benchmarks.ratio import Spread, options, parsed, rounded, summary
 from benchmarks.shapes import SHAPES
+from workers.engines.devices import peak_of
 
 VALUE = "training/tokens_per_second"
 RESULTS = Path(__file__).with_name("results") / "gpu.txt"

@@ -21,7 +21,6 @@ from benchmarks.device import (
     host_free,
     most_allocated,
     name_of,
-    peak_of,
     pinned,
     synchronize,
 )
@@ -31,6 +30,7 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.weights.offload import HostOffload
 from workers.engines import attention
+from workers.engines.devices import peak_of
 from workers.engines.embedded import build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout

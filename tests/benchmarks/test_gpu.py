@@ -9,11 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu, gpu_session
-from benchmarks.device import peak_of, pinned
+from benchmarks.device import pinned
 from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
 from distflow.config.models import shape_of
 from distflow.data.batch import Batch, Ragged
+from workers.engines.devices import peak_of
 from workers.engines.trainer import update_flops
 
 PARTS = {"generation/tokens_per_second", "decoding/milliseconds", "decoding/kernel_milliseconds",
