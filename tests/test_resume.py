@@ -54,6 +54,7 @@ CASES = {
     "adapters": Case(LORA, ("model/model.safetensors", "adapter/adapter_model.safetensors"), one_rank_too=True,
                      check=adapters_alone_are_saved),
     "dropped rows": Case(("--dag", "filtered.yaml", *TINY)),
+    "conversations": Case(("--dag", "grpo_tools.yaml", *TINY, "--set", "roles.actor.generation.batch_rows=1")),
     "async": Case(("--dag", "grpo.yaml", *TINY, "--set", "mode=async", "--set", "staleness=0"), ()),
 }
 COMPARED = ("loss", "value/loss", "response/fingerprint")
