@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from harness import REWARD, ROOT, environment, metrics_of
 from safetensors.torch import load_file
 
+from distflow.data.dataloader import REPEATS
 from distflow.telemetry.run_reader import RunReader
 
 ASYNC = ("--run-file", "tiny.yaml", "--set", "mode=async")
 GRPO = ("--dag", "grpo.yaml", *ASYNC)
+GROUP = 8  # samples of a prompt
 STRICT = ("--set", "staleness=0")
 
 
@@ -131,15 +134,19 @@ def test_a_run_may_end_while_rows_are_under_way(launch, workspace):
     assert (workspace / "out/model/config.json").is_file()
 
 
-@pytest.mark.parametrize("on_new_weights", ["continue", "restart"])
-def test_staleness_keeps_its_bound(launch, workspace, on_new_weights):
+@pytest.mark.parametrize(("on_new_weights", "on_stale"), [("continue", "wait"), ("restart", "drop")])
+def test_staleness_keeps_its_bound(launch, workspace, on_new_weights, on_stale):
+    """And each prompt is trained on once, also where those that are done first come first."""
     launch(3, *GRPO, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "groups.rollout=2",
-           "--set", f"on_new_weights={on_new_weights}")
+           "--set", f"on_new_weights={on_new_weights}", "--set", f"on_stale={on_stale}", "--set", "samples=1000")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8
     stale = [steps[step]["staleness/max"] for step in sorted(steps)]
     assert stale[0] == 0
     assert 1 <= max(stale) <= 2
+    rows = [row["row"] for row in RunReader(workspace / "runs/ahead").rows("samples")]
+    prompts = Counter(row // GROUP % REPEATS for row in rows)
+    assert prompts == dict.fromkeys(range(len(rows) // GROUP), GROUP)
 
 
 def test_an_error_where_samples_are_made_ends_the_run_and_is_said(launch, workspace):

@@ -521,6 +521,11 @@ class Run(Document):
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
     training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
     steps, of which a node with several mini-batches makes several.)"""
+    on_stale: Literal["wait", "drop", "keep"] = "wait"
+    """What becomes of samples that would be older than `staleness` (modes async and semi_sync). wait: there are none,
+    as training takes the prompts in the order of the data and waits for the slowest of them. drop, keep: it takes those
+    that are done first, while the slow ones go on; one that is too old by then is dropped and sampled again, or trained
+    on all the same, in a DAG that corrects for it (`truncated_importance`)."""
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins again."""

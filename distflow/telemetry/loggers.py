@@ -68,7 +68,7 @@ class WandbLogger(Logger):
             row = self.validated = max(row, self.validated + 1)
             values = {**values, "validated_step": step}
         plain, counted = histograms(values)
-        bars = {name: self.wandb.Histogram(np_histogram=(
+        bars = {name: self.wandb.Histogram(np_histogram=(  # pyright: ignore[reportArgumentType]
             [counts.get(number, 0.0) for number in range(max(counts) + 1)],
             [number - 0.5 for number in range(max(counts) + 2)])) for name, counts in counted.items()}
         self.run.log({**plain, **bars}, step=row)

@@ -72,8 +72,8 @@ class EventWriter:
         """Write a histogram with a bar for each whole number from 0 on."""
         assert self.writer is not None
         bars = [counts.get(number, 0.0) for number in range(max(counts) + 1)]
-        sums = [sum(number**power * count for number, count in counts.items()) for power in range(3)]
-        self.writer.add_histogram_raw(name, -0.5, max(counts) + 0.5, *sums,
+        total, first, squares = (sum(number**power * count for number, count in counts.items()) for power in range(3))
+        self.writer.add_histogram_raw(name, -0.5, max(counts) + 0.5, total, first, squares,
                                       [number + 0.5 for number in range(len(bars))], bars, step)
 
     def add_samples(self, step: int, rows: list[dict[str, Any]]) -> None:

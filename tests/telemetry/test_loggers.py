@@ -88,8 +88,8 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
     with (folder / "metrics.jsonl").open("a") as metrics:
-        for line in ({"step": 6, "staleness/tokens/1": 8.0}, {"step": 7, "loss": 0.1}, {"step": 6, "validation/held": 0.6},
-                     {"step": 7, "validation/held": 0.7}):
+        for line in ({"step": 6, "staleness/tokens/1": 8.0}, {"step": 7, "loss": 0.1},
+                     {"step": 6, "validation/held": 0.6}, {"step": 7, "validation/held": 0.7}):
             metrics.write(json.dumps(line) + "\n")
     sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
