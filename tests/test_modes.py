@@ -55,10 +55,12 @@ def test_those_that_train_may_sample_too(launch, workspace):
     launch(3, *GRPO, *long, *semi, *STRICT, "--set", "roles.actor.generation.batch_rows=8", "--name", "semi")
     sync, shared = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "semi"))
     require_equal(shared, sync, steps=(1, 2))
-    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=0.25")
+    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=auto")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8
     assert all(step["staleness/max"] <= 2 for step in steps.values())
+    assert all(0.1 <= step["switch_at"] <= 1 for step in steps.values())
+    assert steps[1]["switch_at"] == 0.5 != steps[8]["switch_at"]
 
 
 def test_models_look_at_prompts_that_are_done_while_others_are_sampled(launch, workspace):

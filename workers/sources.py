@@ -57,12 +57,16 @@ class AsyncSource(Dataloader):
         self._enqueue_prompts(number)
         if self.colocated is not None:
             self.colocated.sample(len(self.leases))
+        switched = time.perf_counter()
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
         patience = Patience(self.channel, self.dock, self.limit)
         if self.fusion is not None:
             self.fusion.run(self.dock, number, patience)
         self.rows = self._receive(number, patience)
+        if self.colocated is not None:
+            waited, fused = time.perf_counter() - switched, self.fusion
+            self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
         for report in reports_of(self.rows):
             current().add_all(report)
         prompts = self.at(torch.unique(self.rows.ids // self.channel.rows))
@@ -134,6 +138,15 @@ class AsyncSource(Dataloader):
         """Release the rows that were trained on before this state, since no worker goes on from an earlier one."""
         if self.rank == 0:
             self.dock.release_before(TRAINER, state["position"] // self.batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        share = self.colocated and self.colocated.share
+        return {**super().state_dict(), **({"switch_at": share.value} if share else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if (share := self.colocated and self.colocated.share) and "switch_at" in state:
+            share.value = state["switch_at"]
 
     def close(self) -> None:
         self.dock.close()
