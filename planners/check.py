@@ -316,7 +316,7 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
         yield "step", f"there is no step {fault.step} in a run of {spec.run.steps}", ""
 
 
-_GROUP_KEYS = ("groups", "staleness", "on_new_weights", "transport", "switch_at", "fuse")
+_GROUP_KEYS = ("groups", "staleness", "on_stale", "on_new_weights", "transport", "switch_at", "fuse")
 """Keys of the run file for ranks that sample while others train."""
 
 

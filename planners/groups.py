@@ -77,8 +77,9 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
                 f"{'sample' if sampling else 'train'}, but no node of DAG `{spec.dag.name}` does")
         mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
+    mistakes += _check_stale(spec, flows, nodes, crossing)
     trainer, model, found = _sizes(spec, sampling, ranks)
-    fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse else frozenset()
+    fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse and spec.run.on_stale == "wait" else frozenset()
     replicas = max((ranks - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
     halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles)
@@ -207,6 +208,23 @@ def _check_colocated(spec: Spec, sampling: list[str], nodes: set[str], chain: li
     what = (f"in mode semi_sync ranks that train sample too, but role `{spec.dag.nodes[alone[0]].role}` of node "
             f"`{alone[0]}` only samples, so that they do not have it")
     return [Diagnostic(what, spec.dag_source.location(("nodes", alone[0]), key=True), "Instead:  mode: async")]
+
+
+def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
+                 crossing: dict[str, tuple[str, ...]]) -> list[Diagnostic]:
+    """Check that the trainer sees how old samples are, where it drops them, and corrects for it, where it does not."""
+    corrects = any({"importance", "response_mask"} & {*flow.writes} and "rollout_logprobs" in {
+        column.name for column in flow.reads} for node, flow in flows.items() if node not in nodes)
+    if spec.run.on_stale == "keep" and not corrects:
+        what, hint = (f"DAG `{spec.dag.name}` has no node that corrects for old weights, so on_stale: keep would train "
+                      "on samples of another policy as if they were its own"), \
+            "Add a node with  function: truncated_importance  (docs/algorithms.md), or  on_stale: drop"
+    elif spec.run.on_stale == "drop" and not any("versions" in names for names in crossing.values()):
+        what, hint = (f"no training node of DAG `{spec.dag.name}` reads `versions`, so that the trainer does not see "
+                      "how old samples are"), "Instead:  on_stale: wait"
+    else:
+        return []
+    return [Diagnostic(what, spec.run_source.location(("on_stale",)), hint)]
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from harness import REWARD, ROOT, environment, metrics_of
 from safetensors.torch import load_file
 
+from distflow.data.dataloader import REPEATS
 from distflow.telemetry.run_reader import RunReader
 
 ASYNC = ("--run-file", "tiny.yaml", "--set", "mode=async")
 GRPO = ("--dag", "grpo.yaml", *ASYNC)
+GROUP = 8  # samples of a prompt
 STRICT = ("--set", "staleness=0")
 
 
@@ -52,10 +55,12 @@ def test_those_that_train_may_sample_too(launch, workspace):
     launch(3, *GRPO, *long, *semi, *STRICT, "--set", "roles.actor.generation.batch_rows=8", "--name", "semi")
     sync, shared = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "semi"))
     require_equal(shared, sync, steps=(1, 2))
-    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=0.25")
+    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=auto")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8
     assert all(step["staleness/max"] <= 2 for step in steps.values())
+    assert all(0.1 <= step["switch_at"] <= 1 for step in steps.values())
+    assert steps[1]["switch_at"] == 0.5 != steps[8]["switch_at"]
 
 
 def test_models_look_at_prompts_that_are_done_while_others_are_sampled(launch, workspace):
@@ -131,15 +136,19 @@ def test_a_run_may_end_while_rows_are_under_way(launch, workspace):
     assert (workspace / "out/model/config.json").is_file()
 
 
-@pytest.mark.parametrize("on_new_weights", ["continue", "restart"])
-def test_staleness_keeps_its_bound(launch, workspace, on_new_weights):
+@pytest.mark.parametrize(("on_new_weights", "on_stale"), [("continue", "wait"), ("restart", "drop")])
+def test_staleness_keeps_its_bound(launch, workspace, on_new_weights, on_stale):
+    """And each prompt is trained on once, also where those that are done first come first."""
     launch(3, *GRPO, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "groups.rollout=2",
-           "--set", f"on_new_weights={on_new_weights}")
+           "--set", f"on_new_weights={on_new_weights}", "--set", f"on_stale={on_stale}", "--set", "samples=1000")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8
     stale = [steps[step]["staleness/max"] for step in sorted(steps)]
     assert stale[0] == 0
     assert 1 <= max(stale) <= 2
+    rows = [row["row"] for row in RunReader(workspace / "runs/ahead").rows("samples")]
+    prompts = Counter(row // GROUP % REPEATS for row in rows)
+    assert prompts == dict.fromkeys(range(len(rows) // GROUP), GROUP)
 
 
 def test_an_error_where_samples_are_made_ends_the_run_and_is_said(launch, workspace):

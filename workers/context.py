@@ -207,7 +207,8 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
     place = elastic.dock_place if elastic else DockPlace()
-    channel = open_channel(plan, spec.run.data.batch, store, room, place) if plan.groups and not alone else None
+    channel = open_channel(plan, spec.run.data.batch, store, room, place,
+                           spec.run.on_stale == "wait") if plan.groups and not alone else None
     if elastic and channel:
         elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then

@@ -45,7 +45,7 @@ class Fusion:
         self.metrics = Metrics()  # apart from the step's: how evenly a part is spread says nothing about the step
         self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
-        self.seconds = 0.0  # of computing for the draw
+        self.seconds = self.exposed = 0.0  # of computing for the draw; of these, when all its rows had come
 
     def run(self, dock: DockClient, draw: int, patience: Patience) -> None:
         """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come before `patience` was over."""
@@ -59,6 +59,7 @@ class Fusion:
             for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])).items():
                 self.seconds += seconds
                 hidden[node] += seconds if len(known) < count else 0.0
+        self.exposed = self.seconds - sum(hidden.values())
         for node, seconds in hidden.items():
             current().maximum(f"seconds/{node}/hidden", seconds)
         current().add_all(self.metrics.take("data/bytes"))

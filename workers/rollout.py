@@ -30,7 +30,7 @@ from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, StepColumns
-from distflow.data.dataloader import Dataloader
+from distflow.data.dataloader import REPEATS, Dataloader
 from distflow.data.row_filter import joined
 from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.index import Lease
@@ -321,7 +321,7 @@ class RolloutContext:
         metrics = Metrics()
         with recording(metrics):
             batch = self.loader.at(lease.ids[:1] // self.channel.rows)
-        metrics.step = int(batch.ids) // self.channel.prompts
+        metrics.step = int(batch.ids) % REPEATS // self.channel.prompts
         buffer = self._buffer(metrics)
         buffer.start(batch)
         rollouts = PartialRollouts(

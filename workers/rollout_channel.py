@@ -42,7 +42,7 @@ VALIDATING = "validating"  # what the dock is told of a rollout that has a reque
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
 _PATIENCE, _AGAIN = 10.0, 5.0  # seconds: of clients, and between two starts of a standby that ends at once
-_SAMPLES, _REQUESTS = (0, 1 << 40), (1 << 40, 1 << 50)
+_SAMPLES, _REQUESTS = (0, 1 << 48), (1 << 48, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
 _LOOKS = 4  # at who validates, in the time that a wait for rollouts may take
@@ -91,9 +91,8 @@ class RolloutChannel:
     def rows_of(self, prompts: Tensor) -> Tensor:
         return (prompts[:, None] * self.rows + torch.arange(self.rows)).flatten()
 
-    def enqueue_prompts(self, dock: DockClient, first: int, last: int) -> None:
-        """Let the prompts from `first` to `last` be sampled, with weights at least as new as those published last."""
-        prompts = torch.arange(first, last + 1)
+    def enqueue_prompts(self, dock: DockClient, prompts: Tensor) -> None:
+        """Let prompts be sampled, with weights at least as new as those published last."""
         ids = self.rows_of(prompts)
         rows = Batch(ids, {ORDER: torch.zeros(len(ids), dtype=torch.uint8)})
         dock.put(rows, version=self.version_set)
@@ -301,15 +300,17 @@ class DockPlace:
     silence: float = 0.0
 
 
-def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, place: DockPlace) -> RolloutChannel:
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, place: DockPlace,
+                 in_order: bool = True) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
-    store `max_bytes`. Where machines come and go, one that samples has a copy of it. Collective over all groups."""
+    store `max_bytes`. Where machines come and go, one that samples has a copy of it. `in_order`: the trainer takes the
+    prompts of a step, and not those that are done. Collective over all groups."""
     token = agreed_token(store)
     store.store.add(_CAME)
     host, training = own_host(), plan.groups[0].ranks
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
-    layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts)), max_bytes=max_bytes)
+    layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts, in_order)), max_bytes=max_bytes)
     directory = ShardDirectory(store.store, plan.ranks, place.silence) if place.silence else None
     started = partial(start, token, host=host, directory=directory)
     keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -350,15 +351,16 @@ def taken_over(standby: ShardProcess | None, again: Callable[[], ShardProcess]) 
     return empty
 
 
-def _consumers(plan: Plan, rows: int, prompts: int) -> list[Consumer]:
+def _consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:
     moves, step_rows = plan.groups[0].plan.dock, rows * prompts
     written = [f"{move.producer}/{name}" for move in moves for name in move.columns]
     longest = -(-sum(move.bytes_per_step for move in moves) // step_rows)
-    return consumers_of(written, rows, step_rows, longest)
+    return consumers_of(written, rows, step_rows if in_order else None, longest)
 
 
-def consumers_of(written: Sequence[str], rows: int, step_rows: int, longest: int) -> list[Consumer]:
-    """Return the stages of the run: samples have columns `written`, of at most `longest` bytes a row."""
+def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int) -> list[Consumer]:
+    """Return the stages of the run: samples have columns `written`, of at most `longest` bytes a row. Without
+    `step_rows` they are taken as they come."""
     written = (*written, REPORT)
     samples, requests = ((first * rows, end * rows) for first, end in (_SAMPLES, _REQUESTS))
     return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples),

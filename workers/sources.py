@@ -1,21 +1,23 @@
 """Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock.
 
-The staleness bound: `AsyncSource` enqueues prompts at most `staleness` steps ahead of the trainer, and a rollout
-samples a prompt with at least the weights that it was enqueued with (`workers/rollout.py`).
+    AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
+                       rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
+    UnorderedSource    prompts that are done first (`on_stale: drop` or `keep`)
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData
-from distflow.data.dataloader import Dataloader
+from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.dataloader import REPEATS, Dataloader
+from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
 from distflow.plan import ROLLOUT, TRAINER, Plan, Task
@@ -24,6 +26,7 @@ from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.fusion import Fusion
+from workers.roles import RoleEngines
 from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel, reports_of
 from workers.train_context import TrainContext
 
@@ -51,21 +54,22 @@ class AsyncSource(Dataloader):
     def next(self) -> Batch:
         """Return the prompts of the next draw whose samples are assigned to this rank; TimedOut if they do not come."""
         began, number = time.perf_counter(), self.drawn_before
-        if self.rank == 0:
-            self._enqueue_prompts(number)
+        self._enqueue_prompts(number)
         if self.colocated is not None:
             self.colocated.sample(len(self.leases))
+        switched = time.perf_counter()
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
         patience = Patience(self.channel, self.dock, self.limit)
         if self.fusion is not None:
             self.fusion.run(self.dock, number, patience)
-        lease = self._leased(number, patience)
-        self.leases.append(lease)
-        self.rows = self.dock.fetch(lease)
+        self.rows = self._receive(number, patience)
+        if self.colocated is not None:
+            waited, fused = time.perf_counter() - switched, self.fusion
+            self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
         for report in reports_of(self.rows):
             current().add_all(report)
-        prompts = self.at(torch.unique(lease.ids // self.channel.rows))
+        prompts = self.at(torch.unique(self.rows.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:
             shards = self.dock.status()
@@ -77,19 +81,27 @@ class AsyncSource(Dataloader):
 
     def _enqueue_prompts(self, number: int) -> None:
         """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""
+        if self.rank > 0:
+            return
         self.dock.require(ROLLOUT, number)
         first, last = max(self.enqueued, number), number + self.staleness + 1
         last = last if self.draws is None else min(last, self.draws)
         if last > first:
-            self.channel.enqueue_prompts(self.dock, first * self.batch, last * self.batch - 1)
+            self.channel.enqueue_prompts(self.dock, torch.arange(first * self.batch, last * self.batch))
             self.enqueued = last
 
-    def _leased(self, number: int, patience: Patience) -> Lease:
-        """Return this rank's rows of a step."""
+    def _receive(self, number: int, patience: Patience) -> Batch:
+        """Return this rank's rows of draw `number`."""
+        return self._leased(number, patience, self.batch)
+
+    def _leased(self, number: int, patience: Patience, prompts: int) -> Batch:
+        """Lease so many prompts under this number, which all ranks name, and return this rank's rows of them."""
         while True:
             try:
-                return self.dock.lease(TRAINER, self.batch * self.channel.rows, wait=patience.wait, step=number,
-                                       share=self.rank, shares=self.plan.ranks)
+                lease = self.dock.lease(TRAINER, prompts * self.channel.rows, wait=patience.wait, step=number,
+                                        share=self.rank, shares=self.plan.ranks)
+                self.leases.append(lease)
+                return self.dock.fetch(lease)
             except TimedOut as error:
                 patience.check(error)
 
@@ -127,8 +139,125 @@ class AsyncSource(Dataloader):
         if self.rank == 0:
             self.dock.release_before(TRAINER, state["position"] // self.batch)
 
+    def state_dict(self) -> dict[str, Any]:
+        share = self.colocated and self.colocated.share
+        return {**super().state_dict(), **({"switch_at": share.value} if share else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if (share := self.colocated and self.colocated.share) and "switch_at" in state:
+            share.value = state["switch_at"]
+
     def close(self) -> None:
         self.dock.close()
+
+
+class UnorderedSource(AsyncSource):
+    """Source that takes the prompts that are done first, whichever they are, while the slow ones go on. Collective.
+
+    At most `staleness + 1` steps of prompts are sampled and not trained on yet (AReaL, Fu et al. 2025). `open` has the
+    others of those that were enqueued, so that each is trained on once. One that is too old is enqueued again under
+    another id (`REPEATS`). A draw is leased under as many numbers as it takes to have enough that may be trained on.
+    """
+
+    drops = True  # prompts that are too old, instead of training on them
+    trained: Mapping[str, RoleEngines] = {}
+
+    def __init__(self, *given: Any, **named: Any):
+        super().__init__(*given, **named)
+        self.open: dict[int, int] = {}  # how often each prompt was enqueued again, by its position
+        self.taken = 0  # leases
+        self.again = True  # this process has not enqueued anything yet
+        self.oldest: dict[str, list[int]] = {}  # versions that the last steps began with, by role
+        self.columns = [(f"{task.node}/versions", task.role) for task in self.plan.tasks if "versions" in task.writes]
+
+    @property
+    def drawn(self) -> None:
+        """Nothing: the prompts of a draw are no range."""
+
+    def _enqueue_prompts(self, number: int) -> None:
+        for name in {role for _, role in self.columns} & self.trained.keys():
+            versions = self.oldest.setdefault(name, [])
+            if self.trained[name].version not in versions[-1:]:
+                versions.append(self.trained[name].version)
+            del versions[: -self.staleness - 1]
+        end = (number + self.staleness + 1) * self.batch
+        fresh = range(self.enqueued, end if self.draws is None else min(end, self.draws * self.batch))
+        self.open |= dict.fromkeys(fresh, 0)
+        self.enqueued = max(self.enqueued, fresh.stop)
+        self._enqueue(self.open if self.again else fresh)
+        self.again = False
+
+    def _enqueue(self, positions: Iterable[int]) -> None:
+        prompts = [position + REPEATS * self.open[position] for position in positions]
+        if prompts and self.rank == 0:
+            self.channel.enqueue_prompts(self.dock, torch.tensor(prompts))
+
+    def _receive(self, number: int, patience: Patience) -> Batch:
+        parts, missing = [], self.batch
+        while missing:
+            rows = self._leased(self.taken, patience, missing)
+            self.taken += 1
+            prompts = rows.ids // self.channel.rows
+            good = self._taken(prompts, self._are_old(rows))
+            missing -= len(good)
+            parts.append(rows.select(torch.isin(prompts, torch.tensor(good, dtype=torch.int64)).nonzero().squeeze(1)))
+        rows = Batch.concat(parts)
+        return rows.select(rows.ids.argsort())
+
+    def _are_old(self, rows: Batch) -> Tensor:
+        """Return for each row whether any of its tokens is older than `staleness` steps."""
+        old = torch.zeros(len(rows), dtype=torch.bool)
+        for column, role in self.columns if self.drops else ():
+            bounds = self.oldest.get(role, [])
+            if len(bounds) > self.staleness and len(rows):
+                versions = rows[column]
+                assert isinstance(versions, Ragged)
+                first = torch.full((len(rows),), bounds[-1]).scatter_reduce(
+                    0, versions.row_of, versions.values.long(), "amin")
+                old |= first < bounds[0]
+        return old
+
+    def _taken(self, prompts: Tensor, old: Tensor) -> list[int]:
+        """Return those of all ranks' prompts to train on, and enqueue again those that are too old. What a worker has
+        trained on and not committed before it ended may come again; it is left out."""
+        mine = dict.fromkeys(prompts.tolist(), False) | dict.fromkeys(prompts[old].tolist(), True)
+        found = gather_values([*mine.items()]) if self.plan.ranks > 1 else [[*mine.items()]]
+        good, late = [], []
+        for prompt, is_old in sorted(tuple(each) for part in found for each in part):
+            times, position = divmod(prompt, REPEATS)
+            if position not in self.open:
+                continue
+            if is_old:
+                self.open[position] = max(self.open[position], times) + 1
+                late.append(position)
+            else:
+                del self.open[position]
+                good.append(prompt)
+        self._enqueue(late)
+        if self.rank == 0:
+            current().add("staleness/dropped", len(late))
+        return good
+
+    def reconcile(self) -> None:
+        """Roll back what was taken after the state that training goes on from."""
+        if self.rank == 0 and (rows := self.dock.rollback(TRAINER, self.taken)):
+            events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
+
+    def release_before(self, state: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self.dock.release_before(TRAINER, state["taken"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "open": sorted(map(list, self.open.items())), "enqueued": self.enqueued,
+                "taken": self.taken, "oldest": {name: [*versions] for name, versions in self.oldest.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.open = {position: times for position, times in state.get("open", ())}  # noqa: C416
+        self.enqueued, self.taken = (int(state.get(name, default)) for name, default in (
+            ("enqueued", self.position), ("taken", self.drawn_before)))
+        self.oldest = {name: [*versions] for name, versions in state.get("oldest", {}).items()}
 
 
 def source_of(ctx: TrainContext) -> Dataloader:
@@ -143,5 +272,9 @@ def source_of(ctx: TrainContext) -> Dataloader:
     colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
-    return AsyncSource(loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion,
-                       ctx.attempt)
+    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt)
+    if run.on_stale == "wait":
+        return AsyncSource(*given)
+    source = UnorderedSource(*given)
+    source.drops, source.trained = run.on_stale == "drop", ctx.trained
+    return source

@@ -140,7 +140,7 @@ class TrainContext:
         self._draw(self.buffer.draw_again)
         return True
 
-    def _draw(self, fill: Callable[[Batch, range], None]) -> None:
+    def _draw(self, fill: Callable[[Batch, range | None], None]) -> None:
         number = self.source.drawn_before
         for role in self.roles.values():
             role.draw = number

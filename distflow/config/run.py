@@ -521,12 +521,18 @@ class Run(Document):
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
     training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer
     steps, of which a node with several mini-batches makes several.)"""
+    on_stale: Literal["wait", "drop", "keep"] = "wait"
+    """What becomes of samples that would be older than `staleness` (modes async and semi_sync). wait: there are none,
+    as training takes the prompts in the order of the data and waits for the slowest of them. drop, keep: it takes those
+    that are done first, while the slow ones go on; one that is too old by then is dropped and sampled again, or trained
+    on all the same, in a DAG that corrects for it (`truncated_importance`)."""
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins again."""
-    switch_at: float = Field(default=0.5, gt=0, le=1)
+    switch_at: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 0.5
     """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
-    share of a step's, of whichever steps they are."""
+    share of a step's, of whichever steps they are. auto: begins with 0.5, and after each step moves towards the share
+    at which they wait no longer for the rest than they have other work meanwhile (`fuse`)."""
     fuse: bool = True
     """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
     prompts that are done while others are still sampled (modes async and semi_sync). Which prompts are computed

@@ -26,6 +26,8 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 
 ONE = Layout(1)
+REPEATS = 1 << 30
+"""Prompts that are sampled again have other ids: their position plus so much for each time."""
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
 
@@ -111,8 +113,8 @@ class Dataloader:
             Batch(torch.empty(0, dtype=torch.int64))
 
     def at(self, ids: torch.Tensor) -> Batch:
-        """Return the prompts at these positions of the stream [B], in their order."""
-        columns = self.encode(self.records.get([self._index(position) for position in ids.tolist()]))
+        """Return the prompts with these ids [B], in their order."""
+        columns = self.encode(self.records.get([self._index(prompt % REPEATS) for prompt in ids.tolist()]))
         return Batch(ids, {**columns, "group": ids})
 
     def take_results(self) -> tuple[()]:
@@ -135,8 +137,8 @@ class Dataloader:
         return self.position // self.batch
 
     @property
-    def drawn(self) -> range:
-        """Rows of the last step, of all shares."""
+    def drawn(self) -> range | None:
+        """Rows of the last step, of all shares; None if they are no range."""
         return range(self.position - self.batch, self.position)
 
     @property

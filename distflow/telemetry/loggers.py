@@ -27,7 +27,7 @@ from typing import Any
 
 from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
-from distflow.telemetry.run_reader import Row, RunReader, is_validation, numbers
+from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EVERY = 1.0  # seconds between two looks at the files
@@ -67,7 +67,11 @@ class WandbLogger(Logger):
         if is_validation(values):
             row = self.validated = max(row, self.validated + 1)
             values = {**values, "validated_step": step}
-        self.run.log(dict(values), step=row)
+        plain, counted = histograms(values)
+        bars = {name: self.wandb.Histogram(np_histogram=(  # pyright: ignore[reportArgumentType]
+            [counts.get(number, 0.0) for number in range(max(counts) + 1)],
+            [number - 0.5 for number in range(max(counts) + 2)])) for name, counts in counted.items()}
+        self.run.log({**plain, **bars}, step=row)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         columns, cells = _table(rows)

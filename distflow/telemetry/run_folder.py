@@ -36,7 +36,7 @@ from distflow.plan import Plan
 from distflow.telemetry import events
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
-from distflow.telemetry.run_reader import SUMMARY, Tail
+from distflow.telemetry.run_reader import SUMMARY, Tail, histograms
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -60,10 +60,21 @@ class EventWriter:
         if self.writer is None and again:
             self._open()
         if self.writer is not None:
+            plain, counted = histograms(values)
             with self._losing():
-                for name, value in values.items():
+                for name, value in plain.items():
                     group, slash, rest = name.partition("/")
                     self.writer.add_scalar(f"{_FIRST.get(group, group)}{slash}{rest}", value, step)
+                for name, counts in counted.items():
+                    self._add_histogram(name, counts, step)
+
+    def _add_histogram(self, name: str, counts: dict[int, float], step: int) -> None:
+        """Write a histogram with a bar for each whole number from 0 on."""
+        assert self.writer is not None
+        bars = [counts.get(number, 0.0) for number in range(max(counts) + 1)]
+        total, first, squares = (sum(number**power * count for number, count in counts.items()) for power in range(3))
+        self.writer.add_histogram_raw(name, -0.5, max(counts) + 0.5, total, first, squares,
+                                      [number + 0.5 for number in range(len(bars))], bars, step)
 
     def add_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         if self.writer is not None and rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry.run_lock import in_use
 
 SUMMARY = "summary.json"  # exists once a run has come to its end
+_AGE = re.compile(r"staleness/tokens/\d+")
 _SETTINGS = ("dag.yaml", "run.yaml")
 Row = dict[str, Any]
 
@@ -119,6 +121,15 @@ class RunReader:
 def numbers(line: Row) -> dict[str, float]:
     """Return the values of a line of metrics.jsonl that are finite numbers."""
     return {name: value for name, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+    """Return the metrics that are no counts by age, and these as {name: {age: count}}."""
+    plain, found = dict(values), dict[str, dict[int, float]]()
+    for name in filter(_AGE.fullmatch, values):
+        ages, _, age = name.rpartition("/")
+        found.setdefault(ages, {})[int(age)] = plain.pop(name)
+    return plain, found
 
 
 def is_validation(line: Mapping[str, Any]) -> bool:

@@ -54,7 +54,7 @@ _ADVICE = {
     "saving": "Snapshots take the time: `robust.snapshots: false` leaves them out.",
     "validating": "Validation and checkpoints take the time: a larger `validation.every` and `checkpoint.every`.",
     WAITING: "No rank computes: data moves, or ranks wait for another group. In mode async a trainer that waits for "
-             "prompts wants more rollouts (`groups.rollout`) or more `staleness`.",
+             "prompts wants more rollouts (`groups.rollout`), more `staleness`, or `on_stale: drop`.",
 }
 
 

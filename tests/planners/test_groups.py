@@ -216,12 +216,25 @@ def test_those_that_train_need_what_they_sample_with(tmp_path):
     assert "role `teacher` of node `rollout` only samples" in refusal(tmp_path / "taught.yaml", 4, "mode=semi_sync")
 
 
+def test_old_samples_are_kept_where_the_dag_corrects_for_them(tmp_path):
+    shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+    shown["nodes"] |= {
+        "old": {"role": "actor", "type": "MODEL_INFERENCE", "function": "logprobs", "dependencies": ["rollout"]},
+        "weigh": {"role": "actor", "type": "COMPUTE", "function": "truncated_importance", "dependencies": ["old"]}}
+    shown["nodes"]["update"]["dependencies"].append("weigh")
+    (tmp_path / "weighed.yaml").write_text(yaml.safe_dump(shown))
+    _, made = planned(tmp_path / "weighed.yaml", 4, "on_stale=keep")
+    assert not any(task.layout.early for task in made.groups[0].plan.tasks), "nobody knows which prompts come first"
+
+
 def test_what_only_other_modes_need_is_noted():
     _, made = planned("grpo.yaml", 2, "mode=sync", "staleness=3")
     assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
 
 
 REFUSED = {
+    "old samples as if they were new": (("grpo.yaml", 4, "on_stale=keep"), "has no node that corrects for old weights"),
+    "ages that nobody sees": (("online_dpo.yaml", 4, "on_stale=drop"), "reads `versions`"),
     "neither ranks nor a share": (("grpo.yaml", 4, "groups.rollout=1.5"), "neither a number of ranks"),
     "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
     "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),

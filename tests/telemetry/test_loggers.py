@@ -88,8 +88,8 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
     with (folder / "metrics.jsonl").open("a") as metrics:
-        for line in ({"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.1}, {"step": 6, "validation/held": 0.6},
-                     {"step": 7, "validation/held": 0.7}):
+        for line in ({"step": 6, "staleness/tokens/1": 8.0}, {"step": 7, "loss": 0.1},
+                     {"step": 6, "validation/held": 0.6}, {"step": 7, "validation/held": 0.7}):
             metrics.write(json.dumps(line) + "\n")
     sent_in_a_second_of_its_own()
     assert send(RunReader(folder), "wandb", settings, at_once) == 2
@@ -98,6 +98,7 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     late = [(steps[row]["validated_step"], steps[row]["validation/held"]) for row in (7, 8)]
     assert late == [(6, 0.6), (7, 0.7)], "which came after the metrics of step 7"
     assert steps[4]["reward/mean"] == 0.4
+    assert steps[6]["staleness/tokens/values"] == [0.0, 8.0], "a histogram"
     assert steps[4]["validation/held"] == 0.2
     assert "loss" not in steps[4], "null is no number"
     assert steps[2]["samples/_type"] == "table-file"

@@ -238,6 +238,17 @@ def test_tensorboard_shows_validation_and_reward_first_and_samples_as_text(tmp_p
     assert "row 9" in shown
 
 
+def test_tensorboard_shows_the_ages_of_tokens_as_a_histogram(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"staleness/mean": 1.5, "staleness/tokens/0": 30.0, "staleness/tokens/2": 90.0})
+    folder.close({})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["staleness/mean"]
+    shown = events.Histograms("staleness/tokens")[0].histogram_value
+    assert list(zip(shown.bucket_limit, shown.bucket)) == [(0.5, 30.0), (1.5, 0.0), (2.5, 90.0)]
+    assert (shown.num, shown.sum, shown.sum_squares) == (120.0, 180.0, 360.0)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_lines_are_dropped_without_room_for_a_second_file(tmp_path, again):
     """A full disk has none. The validation of the last step, which is done again, stands before the step's own line."""

@@ -167,7 +167,7 @@ def test_results_are_noted_in_order_under_the_step_of_the_weights_that_answered(
 def test_training_rows_leave_the_dock_though_nobody_validates_them(channel):
     with channel.dock("all") as dock:
         channel.enqueue_validation(dock, 0, 0)
-        channel.enqueue_prompts(dock, 0, PROMPTS - 1)
+        channel.enqueue_prompts(dock, torch.arange(PROMPTS))
         for _ in range(PROMPTS):
             lease = dock.lease("rollout", ROWS)
             columns = {"generate/responses": torch.zeros(ROWS), "report": torch.zeros(ROWS)}
@@ -225,7 +225,7 @@ def test_a_wait_for_weights_that_never_come_ends_and_names_who_waits_for_them(ch
     mine.role.version = 20
     mine.ask(2)
     holder.turn(), holder.turn()
-    channel.enqueue_prompts(mine.dock, 0, PROMPTS - 1)
+    channel.enqueue_prompts(mine.dock, torch.arange(PROMPTS))
     holder.dock.lease(ROLLOUT, ROWS)
     with pytest.raises(TimedOut, match="are leased by rollout 1 .* was waiting for version 20 of the weights"):
         mine.dock.lease(TRAINER, ROWS * PROMPTS, step=0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from distflow.config.load import load
-from distflow.data.batch import Batch
+from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
@@ -23,12 +23,12 @@ from distflow.store.interface import StoreUnavailable
 from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
-from workers.colocated import ColocatedSource
+from workers.colocated import AdaptiveShare, ColocatedSource
 from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
-from workers.sources import AsyncSource
+from workers.sources import AsyncSource, UnorderedSource
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -89,7 +89,8 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
         dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
                                 "clients": [["rollout 1", VALIDATING, 0.0]]}]
         patience = Patience(channel, dock, limit)
-        look = partial(fusion._seen, dock, 3, ROWS, patience) if fused else partial(source._leased, 3, patience)
+        look = partial(fusion._seen, dock, 3, ROWS, patience) if fused else partial(
+            source._leased, 3, patience, PROMPTS)
         with pytest.raises(TimedOut):
             list(iter(look, None))
     assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
@@ -201,6 +202,31 @@ def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough)
     assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
 
 
+@pytest.mark.parametrize(("with_trainer", "without", "fused"), [
+    (4.0, 10.0, 2.0), (4.0, 10.0, 0.0), (4.0, 40.0, 8.0), (1.0, 5.0, 4.5), (3.0, 6.0, 30.0)])
+def test_the_share_at_which_trainers_stop_sampling_becomes_the_best_one(with_trainer, without, fused):
+    """In the model of `AdaptiveShare`, from above and from below."""
+    def seconds(share: float) -> float:
+        return share * with_trainer + max((1 - share) * without, fused)
+
+    best = min((number / 1000 for number in range(100, 1001)), key=seconds)
+    for first in (0.1, 0.5, 1.0):
+        share = AdaptiveShare(first)
+        for _ in range(40):
+            share.record((1 - share.value) * without, fused)
+        assert seconds(share.value) <= 1.05 * seconds(best), (first, share.value, best)
+
+
+def test_a_trainer_that_begins_again_goes_on_with_its_share(channel):
+    made, again = (trainer(channel, steps=1) for _ in range(2))
+    made.colocated, again.colocated = (ColocatedSource({}, None, None, 4, 10.0, AdaptiveShare(share), ROWS * PROMPTS)
+                                       for share in (0.7, 0.5))
+    again.load_state_dict(made.state_dict())
+    assert again.colocated.share.value == 0.7
+    made.close()
+    again.close()
+
+
 def ready(dock: DockClient) -> int:
     return sum(each["indexes"][TRAINER]["ready"] for each in dock.status() if TRAINER in each["indexes"])
 
@@ -291,3 +317,106 @@ def test_a_dock_that_never_had_those_steps_is_left_alone(channel):
     with channel.dock("somebody") as dock:
         assert ready(dock) == 3 * ROWS * PROMPTS
     made.dock.close()
+
+
+@pytest.fixture
+def empty():
+    """A dock whose trainer takes what is done first."""
+    service = StorageShardServer(TOKEN)
+    channel = RolloutChannel(None, TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 1)
+    with channel.dock("trainer 0") as dock:
+        samples = (REPORT, "rollout/versions")
+        dock.configure([Consumer(ROLLOUT, (ORDER,), samples, ROWS),
+                        Consumer(TRAINER, samples, (), ROWS, seconds=3600.0, can_roll_back=True)])
+    yield channel
+    service.close()
+
+
+@pytest.fixture
+def unordered(empty):
+    """Make trainers that are at most one step ahead."""
+    made = []
+
+    def make(drops: bool = True, state=None, attempt: int = 0) -> UnorderedSource:
+        task = SimpleNamespace(node="rollout", role="actor", writes=("versions",), arrives=False, out_fan=())
+        plan = SimpleNamespace(tasks=(task,), source=None, ranks=1)
+        source = UnorderedSource(Loader(0), empty, plan, 0, 1, 4, 1.0, attempt=attempt)
+        source.at = lambda prompts: prompts
+        source.drops, source.trained = drops, {"actor": SimpleNamespace(version=0)}
+        if state:
+            source.load_state_dict(state)
+        made.append(source)
+        return source
+
+    yield make
+    for source in made:
+        source.close()
+
+
+def sample(channel, prompts: dict[int, int]) -> None:
+    """Complete these prompts, each with weights of a version."""
+    with channel.dock("rollout 1") as dock:
+        leased = {}
+        while lease := dock.try_lease(ROLLOUT, ROWS):
+            leased[int(lease.ids[0]) // ROWS] = lease
+        assert prompts.keys() <= leased.keys()
+        for prompt, version in prompts.items():
+            versions = Ragged.from_rows([torch.tensor([version, 99], dtype=torch.int32)] * ROWS)
+            dock.put(Batch(leased[prompt].ids, {REPORT: report_column([Metrics().take()], ROWS),
+                                                "rollout/versions": versions}))
+            dock.commit(leased[prompt])
+
+
+def step(source: UnorderedSource, number: int) -> list[int]:
+    source.trained["actor"].version = 10 * number
+    found = source.next().tolist()
+    source.finish()
+    return found
+
+
+
+def test_prompts_that_are_done_first_come_first_and_old_ones_are_sampled_again(empty, unordered):
+    source = unordered()
+    source._enqueue_prompts(0)
+    sample(empty, {0: 0, 2: 0})
+    assert step(source, 0) == [0, 2]
+    source._enqueue_prompts(1)
+    sample(empty, {3: 0, 4: 10})
+    assert step(source, 1) == [3, 4]
+    source._enqueue_prompts(2)
+    sample(empty, {1: 0, 5: 10})  # 1 has taken two steps
+    with pytest.raises(TimedOut):
+        step(source, 2)
+    assert source.open == {1: 1, 6: 0, 7: 0}, "5 is taken already"
+
+
+def test_each_prompt_is_trained_on_once_also_by_a_trainer_that_begins_again(empty, unordered):
+    """The first trainer dies behind its snapshot, ahead of the commit; the second in the step after."""
+    source = unordered()
+    source._enqueue_prompts(0)
+    sample(empty, {0: 0, 2: 0})
+    trained = source.next().tolist()
+    again = unordered(state=source.state_dict(), attempt=1)
+    again.reconcile()
+    again.trained["actor"].version = 10
+    again._enqueue_prompts(1)
+    sample(empty, {3: 10, 5: 10})
+    state = again.state_dict()
+    assert step(again, 1) == [3, 5], "0 and 2 came again"
+    last = unordered(state=state, attempt=2)
+    last.reconcile()
+    trained += step(last, 1)
+    last._enqueue_prompts(2)
+    sample(empty, {1: 20, 4: 10, 6: 20, 7: 20})
+    trained += step(last, 2) + step(last, 3)
+    assert sorted(trained) == [*range(8)]
+
+
+def test_old_prompts_may_be_kept(empty, unordered):
+    source = unordered(drops=False)
+    source.enqueued = 4
+    source.open = {0: 0, 1: 0, 2: 0, 3: 0}
+    source.oldest = {"actor": [10, 20]}
+    source._enqueue_prompts(0)
+    sample(empty, {1: 0, 3: 0})
+    assert step(source, 3) == [1, 3]
