@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.hub import fetch, fetched, pinned
-from distflow.config.models import Shape, check_chat_options, check_engines, check_lora, read_shape, shape_of_embedded
+from distflow.config.models import (
+    Shape,
+    check_chat_options,
+    check_engines,
+    check_lora,
+    check_tokenizers,
+    read_shape,
+    shape_of_embedded,
+)
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import SHIPPED, find, find_yaml, on_hub
 from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
@@ -165,8 +173,8 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    for find_mistakes in (check_engines, check_lora, check_chat_options, check_rewards, check_environments,
-                          check_agents, check_losses, check_templates, check_detectors):
+    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_chat_options, check_rewards,
+                          check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
     return spec
 
