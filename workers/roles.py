@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from distflow.config.dag import Head
 from distflow.config.load import Spec
-from distflow.config.models import ROLLOUTS, TRAINERS, base_of
+from distflow.config.models import ROLLOUTS, TRAINERS, base_of, odd_token
 from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
@@ -147,6 +147,19 @@ class RoleEngines:
         temperature = self.settings.generation.temperature if temperature is None else temperature
         return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, count: int, images: Ragged | None = None,
+                     temperature: float | None = None) -> tuple[Ragged, Ragged]:
+        """Return the `count` most probable tokens at each place of a response, and their log-probabilities: see
+        `Trainer.top_logprobs`. A vocabulary of fewer tokens gives all of them."""
+        self._require("lm", "top_logprobs")
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.top_logprobs(prompts, responses, temperature, min(count, self.vocabulary), images)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows, the unused ones at its end too."""
+        return self.config.get_text_config().vocab_size
+
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the value before each response token, float32: of the prompt and the tokens before it."""
         self._require("value", "values")
@@ -255,12 +268,10 @@ def _require_one_vocabulary(roles: dict[str, RoleEngines]) -> None:
     first, *others = roles.values()
     for other in others:
         ours, theirs = first.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-        odd = [token for token, number in ours.items() if theirs.get(token, number) != number]
-        if odd or not (ours.keys() <= theirs.keys() or theirs.keys() <= ours.keys()):
-            odd = odd or sorted(ours.keys() ^ theirs.keys())
+        if odd := odd_token(ours, theirs):
             raise EngineError(f"roles `{first.name}` and `{other.name}` have different tokenizers, so that the tokens "
-                              f"of one mean nothing to the other (first difference: {odd[0]!r}). Give them models of "
-                              "one family")
+                              f"of one mean nothing to the other (first difference: {odd!r}). Give them models of one "
+                              "family")
 
 
 def _base_role(name: str, owner: RoleEngines) -> RoleEngines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,15 @@ from typing import Any, TypeVar
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.hub import fetch, fetched, pinned
-from distflow.config.models import Shape, check_chat_options, check_engines, check_lora, read_shape, shape_of_embedded
+from distflow.config.models import (
+    Shape,
+    check_chat_options,
+    check_engines,
+    check_lora,
+    check_tokenizers,
+    read_shape,
+    shape_of_embedded,
+)
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import SHIPPED, find, find_yaml, on_hub
 from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
@@ -165,8 +174,9 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    for find_mistakes in (check_engines, check_lora, check_chat_options, check_rewards, check_environments,
-                          check_agents, check_losses, check_templates, check_detectors):
+    mistakes += _unset_keys(spec)
+    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_chat_options, check_rewards,
+                          check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
     return spec
 
@@ -266,6 +276,13 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
             return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
     return "", ""
+
+
+def _unset_keys(spec: Spec) -> list[Diagnostic]:
+    named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
+    return [Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
+                       spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…")
+            for node, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
 def _check_data(spec: Spec) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,7 +56,8 @@ TRAINERS: dict[str, Engine] = {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
-        "compile": "its layers are its own", "routing_replay": "distflow does not hand choices to its routers"}),
+        "compile": "its layers are its own", "routing_replay": "distflow does not hand choices to its routers",
+        "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
 ROLLOUTS: dict[str, Engine] = {
     "hf": Engine("workers.engines.hf:HFRollout", cannot={
@@ -132,6 +133,7 @@ def untested(spec: Spec) -> Iterator[str]:
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
            "stop": "`generation.stop`", "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
+           "other tokens": "runs `top_logprobs` or `distillation_update`",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -141,6 +143,8 @@ def _features(spec: Spec, role: str) -> list[str]:
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
               "stop": bool(settings.generation.stop), "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
+              "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
+                                  for node in spec.dag.nodes.values()),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 
@@ -176,6 +180,46 @@ _NOT_ADAPTED = ("embed", "wte", "wpe", "lm_head", ".experts.", ".mlp.gate.")
 """Parts of names of weight matrices that are no inner linear layer's."""
 
 Linears = dict[str, int]  # name of an inner linear layer → its inputs plus its outputs
+
+
+def check_tokenizers(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake for each role whose model folder has another tokenizer than the first role's: roles pass tokens
+    to each other. Other models are compared when the run starts."""
+    used = dict.fromkeys(node.role for node in spec.dag.nodes.values() if node.type != "COMPUTE")
+    folders = ((role, find(model.path, "models", spec.folder)) for role in used if role in spec.dag.roles
+               if (model := spec.model_of(role)) and model.path)
+    known = [(role, folder / "tokenizer.json") for role, folder in folders
+             if folder and (folder / "tokenizer.json").is_file()]
+    mistakes = []
+    for role, file in known[1:]:
+        first, other = known[0]
+        odd = "" if file == other or file.read_bytes() == other.read_bytes() else \
+            odd_token(_vocabulary(other), _vocabulary(file))
+        if odd:
+            mistakes.append(Diagnostic(
+                f"roles `{first}` and `{role}` have different tokenizers, so that the tokens of one mean nothing to "
+                f"the other (first difference: {odd!r})", spec.run_source.location(("roles", role, "model")),
+                "Give them models of one family."))
+    return mistakes
+
+
+def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    """Return a token that is another one in the second vocabulary, or missing in either; "" if one of the two extends
+    the other."""
+    moved = next((token for token, number in ours.items() if theirs.get(token, number) != number), "")
+    nested = ours.keys() <= theirs.keys() or theirs.keys() <= ours.keys()
+    return moved or ("" if nested else min(ours.keys() ^ theirs.keys()))
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Return the numbers of the tokens in a tokenizer.json; none of a form that is not known."""
+    try:
+        tokenizer = json.loads(file.read_text())
+        words, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", ())
+        named = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
+        return {**named, **{each["content"]: each["id"] for each in added}}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"

@@ -39,6 +39,13 @@ def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):
     assert main([*stop, "roles.actor.rollout=hf"]) == 0
 
 
+@pytest.mark.parametrize("role", ["actor", "teacher"])
+def test_distillation_from_other_tokens_is_for_the_engine_that_has_it(capsys, role):
+    assert main(["validate", "gkd", "--set", f"roles.{role}.engine=megatron"]) == 2
+    assert f"role `{role}` wants `engine: megatron` and runs `top_logprobs` or `distillation_update`, which it cannot" \
+        in " ".join(capsys.readouterr().err.split())
+
+
 def test_fp8_is_for_the_engine_that_has_it(capsys, monkeypatch):
     fp8 = ["validate", "grpo", "--set", "roles.actor.generation.quantization=fp8"]
     assert main(fp8) == 2

@@ -116,3 +116,24 @@ def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path,
     spec = load_for_planning("grpo.yaml", None, settings)
     found = [str(mistake) for mistake in spec.mistakes if "chat template" in str(mistake)]
     assert [says in found[0]] == [True] if says else found == []
+
+
+def tokenizer(folder: Path, words: dict[str, int] | list[list], added: dict[str, int]) -> str:
+    folder.mkdir()
+    special = [{"id": number, "content": word} for word, number in added.items()]
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": special}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("words", "added", "odd"), [
+    ({"a": 0, "b": 1}, {"<end>": 2}, ""), ({"b": 1, "a": 0}, {"<end>": 2, "<more>": 3}, ""),
+    ([["a", -1.0], ["b", -2.0]], {}, ""), ({"b": 0, "a": 1}, {"<end>": 2}, "'a'"),
+    ({"a": 0, "b": 1}, {"<stop>": 2}, "'<end>'")])
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, words, added, odd):
+    folders = {"actor": tokenizer(tmp_path / "one", {"a": 0, "b": 1}, {"<end>": 2}),
+               "teacher": tokenizer(tmp_path / "two", words, added)}
+    spec = load_for_planning("distill.yaml", None, [f"roles.{role}.model={path}" for role, path in folders.items()])
+    found = [str(mistake) for mistake in spec.mistakes if "tokenizers" in str(mistake)]
+    assert len(found) == bool(odd)
+    assert not odd or "roles `actor` and `teacher` have different tokenizers" in found[0]
+    assert not odd or f"(first difference: {odd})" in found[0]

@@ -64,6 +64,8 @@ CASES = [
     Case("reward_model", "preference/margin", 0.2,
          settings=(PAIRS, "roles={reward: {model: WEAK, learning_rate: 3e-4}}")),
     Case("distill", "distillation/reverse_kl", -0.1, settings=("roles.teacher={model: TEACHER}",)),
+    Case("gkd", "distillation/divergence", -0.004,
+         settings=("roles.teacher={model: TEACHER}", "roles.second={model: WEAK}")),
     Case("solver_reviser", "reward/mean/revised", 0.06, settings=("roles.reviser.learning_rate=3e-4",)),
     Case(str(ROOT / "examples/opo/opo")),
 ]

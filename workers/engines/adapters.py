@@ -70,6 +70,11 @@ class BaseEngine:
         with adapters_off(self.engine.policy):
             return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
+                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
+        with adapters_off(self.engine.policy):
+            return self.engine.top_logprobs(prompts, responses, temperature, count, images)
+
 
 def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.

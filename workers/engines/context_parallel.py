@@ -36,8 +36,8 @@ class ContextParallelCache:
         return keys, values
 
     def join(self, own: Tensor) -> Tensor:
-        """Gather [B, w] of this rank's columns into [B, W]. Gradients are not summed: all ranks have one loss."""
-        columns = _AllGatherLocalGrad.apply(own, self.group).movedim(0, 1).flatten(1)
+        """Gather [B, w, …] of this rank's columns into [B, W, …]. Gradients are not summed: all ranks have one loss."""
+        columns = _AllGatherLocalGrad.apply(own, self.group).movedim(0, 1).flatten(1, 2)
         return columns[:, torch.argsort(self.pieces(columns.shape[1]).flatten()).to(columns.device)]
 
 

@@ -191,6 +191,12 @@ class FSDPEngine(Trainer):
         found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
         return responses.with_values(found[0][: len(responses.values)])
 
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
+                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
+        found = self._infer(prompts, responses, temperature, count, images=images)
+        tokens, logprobs = (responses.with_values(part[: len(responses.values)]) for part in found)
+        return tokens, logprobs
+
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         return responses.with_values(self._infer(prompts, responses)[0][: len(responses.values)])
 
@@ -198,11 +204,12 @@ class FSDPEngine(Trainer):
         return self._infer(prompts, responses)[1][: len(responses)]
 
     @torch.no_grad()
-    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0,
+    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float = 1.0, top: int = 0,
                **more: Ragged | None) -> list[Tensor]:
         given = {name: column for name, column in more.items() if column is not None}
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **given})
-        pieces = [[part.cpu() for part in self._forward(micro, temperature)] for micro in self._micro_batches(batch)]
+        pieces = [[part.cpu() for part in self._forward(micro, temperature, top)]
+                  for micro in self._micro_batches(batch)]
         self.sharded.reshard()  # the root stays gathered after a forward pass alone
         return [torch.cat(parts) for parts in zip(*pieces)]
 
@@ -227,7 +234,7 @@ class FSDPEngine(Trainer):
         self.policy.zero_grad()
         return norm
 
-    def _forward(self, micro: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: Batch, temperature: float, top: int = 0) -> tuple[Tensor, Tensor]:
         heartbeat.current().tick()
         images: Ragged | None = micro.columns.get("images")  # pyright: ignore[reportAssignmentType]
         same = True if images is None else same_as_previous(images)
@@ -238,13 +245,21 @@ class FSDPEngine(Trainer):
         if self.routers:
             self.routers.replayed = None if routed is None else packed_choices(
                 routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
+        more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1])}
         if images is None:
-            return self.policy(*inputs, temperature=temperature)
+            return self.policy(*inputs, **more)
         pixels = image_inputs(self.policy.model, images.select(first_rows(inputs[2])))
         if not pixels:
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
-        return self.policy(*inputs, temperature=temperature, images=pixels)
+        return self.policy(*inputs, images=pixels, **more)
+
+    def _candidates(self, micro: Batch, width: int) -> Tensor | None:
+        """Return [B, width, K]: the tokens whose log-probabilities a loss wants in place of the responses' own."""
+        if "candidates" not in micro.columns:
+            return None
+        padded = micro["candidates"].padded().long()
+        return nn.functional.pad(padded, (0, 0, 0, width - padded.shape[1])).to(self.device)
 
     def state_dict(self) -> dict[str, Any]:
         shards = {name: shard.detach() for name, shard in self.shards().items()}

@@ -9,6 +9,8 @@ padded.
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,10 +22,11 @@ from workers.engines.attention import NAME, NO_MASK
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
-from workers.engines.vocabulary import score, scored
+from workers.engines.vocabulary import likeliest, likeliest_of, score, scored
 
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings of models that do something to logits after the head."""
+Read = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 _PADDING = 1.25  # computed tokens for each true one, from which on packing is faster on a CPU
 
 
@@ -47,26 +50,35 @@ class SharedPrompt(nn.Module):
         return self.model.base_model(tokens, use_cache=False, **inputs).last_hidden_state[0].index_select(0, places)
 
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-        """Return the head's values [N] for `outputs` [N, D] and the next `tokens` [N] (any token after the last)."""
+        """Return the head's values [N] for `outputs` [N, D] and the next `tokens` [N] (any token after the last), or
+        the tokens [N, K] that might be next."""
+        raise NotImplementedError
+
+    def read_top(self, outputs: Tensor, tokens: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        """Return the `count` most probable next tokens [N, count], and their log-probabilities."""
         raise NotImplementedError
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
-                ) -> tuple[Tensor, ...]:
+                candidates: Tensor | None = None, top: int = 0) -> tuple[Tensor, ...]:
         """Return the values of `read` for all responses back to back, before each token (see `after_last`).
 
         Args:
-            prompts: [P, L] tokens, padded on the left; prompt_lengths: [P].
-            prompt_of: [B] index of each response's prompt.
+            prompts: [P, L] tokens, padded on the left; prompt_lengths: [P]. prompt_of: [B], each response's prompt.
             responses: [B, R] tokens, R at least 2, padded on the right; response_lengths: [B].
             images: see `vision.image_inputs`.
+            candidates: [B, R, K] tokens that are read in place of the responses' own.
+            top: read the `top` most probable tokens, by `read_top`.
         """
+        of_top = {"count": top} if top else {}
+        read = functools.partial(self.read_top if top else self.read, temperature=temperature, **of_top)
+        asked = responses if candidates is None else candidates
         if self.context:
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
-                                       response_lengths, temperature)
+                                       response_lengths, asked, read)
         if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
                                           self._wastes(prompts, prompt_lengths, response_lengths)):
-            return _forward_packed(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, temperature)
+            return _forward_packed(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
@@ -81,8 +93,8 @@ class SharedPrompt(nn.Module):
                                          first[prompt], _expand(cache, prompt))
             steps = torch.arange(outputs.shape[1], device=tokens.device)
             valid = steps < counts[rows, None]
-            next_tokens = nn.functional.pad(tokens, (0, self.after_last))
-            pieces.append(self.read(outputs[valid], next_tokens[valid], temperature))
+            next_tokens = _padded(asked[rows, : tokens.shape[1]], self.after_last)
+            pieces.append(read(outputs[valid], next_tokens[valid]))
             order_of.append((starts[rows, None] + steps)[valid])
         back = torch.argsort(torch.cat(order_of))
         return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
@@ -113,28 +125,27 @@ def _can_pack(model: PreTrainedModel) -> bool:
 
 
 def _forward_packed(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,
-                    responses: Tensor, response_lengths: Tensor, temperature: float) -> tuple[Tensor, ...]:
+                    responses: Tensor, response_lengths: Tensor, asked: Tensor, read: Read) -> tuple[Tensor, ...]:
     """Compute `SharedPrompt.forward` without padding, all tokens in one row."""
     columns = torch.arange(prompts.shape[1], device=prompts.device)
     steps = torch.arange(responses.shape[1] + policy.after_last, device=prompts.device)
     counts = response_lengths + policy.after_last
     rest = (counts - 1).clamp(min=0)
     packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), prompts.device)
-    following = nn.functional.pad(responses, (0, policy.after_last))
     tokens = torch.cat([prompts[columns >= prompts.shape[1] - prompt_lengths[:, None]],
-                        following[steps < rest[:, None]]])
+                        _padded(responses, policy.after_last)[steps < rest[:, None]]])
     last, before = prompt_lengths.cumsum(0)[prompt_of] - 1, int(prompt_lengths.sum()) + rest.cumsum(0) - rest
     # A response's first value is read at the prompt's end, the others at its own tokens.
     places = torch.where(steps == 0, last[:, None], before[:, None] + steps - 1)
     valid = steps < counts[:, None]
     outputs = policy.run_packed(places[valid], tokens[None], position_ids=packing.positions()[None], packing=packing,
                                 attention_mask=tokens.new_empty(NO_MASK))
-    return policy.read(outputs, following[valid], temperature)
+    return read(outputs, _padded(asked, policy.after_last)[valid])
 
 
 def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, prompts: Tensor, prompt_lengths: Tensor,
-                        prompt_of: Tensor, responses: Tensor, response_lengths: Tensor,
-                        temperature: float) -> tuple[Tensor, ...]:
+                        prompt_of: Tensor, responses: Tensor, response_lengths: Tensor, asked: Tensor,
+                        read: Read) -> tuple[Tensor, ...]:
     """Compute `SharedPrompt.forward` with context parallelism; each rank runs model and head on its own columns."""
     tokens, begins = torch.cat([prompts[prompt_of], responses], 1), prompts.shape[1] - prompt_lengths[prompt_of]
     ends = prompts.shape[1] + response_lengths
@@ -149,10 +160,20 @@ def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, pro
     here = wanted[:, own]
     states, _ = policy.run(tokens[:, own], attention_mask=mask[:, None], past_key_values=context,
                            position_ids=(own - begins[:, None]).clamp(min=0))
-    following = torch.roll(tokens, -1, 1)[:, own]
-    numbers = policy.read(states[here], following[here], temperature)
-    empty = torch.zeros(here.shape, device=here.device)
-    return tuple(context.join(empty.masked_scatter(here, part))[wanted] for part in numbers)
+    following = asked.new_zeros(*tokens.shape, *asked.shape[2:])
+    following[:, last : last + asked.shape[1]] = asked
+    return tuple(context.join(_placed(here, part))[wanted] for part in read(states[here], following[:, own][here]))
+
+
+def _placed(where: Tensor, values: Tensor) -> Tensor:
+    """Return the values [N, …] at the places `where` [B, w] that is True, and 0 elsewhere."""
+    table = values.new_zeros(*where.shape, *values.shape[1:])
+    return table.index_put(where.nonzero(as_tuple=True), values)
+
+
+def _padded(tokens: Tensor, more: int) -> Tensor:
+    """Return [B, R, …] with `more` columns of 0."""
+    return torch.cat([tokens, tokens.new_zeros(len(tokens), more, *tokens.shape[2:])], 1) if more else tokens
 
 
 class Policy(SharedPrompt):
@@ -180,6 +201,11 @@ class Policy(SharedPrompt):
         if self.head_alone:
             return score(outputs, cast(nn.Linear, self.model.get_output_embeddings()), tokens, temperature or 1.0)
         return scored(outputs.float() / (temperature or 1.0), tokens)
+
+    def read_top(self, outputs: Tensor, tokens: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
+        if self.head_alone:
+            return likeliest(outputs, cast(nn.Linear, self.model.get_output_embeddings()), count, temperature or 1.0)
+        return likeliest_of(outputs.float() / (temperature or 1.0), count)
 
 
 def last_states(model: PreTrainedModel, tokens: Tensor, only_last: bool, **places) -> tuple[Tensor, Cache]:

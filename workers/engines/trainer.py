@@ -23,8 +23,9 @@ from distflow.telemetry.metrics import current
 from workers.engines.devices import device_of, peak_of
 
 LossOf = Callable[[Tensor, Tensor, Batch], Tensor]
-"""(outputs of the head, micro-batch) → sum of weighted losses. A vocabulary head gives log-probabilities [T] and
-entropies [T]; a value head the values [T] before each token and the scores [B] of whole responses."""
+"""(outputs of the head, micro-batch) → sum of weighted losses. A vocabulary head gives log-probabilities [T] of the
+responses, or [T, K] of the `candidates` of the micro-batch, and entropies [T]; a value head the values [T] before each
+token and the scores [B] of whole responses."""
 
 
 class Trainer(ABC):
@@ -47,6 +48,13 @@ class Trainer(ABC):
         """Return the log-probability of each response token, float32, shaped like `responses`. `routed_experts`: the
         experts that the routers choose, see `workers.engines.routing`."""
 
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
+                     images: Ragged | None = None) -> tuple[Ragged, Ragged]:
+        """Return the `count` most probable tokens at each place of a response (int32 [count], the most probable first)
+        and their log-probabilities (float32)."""
+        raise EngineError(f"the engine `{self.settings.engine}` gives log-probabilities of the responses' own tokens "
+                          "alone. Give this role  engine: fsdp")
+
     @abstractmethod
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the value before each response token, float32, shaped like `responses`."""
@@ -59,9 +67,10 @@ class Trainer(ABC):
                together: bool = False) -> dict[str, float]:
         """Take one optimizer step; return `grad_norm` before clipping and `learning_rate`.
 
-        `batch` has this rank's rows: `prompts`, `responses`, perhaps `images` and `routed_experts`, and what `loss_of`
-        needs, whose losses are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one
-        micro-batch. Raises EngineError: the gradient is not finite; the weights are left as they were.
+        `batch` has this rank's rows: `prompts`, `responses`, perhaps `images`, `routed_experts` and `candidates` (other
+        tokens, [K] at each place of a response, whose log-probabilities are wanted), and what `loss_of` needs, whose
+        losses are summed over micro-batches and shares. `together` keeps consecutive rows of one id in one micro-batch.
+        Raises EngineError: the gradient is not finite; the weights are left as they were.
         """
         began = time.perf_counter()
         self._accumulate(self._micro_batches(batch, together), loss_of, temperature)

@@ -39,8 +39,7 @@ class ValueModel(SharedPrompt):
         values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
         return (values.squeeze(-1),)
 
-    def forward(self, *inputs: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
-                ) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor, images: dict[str, Tensor] | None = None, **_: Any) -> tuple[Tensor, Tensor]:
         prompts, prompt_lengths, prompt_of, responses, response_lengths = inputs
         (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images)
         ends = (response_lengths + 1).cumsum(0) - 1

@@ -2,7 +2,7 @@
 
 A vocabulary of 150,000 takes 600 kB of logits per token, and autograd keeps several such tables. Here the head is
 applied to some tokens at a time, and again in the backward pass (as in Liger Kernel, Hsu et al. 2024, and Cut
-Cross-Entropy, Wijmans et al. 2024, but in plain PyTorch). With a head that is split over ranks they exchange three
+Cross-Entropy, Wijmans et al. 2024, but in plain PyTorch). With a head that is split over ranks they exchange a few
 numbers per token (Shoeybi et al. 2019, §3), not logits.
 """
 
@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distflow.weights.reshard import all_gather
+
 PIECE = 2**25  # logits in memory at a time: 128 MiB in float32. If all fit, they are computed once and kept
 _ON_GPU = 8  # times as many there: short kernels are slow
 
 
 def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `tokens` [N] after `hidden` [N, D], and entropies [N] (detached), both float32.
-    `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh dimension."""
+    """Return log-probabilities of `tokens` [N] or [N, K] after `hidden` [N, D], shaped like them, and entropies [N]
+    (detached), both float32. `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh
+    dimension."""
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
@@ -41,11 +44,44 @@ def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, t
 
 
 def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `tokens` [N] and entropies [N] under `logits` [N, V]."""
+    """Return log-probabilities of `tokens` [N] or [N, K] and entropies [N] under `logits` [N, V]."""
     logprobs = torch.log_softmax(logits, -1)
     with torch.no_grad():
         entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs[torch.arange(len(tokens), device=tokens.device), tokens], entropies
+    rows = torch.arange(len(tokens), device=tokens.device)
+    return logprobs[rows if tokens.ndim == 1 else rows[:, None], tokens], entropies
+
+
+@torch.no_grad()
+def likeliest(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the `count` most probable tokens after `hidden` [N, D], int32 [N, count], the most probable first, and
+    their log-probabilities, float32. `head` as in `score`; it has at least as many rows."""
+    weight, group, first, part = head.weight, None, 0, len(head.weight)
+    if isinstance(weight, DTensor):
+        group = weight.device_mesh.get_group()
+        part = -(-part // dist.get_world_size(group))
+        weight, first = weight.to_local(), part * dist.get_rank(group)
+    tokens = torch.empty(len(hidden), count, dtype=torch.int32, device=hidden.device)
+    logprobs = torch.empty(len(hidden), count, device=hidden.device)
+    for piece in _pieces(hidden, part):
+        logits = _logits(hidden[piece], weight, temperature)
+        best, columns = logits.topk(min(count, len(weight)), -1)
+        normalizers = logits.logsumexp(-1, keepdim=True)
+        if group is not None:
+            missing = min(count, part) - best.shape[1]  # the last ranks may have fewer rows
+            best = _joined(nn.functional.pad(best, (0, missing), value=-torch.inf), group)
+            columns = _joined(nn.functional.pad(columns + first, (0, missing)), group)
+            normalizers = _joined(normalizers, group).logsumexp(-1, keepdim=True)
+            best, order = best.topk(count, -1)
+            columns = columns.gather(1, order)
+        tokens[piece], logprobs[piece] = columns.int(), best - normalizers
+    return tokens, logprobs
+
+
+def likeliest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return `likeliest` of `logits` [N, V]."""
+    best, tokens = logits.topk(count, -1)
+    return tokens.int(), best - logits.logsumexp(-1, keepdim=True)
 
 
 class _Scores(torch.autograd.Function):
@@ -53,24 +89,25 @@ class _Scores(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
                 group: dist.ProcessGroup | None, first: int, part: int) -> tuple[Tensor, Tensor]:
         """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces."""
-        logprobs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
-        normalizers = torch.empty_like(logprobs)
+        asked = _by_row(tokens)
+        entropies, normalizers = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+        logprobs = torch.empty(tokens.shape, device=hidden.device)
         for piece in _pieces(hidden, part):
             logits = _logits(hidden[piece], weight, temperature)
             top = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
             _all_reduce(top, dist.ReduceOp.MAX, group)
             logits.sub_(top[:, None])
-            rows, columns = _local_rows(tokens[piece] - first, len(weight))
-            chosen = torch.zeros_like(top)
-            chosen[rows] = logits[rows, columns]
+            numbers = logits.new_zeros(len(logits), asked.shape[1] + 2)
+            rows, places, columns = _local_rows(asked[piece] - first, len(weight))
+            numbers[rows, places] = logits[rows, columns]
             powers = logits.exp()
-            weighted = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
-            chosen, total, weighted = _all_reduce(torch.stack([chosen, powers.sum(-1), weighted]), dist.ReduceOp.SUM,
-                                                  group)
+            numbers[:, -2] = powers.sum(-1)
+            numbers[:, -1] = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
+            *_, total, weighted = _all_reduce(numbers, dist.ReduceOp.SUM, group).unbind(-1)
             spread = total.log()
-            logprobs[piece], entropies[piece], normalizers[piece] = chosen - spread, spread - weighted / total, top + \
-                spread
-        ctx.save_for_backward(hidden, weight, tokens, normalizers)
+            _by_row(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
+            entropies[piece], normalizers[piece] = spread - weighted / total, top + spread
+        ctx.save_for_backward(hidden, weight, asked, normalizers)
         ctx.temperature, ctx.group, ctx.first, ctx.part = temperature, group, first, part
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -78,15 +115,16 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """∂ log p(t) / ∂ logits = onehot(t) − p."""
-        hidden, weight, tokens, normalizers = ctx.saved_tensors
+        hidden, weight, asked, normalizers = ctx.saved_tensors
+        gradient = gradient.reshape(asked.shape)
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         for piece in _pieces(hidden, ctx.part):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
-            table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale[:, None])
-            rows, columns = _local_rows(tokens[piece] - ctx.first, len(weight))
-            table[rows, columns] += scale[rows]
+            table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale.sum(1, keepdim=True))
+            rows, places, columns = _local_rows(asked[piece] - ctx.first, len(weight))
+            table.index_put_((rows, columns), scale[rows, places], accumulate=True)
             table = table.to(hidden.dtype)
             to_hidden[piece] = table @ weight
             if to_weight is not None and hidden.dtype == torch.float32:
@@ -110,9 +148,21 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return nn.functional.linear(hidden, weight).float().div_(temperature)
 
 
-def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    rows = ((columns >= 0) & (columns < size)).nonzero().squeeze(1)
-    return rows, columns[rows]
+def _by_row(tokens: Tensor) -> Tensor:
+    return tokens[:, None] if tokens.ndim == 1 else tokens
+
+
+def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, place in the row and column of each of `columns` [N, K] that is one of this rank's."""
+    rows, places = ((columns >= 0) & (columns < size)).nonzero(as_tuple=True)
+    return rows, places, columns[rows, places]
+
+
+def _joined(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return [N, ranks * K]: what the ranks of a group have [N, K], side by side."""
+    every = own.new_empty(dist.get_world_size(group), *own.shape)
+    all_gather(every.flatten(), own.contiguous().flatten(), group=group)
+    return every.movedim(0, 1).flatten(1)
 
 
 def _all_reduce(values: Tensor, how: Any, group: dist.ProcessGroup | None) -> Tensor:

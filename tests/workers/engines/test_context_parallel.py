@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from training import Trained, joined, named_mesh, plain_training, training, valued
+from training import Trained, engine_of, joined, named_mesh, plain_training, share_of, training, valued
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen3Config
 
 from distflow.config.run import RoleRun
@@ -29,6 +29,22 @@ def test_any_layout_equals_the_plain_model(layout, model, small):
     joined(results, stride).equals(plain_training(model))
     for rank, result in enumerate(results):
         assert result.logprobs == results[rank - rank % stride].logprobs
+
+
+def distilled(layout) -> list[float]:
+    """Log-probabilities of the three likeliest tokens at each place, and the norm of the gradient of their sum."""
+    mesh = named_mesh(**layout)
+    engine, rows = engine_of(mesh, micro_batch_tokens=40), share_of(mesh)
+    tokens, logprobs = engine.top_logprobs(rows["prompts"], rows["responses"], 0.7, 3)
+    found = engine.update(rows.with_columns({"candidates": tokens}), lambda new, *_: (new * new).sum() / 22, 0.7, 0)
+    return [*logprobs.values.flatten().tolist(), found["grad_norm"]]
+
+
+def test_the_likeliest_tokens_are_found_and_learnt_from_in_any_layout():
+    (expected,) = run_ranks(1, distilled, {})
+    for layout in ({"cp": 2}, {"tp": 2}):
+        found = run_ranks(2, distilled, layout)
+        assert found[0] == found[1] == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_value_head_works_with_it():

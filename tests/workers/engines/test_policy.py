@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Ragged
+from workers.engines import attention
 from workers.engines.policy import Policy, inputs_of
 
 
@@ -42,3 +43,19 @@ def test_only_neighbours_with_equal_prompts_share():
     assert prompt_of.tolist() == [0, 0, 1, 2, 3]
     assert lengths.tolist() == [2, 1, 2, 2]
     assert unique.tolist() == [[7, 8], [0, 9], [7, 8], [0, 9]]
+
+
+@pytest.mark.parametrize(("chunks", "packs"), [(4, False), (1, True)])
+def test_the_likeliest_tokens_and_their_log_probabilities_stand_where_those_of_responses_do(model, chunks, packs):
+    prompts, responses = rows(5, 9, 2).select(torch.tensor([0, 0, 1, 2])), rows(4, 1, 0, 6, seed=1)
+    if packs:
+        model.set_attn_implementation(attention.NAME)
+    policy, inputs = Policy(model, chunks), inputs_of(prompts, responses, 0, torch.device("cpu"))
+    assert policy.packs == packs
+    tokens, expected = policy(*inputs, 0.7, top=5)
+    column = responses.with_values(tokens).padded().long()
+    found, entropies = policy(*inputs, 0.7, candidates=column)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(entropies, policy(*inputs, 0.7)[1])
+    own = torch.nn.functional.pad(responses.padded()[..., None], (0, 2))  # the responses' own among three
+    assert torch.allclose(policy(*inputs, 0.7, candidates=own)[0][:, 0], policy(*inputs, 0.7)[0], atol=1e-6)

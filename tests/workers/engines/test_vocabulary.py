@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from workers.engines import vocabulary
-from workers.engines.vocabulary import score, score_cut, scored
+from workers.engines.vocabulary import likeliest, score, score_cut, scored
 
 TOKENS, WIDTH, MANY = 1024, 32, 150_000
 
@@ -55,6 +55,35 @@ def test_pieces_change_nothing(monkeypatch, piece):
         assert torch.allclose(one, other, atol=1e-5)
 
 
+def several(hidden, head, tokens, counts):
+    """The same with five tokens at each place, one of them twice."""
+    others = [(tokens + 7 * more) % head.out_features for more in (0, 1, 2, 3, 1)]
+    return hidden, head, torch.stack(others, 1), torch.stack([counts, counts.flip(0), counts**2, -counts, counts], 1)
+
+
+@pytest.mark.parametrize("piece", [300 * 7, vocabulary.PIECE])
+def test_several_tokens_at_each_place(monkeypatch, piece):
+    monkeypatch.setattr(vocabulary, "PIECE", piece)
+    hidden, head, tokens, counts = several(*drawn(300))
+    logprobs, entropies, *gradients = results(hidden, head, tokens, counts)
+    wanted = torch.log_softmax(head.double()(hidden.double()) / 0.7, -1).gather(1, tokens)
+    expected = torch.autograd.grad((wanted * counts).sum(), [hidden, head.weight])
+    assert logprobs.shape == tokens.shape
+    assert entropies.shape == tokens.shape[:1]
+    for one, other in zip([logprobs, *gradients], [wanted, *expected]):
+        assert torch.allclose(one.double(), other.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [300 * 7, vocabulary.PIECE])
+def test_the_likeliest_tokens(monkeypatch, piece):
+    monkeypatch.setattr(vocabulary, "PIECE", piece)
+    hidden, head, *_ = drawn(300)
+    tokens, logprobs = likeliest(hidden, head, 9, 0.7)
+    expected = torch.log_softmax(head(hidden) / 0.7, -1).topk(9)
+    assert torch.equal(tokens.long(), expected.indices)
+    assert torch.allclose(logprobs, expected.values, atol=1e-5)
+
+
 def test_gradients_of_pieces_are_summed_in_float32(monkeypatch):
     exact = results(*drawn(300), of=at_once)[3]
     monkeypatch.setattr(vocabulary, "PIECE", 300)
@@ -84,13 +113,20 @@ def over_ranks(size: int) -> list[torch.Tensor]:
     head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     with pieces_of(10 * (size // 2)):  # several pieces, and more of 64 rows than of 63
         *found, gradient = results(hidden, head, tokens, counts)
-    return [*(part.numpy() for part in found), gradient.full_tensor().numpy()]
+        *of_several, other = results(*several(hidden, head, tokens, counts))
+        best = likeliest(hidden, head, 64, 0.7)[1]
+    return [*(part.numpy() for part in (*found, *of_several, best)), *(part.full_tensor().numpy()
+                                                                       for part in (gradient, other))]
 
 
 @pytest.mark.parametrize("size", [300, 127])
 def test_a_vocabulary_that_is_cut_over_ranks_gives_the_same(size):
-    expected = results(*drawn(size), of=at_once)
+    hidden, head, tokens, counts = drawn(size)
+    *expected, gradient = results(hidden, head, tokens, counts, of=at_once)
+    *of_several, other = results(*several(hidden, head, tokens, counts), of=at_once)
+    expected += [*of_several, torch.log_softmax(head(hidden) / 0.7, -1).topk(64).values, gradient, other]
     for found in run_ranks(2, over_ranks, size):
+        assert len(found) == len(expected)
         for one, other in zip(found, expected):
             assert torch.allclose(torch.from_numpy(one), other, atol=1e-5)
 

@@ -94,6 +94,9 @@ class MegatronEngine(Trainer):
         raise EngineError(_NO_VALUES)
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
+        if any("candidates" in micro.columns for micro in micros):
+            raise EngineError("the Megatron engine trains on the log-probabilities of the responses' own tokens alone. "
+                              "Give this role  engine: fsdp")
         self.optimizer.zero()
         found = self._passes(micros, temperature, loss_of)
         if not self.last:  # what a loss reports of its rows is to be known on every rank of the share

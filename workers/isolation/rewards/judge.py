@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import hashlib
-import itertools
 import json
 import os
-import random
 import re
-import sqlite3
-import ssl
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -20,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from distflow import metric, reward
 from distflow.contracts.decorators import Regex
 from distflow.errors import InvalidInput
+from workers.isolation.model_api import ModelAPI
 
 PROMPT = """\
 Grade the answer to a question against the reference answer. Grade only what it says, not how it is written.
@@ -48,9 +41,6 @@ Criteria:
 
 End with one line for each criterion, in their order, as  1: yes  or  1: no"""
 _VERDICT = re.compile(r"^\W*(\d+)\W*[:.)]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
-_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a request is repeated; the first doubles each time
-_BUSY = (408, 409, 425, 429)
-"""Statuses, besides those from 500, after which a request is repeated."""
 
 
 def _wrong(prompt: str = PROMPT, score: str = "()", key_variable: str | None = None, cache: str | None = None,
@@ -103,8 +93,8 @@ async def judge(completion: str, answer: str, question: str, *,
         ValueError: the response holds no score.
     """
     text = _filled(prompt, {"question": question, "answer": answer, "completion": completion})
-    access = JudgeAccess(address, key_variable, seconds, attempts, cache, max_calls)
-    reply = await access.ask(text, model, max_tokens, temperature)
+    api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
+    reply = await _answer(api, text, model, max_tokens, temperature)
     found = re.findall(score, reply)
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
@@ -135,8 +125,8 @@ async def rubric(completion: str, question: str, rubric: str = "", *,
     parts = [(text, (weights or {}).get(name, 1.0)) for name, text in named.items()] if named else _own(rubric)
     listed = "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(parts, 1))
     filled = _filled(prompt, {"question": question, "completion": completion, "criteria": listed})
-    access = JudgeAccess(address, key_variable, seconds, attempts, cache, max_calls)
-    reply = await access.ask(filled, model, max_tokens, temperature)
+    api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
+    reply = await _answer(api, filled, model, max_tokens, temperature)
     verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(reply)}
     if missing := [number for number in range(1, len(parts) + 1) if number not in verdicts]:
         raise ValueError(f"the judge gave no verdict on criterion {missing[0]} of {len(parts)}: {reply[-200:]!r}")
@@ -161,109 +151,12 @@ def _own(text: str) -> list[tuple[str, float]]:
     return parts
 
 
+async def _answer(api: ModelAPI, text: str, model: str, max_tokens: int, temperature: float) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
+            "temperature": temperature}
+    return await api.ask("chat/completions", body, "chat completion", lambda reply: reply["message"]["content"])
+
+
 def _filled(prompt: str, values: dict[str, str]) -> str:
     """Fill in all values at once, so that braces in an answer stay as they are."""
     return re.sub(rf"\{{({'|'.join(values)})\}}", lambda match: values[match[1]], prompt)
-
-
-class _JudgeBusy(OSError):
-    """A request that may be repeated, `after` so many seconds."""
-
-    after = 0.0
-
-
-@dataclass(frozen=True)
-class JudgeAccess:
-    """How a judge is reached, and what limits that; see `judge`."""
-
-    address: str
-    key_variable: str | None = None
-    seconds: float = 60.0
-    attempts: int = 4
-    cache: str | None = None
-    max_calls: int | None = None
-
-    async def ask(self, text: str, model: str, max_tokens: int, temperature: float) -> str:
-        """Return the answer of a judge, from the cache if that has it."""
-        headers = self._headers()
-        body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
-                "temperature": temperature}
-        key = hashlib.sha256(json.dumps([self.address, body]).encode()).hexdigest()
-        known = _cache(self.cache).execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone() \
-            if self.cache else None
-        if known:
-            return known[0]
-        answer = await self._ask_with_pauses(body, headers)
-        if self.cache:
-            _cache(self.cache).execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
-        return answer
-
-    def _headers(self) -> dict[str, str]:
-        if not self.address.startswith(("http://", "https://")):
-            raise InvalidInput(f"the address of the judge must begin with http:// or https://, not {self.address!r}")
-        if self.key_variable is None:
-            return {}
-        if not os.environ.get(self.key_variable):
-            raise InvalidInput(f"the judge's key belongs in the environment variable {self.key_variable}, which is not "
-                               "set")
-        return {"Authorization": f"Bearer {os.environ[self.key_variable]}"}
-
-    async def _ask_with_pauses(self, body: dict[str, Any], headers: dict[str, str]) -> str:
-        for attempt in itertools.count(1):
-            self._count()
-            try:
-                return await self._post(body, headers)
-            except _JudgeBusy as error:
-                if attempt == self.attempts:
-                    raise OSError(str(error)) from None
-                pause = _PAUSE * 2 ** (attempt - 1) * (0.5 + random.random() / 2)
-                await asyncio.sleep(min(max(error.after, pause), _LONGEST_PAUSE))
-        raise AssertionError
-
-    def _count(self) -> None:
-        if not self.cache or not self.max_calls:
-            return
-        count = "INSERT INTO spent VALUES (1, 1) ON CONFLICT DO UPDATE SET calls = calls + 1 WHERE calls < ?"
-        counted = _cache(self.cache).execute(count, (self.max_calls,))
-        if not counted.rowcount:
-            raise InvalidInput(f"the {self.max_calls} calls that `max_calls` allows are spent, as {self.cache} counts "
-                               "them. To go on:  distflow resume runs/NAME --set nodes.…max_calls=NUMBER")
-
-    async def _post(self, body: dict[str, Any], headers: dict[str, str]) -> str:
-        import httpx  # only a process that asks a judge pays for it
-
-        try:
-            async with httpx.AsyncClient(timeout=self.seconds, verify=_certificates(), follow_redirects=True) as client:
-                reply = await client.post(f"{self.address.rstrip('/')}/chat/completions", json=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise _JudgeBusy(f"the judge at {self.address} does not answer: {type(error).__name__} {error}") from None
-        if reply.is_error:
-            busy = reply.status_code in _BUSY or reply.status_code >= 500
-            error = (_JudgeBusy if busy else OSError)(
-                f"the judge answers {reply.status_code} {reply.reason_phrase}: {reply.text[:500]}")
-            if isinstance(error, _JudgeBusy) and reply.headers.get("Retry-After", "").isdigit():
-                error.after = float(reply.headers["Retry-After"])
-            raise error
-        try:
-            content = reply.json()["choices"][0]["message"]["content"]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError):
-            content = None
-        if not isinstance(content, str):
-            raise ValueError(f"the judge's answer is no chat completion: {reply.text[:300]}")
-        return content
-
-
-@functools.cache
-def _cache(path: str) -> sqlite3.Connection:
-    """Return a file's tables: answers by the hash of their requests, and the number of requests made."""
-    tables = sqlite3.connect(path, timeout=30.0, isolation_level=None)
-    tables.execute("PRAGMA journal_mode = WAL")
-    tables.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
-    tables.execute("CREATE TABLE IF NOT EXISTS spent (id INTEGER PRIMARY KEY, calls INTEGER)")
-    return tables
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Return the authorities of TLS, which take longer to load than a short answer takes."""
-    return ssl.create_default_context()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +14,7 @@ from harness import ROOT
 
 from distflow.errors import EngineError, InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
-from workers.isolation import scoring
+from workers.isolation import model_api, scoring
 from workers.isolation.rewards.judge import judge, rubric
 from workers.isolation.scoring import Scorer
 
@@ -133,8 +132,7 @@ def test_a_cache_keeps_answers_and_counts_calls(server, tmp_path, monkeypatch):
     assert len(server.requests) == 2
     with pytest.raises(InvalidInput, match="the 2 calls that `max_calls` allows are spent"):
         ask(server, "SAY<Score: 3>", **kept)
-    module = sys.modules[judge.__module__]
-    module._cache.cache_clear()  # as in another process
+    model_api._cache.cache_clear()  # as in another process
     assert ask(server, "SAY<Score: 1>", **kept) == 0.1
     assert ask(server, "SAY<Score: 1>", **{**kept, "max_calls": 3, "temperature": 0.5}) == 0.1
     assert len(server.requests) == 3

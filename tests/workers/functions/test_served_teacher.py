@@ -1,0 +1,155 @@
+"""A teacher behind a real server that answers like vLLM's, and like a bad one."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from distflow.config.load import load
+from distflow.data.batch import Ragged
+from distflow.errors import InvalidInput, RewardsFailed
+from distflow.telemetry.metrics import current
+from planners import plan
+from workers.functions.served_teacher import served_top_logprobs
+
+WORDS = "abcdefghij"  # token 3 is `d`
+
+
+class Server(ThreadingHTTPServer):
+    """Finds the token that is one above the last most probable; a prompt with token 9 is answered badly."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[tuple[str, str | None, dict]] = []
+        self.words, self.failures = WORDS, 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, self.headers["Authorization"], body))
+        tokens = body["prompt"]
+        if 9 in tokens or len(self.server.requests) <= self.server.failures:
+            self.send_response(400 if 9 in tokens else 503)
+            self.send_header("Content-Length", "0")
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            return
+        places: list[dict | None] = [None]
+        for last, token in zip(tokens, tokens[1:]):
+            found = {**dict(best(last, body["prompt_logprobs"])), token: chance(last, token)}
+            places.append({str(each): {"logprob": logprob, "decoded_token": self.server.words[each]}
+                           for each, logprob in found.items()})
+        data = json.dumps({"choices": [{"text": "x", "prompt_logprobs": places}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def chance(last: int, token: int) -> float:
+    weights = [1 / (1 + (each - last - 1) % 10) for each in range(10)]
+    return math.log(weights[token] / sum(weights))
+
+
+def best(last: int, count: int) -> list[tuple[int, float]]:
+    return sorted(((token, chance(last, token)) for token in range(10)), key=lambda pair: -pair[1])[:count]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def ask(server: Server, responses: list[list[int]], **settings):
+    column = Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in responses])
+    prompts = Ragged.from_rows([torch.tensor([0, 1]) for _ in responses])
+    texts = [" ".join(WORDS[token] for token in row) for row in responses]
+    address = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    return served_top_logprobs(prompts, column, texts, torch.arange(len(responses)), address=address, model="big",
+                               **{"k": 3, **settings})
+
+
+def test_what_it_is_asked_and_what_is_read(server, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    server.failures = 1
+    tokens, logprobs, keep = ask(server, [[2, 7], [5]], key_variable="TEACHER_KEY", concurrency=1)
+    path, key, body = server.requests[1]
+    assert (path, key) == ("/v1/completions", "Bearer secret")
+    assert body == {"model": "big", "prompt": [0, 1, 2, 7], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 3}
+    assert keep.tolist() == [True, True]
+    assert tokens.lengths.tolist() == [2, 1]
+    expected = [best(1, 3), best(2, 3), best(1, 3)]
+    assert tokens.values[:, 0].tolist() == [[token for token, _ in place] for place in expected]
+    assert torch.allclose(logprobs.values[:, 0], torch.tensor([[value for _, value in place] for place in expected]))
+    again = ask(server, [[4]], k=3)
+    two, *_ = ask(server, [[4]], top_tokens=again[0], top_logprobs=again[1])
+    assert two.values.shape == (1, 2, 3)
+
+
+def test_a_row_without_an_answer_leaves_the_step_and_the_run_ends_if_none_has_one(server, monkeypatch):
+    current().collect(lambda part: [part])
+    tokens, logprobs, keep = ask(server, [[2, 9], [5]])
+    assert keep.tolist() == [False, True]
+    assert (logprobs.values[:2] == -torch.inf).all()
+    assert tokens.values.shape == (3, 1, 3)
+    assert current().collect(lambda part: [part])["distillation/failed"] == 1
+    monkeypatch.setattr(current(), "step", 1)
+    with pytest.raises(RewardsFailed, match="no row of 1 steps in a row has an answer.*answers 400"):
+        ask(server, [[9], [9, 9]], patience=1)
+
+
+def test_requests_are_kept_and_counted(server, tmp_path):
+    settings = {"cache": str(tmp_path / "calls.sqlite"), "max_calls": 2}
+    first, second = (ask(server, [[2, 7], [5]], **settings) for _ in range(2))
+    assert torch.equal(first[1].values, second[1].values)
+    assert len(server.requests) == 2
+    with pytest.raises(InvalidInput, match="the 2 calls that `max_calls` allows are spent"):
+        ask(server, [[3]], **settings)
+
+
+def test_another_tokenizer_is_refused(server):
+    server.words = "xyzuvwkmlo"
+    with pytest.raises(InvalidInput, match="has another tokenizer than the student.*'zm' where the student wrote 'ch'"):
+        ask(server, [[2, 7], [5]])
+
+
+DAG = """
+name: served
+roles: {actor: {trained: true}}
+nodes:
+  rollout: {role: actor, type: MODEL_INFERENCE, function: generate}
+  teacher: {role: reward, type: COMPUTE, function: served_top_logprobs, dependencies: [rollout],
+            with: {address: "http://localhost:1/v1", model: big, key_variable: TEACHER_KEY}}
+  update: {role: actor, type: MODEL_TRAIN, function: distillation_update, dependencies: [teacher]}
+"""
+
+
+def test_a_missing_key_and_another_temperature_are_mistakes_of_the_plan(tmp_path, monkeypatch):
+    (tmp_path / "served.yaml").write_text(DAG)
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    with pytest.raises(InvalidInput, match="its key from the environment variable TEACHER_KEY, which is not set"):
+        load(str(tmp_path / "served.yaml"))
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    plan(load(str(tmp_path / "served.yaml")), 1)
+    with pytest.raises(InvalidInput, match="log-probabilities at temperature 1, but node `update`"):
+        plan(load(str(tmp_path / "served.yaml"), None, ["roles.actor.generation.temperature=0.7"]), 1)
