@@ -26,12 +26,13 @@ from distflow.errors import RankMissing
 from distflow.plan import TRAINER, Plan
 from distflow.recovery import hooks
 from distflow.recovery.fault_injection import FaultInjector
-from distflow.recovery.rank_status import RankStatus
+from distflow.recovery.rank_status import COLLECTIVES, RankStatus
 from distflow.recovery.stopped import continue_stopped
 from distflow.recovery.worker_process import WorkerContext
-from distflow.store.interface import Store
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
+from distflow.telemetry.collectives import CollectiveMonitor
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
@@ -85,7 +86,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         context.call("after_restart" if attempt.number else "on_join", attempt)
 
     done = True
-    with contextlib.closing(timeline.current()):
+    with contextlib.closing(timeline.current()), _monitored_collectives(context, store):
         if context.role == TRAINER:
             done = _train(context, worker_context, store, channel, ready, export)
         elif channel:  # else there is no trainer to sample for
@@ -125,6 +126,19 @@ def _meet(store: Store, rank: int, first: int, wait_limit: float) -> TCPStore:
         raise RankMissing(f"rank {first} is not reached at {host}:{port} within {wait_limit:g} s. It may have ended; "
                           "or other machines do not reach its machine there: write on it  export "
                           f"{HOST}=10.0.0.N", [first]) from error
+
+
+def _monitored_collectives(context: RankContext, store: Store) -> contextlib.AbstractContextManager[None]:
+    """Publish the collectives that this rank stands in, for the messages of timeouts and `distflow why`."""
+    ranks, rank = context.restart_group.ranks, context.store.rank
+
+    def publish(text: str) -> None:
+        timeline.current().collectives = text
+        with contextlib.suppress(StoreUnavailable):
+            store.post(f"{COLLECTIVES}/{rank}", text)
+
+    return CollectiveMonitor(publish, ranks.start, context.spec.run.wait_limit) if len(ranks) > 1 else \
+        contextlib.nullcontext()
 
 
 def _train(context: RankContext, worker_context: WorkerContext, store: Store, channel: RolloutChannel | None,

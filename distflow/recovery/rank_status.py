@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 
 from distflow.config.run import Phase
 from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry import heartbeat, timeline
+from distflow.telemetry.collectives import absent
 
+COLLECTIVES = "collectives"  # first part of the keys of what each `CollectiveMonitor` publishes
 _SHOWN = 8
+
+
+def absent_ranks(store: Store, ranks: Iterable[int]) -> str:
+    """Return which of the ranks have not entered a collective in which others wait; empty if that is unknown."""
+    numbers = [*ranks]
+    try:
+        return absent(dict(zip(numbers, store.get_all([f"{COLLECTIVES}/{rank}" for rank in numbers]))))
+    except StoreUnavailable:
+        return ""
 
 
 class RankStatus:
@@ -35,6 +47,7 @@ class RankStatus:
             elsewhere = [line for rank, status in enumerate(found) if (line := self._elsewhere(rank, status))]
         except StoreUnavailable:
             return ""  # the store ended with the machine that hosted it
+        elsewhere += [text] if (text := absent_ranks(self.store, range(self.ranks))) else []
         if not elsewhere:
             return "no rank says that it is elsewhere: all had come as far as this one when one ended or was cut off"
         more = f"; and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""

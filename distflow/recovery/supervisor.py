@@ -35,6 +35,7 @@ from distflow.recovery.detectors import HealthMonitor
 from distflow.recovery.hooks import When, may_exist
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.membership import ElasticMember
+from distflow.recovery.rank_status import absent_ranks
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup
 from distflow.recovery.store import RunStore
 from distflow.recovery.worker_process import (
@@ -341,7 +342,7 @@ class Supervisor:
                     raise
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
-                return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held,
+                return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held + self._absent(),
                                      symptom=finding.symptom, silent=finding.silent, outside=held)
 
     def _due_end(self, attempt: Attempt) -> _WorkerEnd | None:
@@ -395,9 +396,17 @@ class Supervisor:
             killed = status == -signal.SIGKILL
             why = f" {out_of_memory.kill_cause(self.kills_before)}" if killed else ""
             own = killed and out_of_memory.killed_since(self.kills_before)
+            if status == -signal.SIGABRT:  # so NCCL ends a process whose collective has timed out
+                why = self._absent()
             return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
         return self._failure(f"it ended with exit status {status} and without a word")
+
+    def _absent(self) -> str:
+        """Return a sentence about collectives that not all ranks of the group have entered, if there are any."""
+        with self.store.within(_GLANCE):
+            text = absent_ranks(self.store.below(f"{self.group.name}/{self.heartbeat.attempt}"), self.group.ranks)
+        return f" Collectives: {text}." if text else ""
 
     def _failure(self, what: str, **more: Any) -> Failure:
         reading = self.heartbeat.read()

@@ -52,7 +52,7 @@ class Timeline:
         self.path: Path | None = None
         self.spans: list[tuple[Any, ...]] = []
         self.activity: tuple[str, str, str, int, int] | None = None  # name, phase, node, step, start
-        self.step = self.dropped = 0
+        self.step, self.dropped, self.collectives = 0, 0, ""
         self.ended = threading.Event()
 
     def open(self, path: Path, rank: int, ranks: int = 1) -> None:
@@ -109,7 +109,7 @@ class Timeline:
                 self.path.replace(_older(self.path))
         steps = [span[2] for span in spans] or [self.step]
         line = {"steps": [min(steps), max(steps)], **self.facts, "time": _now(), "memory": _resident(),
-                "now": self.activity, "spans": spans}
+                "now": self.activity, "spans": spans} | ({"collectives": self.collectives} if self.collectives else {})
         if self.dropped:
             line["dropped"], self.dropped = self.dropped, 0
         events.add_or_drop(self.path, [json.dumps(line)])
@@ -171,7 +171,7 @@ class Span:
 class RankTimeline:
     """What a rank does at the end of its file. seen: when it wrote last, in seconds since the epoch. memory: of its
     process, in bytes. version: of the weights that it published or loaded last, as far as the line tells. every:
-    seconds between two lines."""
+    seconds between two lines. collectives: those that it stands in, for `collectives.absent`."""
 
     rank: int
     role: str
@@ -182,6 +182,7 @@ class RankTimeline:
     memory: int
     version: int | None
     every: float
+    collectives: str
     doing: Span | None
 
     def silence(self, now: float) -> float:
@@ -229,7 +230,8 @@ def read(folder: Path, steps: Collection[int] | None = None, most: int | None = 
 def _rank(line: dict[str, Any], base: float) -> RankTimeline:
     versions = [facts.get("version") for track, name, *_, facts in line["spans"] if track == WEIGHTS and name != "pull"]
     who = (line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6,
-           line.get("memory", 0), versions[-1] if versions else None, line.get("every", _EVERY))
+           line.get("memory", 0), versions[-1] if versions else None, line.get("every", _EVERY),
+           line.get("collectives", ""))
     if not line["now"]:
         return RankTimeline(*who, None)
     name, phase, node, step, start = line["now"]

@@ -24,6 +24,7 @@ from typing import Any
 
 from distflow.errors import InvalidInput
 from distflow.telemetry import timeline
+from distflow.telemetry.collectives import absent
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
 
@@ -129,6 +130,8 @@ def stuck(folder: Path, done: int) -> Iterator[str]:
             late[number] = math.inf
         elif _phase(rank.doing) != WAITING and spent > _LATE and ratio > _LATE:
             late[number] = ratio
+    if text := absent({number: rank.collectives for number, rank in ranks.items()}):
+        yield f"Collectives: {text}."
     if late:
         yield from _culprit(ranks[max(late, key=lambda number: late[number])], ranks, late, now)
     else:

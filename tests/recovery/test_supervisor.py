@@ -293,6 +293,17 @@ def test_a_stopped_worker_is_ended(run, tmp_path):
     assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]
 
 
+def test_ranks_that_have_not_entered_a_collective_are_named(run, tmp_path):
+    """As NCCL ends a process whose collective has timed out."""
+    inside = json.dumps({"0/dp": [7, "all_reduce", "dp", [0, 1], 0.0]})
+    code, _ = run("\n\ndef work(context):\n    lived(context)\n    if not context.attempt.number:\n"
+                  f"        RunStore.store.put('the run/0/collectives/0', {inside!r})\n        os.abort()\n")
+    assert code == 0
+    what = events_of(tmp_path, "failure")[0]["what"]
+    assert what.startswith("it was ended by SIGABRT. Collectives: rank 1 has not said that it entered all_reduce 7 of "
+                           "group `dp`, where rank 0 waits for ")
+
+
 def test_a_worker_whose_supervisor_is_killed_ends(start, tmp_path):
     supervisor = start("\n\ndef work(context):\n"
                        "    lived(context)\n    write('worker', os.getpid())\n    time.sleep(600)\n")

@@ -207,11 +207,13 @@ def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready
         # Its last line grows old by itself: nothing else can be waited for.
         while True:
             said = list(explain(folder))
-            if any("no sign of it" in line for line in said):
+            if all(any(part in line for line in said) for part in ("no sign of it", "Collectives: ")):
                 break
         text = "\n".join(said)
         assert f"Waiting for rank 1 on {os.uname().nodename} (process {victim}): rank 0." in text
         assert "distflow inject RUN kill --rank 1" in text
+        assert "Collectives: rank 1 has not " in text
+        assert ", where rank 0 waits for " in text
         assert "Where it stands:" in text or "pip install py-spy" in text
         os.kill(victim, signal.SIGCONT)
     finally:
