@@ -33,6 +33,7 @@ class Trainer(ABC):
     rows of its data-parallel share; ranks that split one copy of the model get the same results."""
 
     pads = False  # whether rows are computed as long as the longest of their micro-batch
+    accumulates = True  # whether several calls of `accumulate` add up
     version = 0  # number of optimizer steps and restores since the engine was created
     dp_group: dist.ProcessGroup  # one rank of each data-parallel share: they hold each row once
 
@@ -73,16 +74,26 @@ class Trainer(ABC):
         Raises EngineError: the gradient is not finite; the weights are left as they were.
         """
         began = time.perf_counter()
+        self.accumulate(batch, loss_of, temperature, together)
+        result = self.step(step)
+        if self.shape and self.peak:
+            share = self.peak * (self.mesh.size() // dist.get_world_size(self.dp_group)) * (time.perf_counter() - began)
+            current().mean("mfu", update_flops(self.shape, batch, self.settings.lora is not None), share)
+        return result
+
+    def accumulate(self, batch: Batch, loss_of: LossOf, temperature: float, together: bool = False) -> None:
+        """Compute the gradient that the next `step` applies, see `update`; it is added to that of earlier calls, where
+        the engine `accumulates`."""
         self._accumulate(self._micro_batches(batch, together), loss_of, temperature)
-        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps)
+
+    def step(self, step: int, rate: float | None = None) -> dict[str, float]:
+        """Apply the gradient, see `update`. `rate`: the learning rate in place of the schedule's."""
+        rate = self.settings.learning_rate * schedule(self.settings, step, self.steps) if rate is None else rate
         norm = self._step(rate)
         if not math.isfinite(norm):
             raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
                               "the rewards and log-probabilities of this step, or lower learning_rate.")
         self.version += 1
-        if self.shape and self.peak:
-            share = self.peak * (self.mesh.size() // dist.get_world_size(self.dp_group)) * (time.perf_counter() - began)
-            current().mean("mfu", update_flops(self.shape, batch, self.settings.lora is not None), share)
         return {"grad_norm": norm, "learning_rate": rate}
 
     @abstractmethod

@@ -14,7 +14,7 @@ import threading
 import pytest
 from harness import ROOT
 
-from workers.endpoint import server
+from workers.endpoint import http_server, server
 from workers.endpoint.dialogue import Dialogue, DialogueLimits, Sampled
 from workers.endpoint.messages import find_tool_calls
 from workers.endpoint.server import EndpointServer, ServedRow
@@ -272,7 +272,7 @@ def test_bodies_without_a_token_or_too_large_are_not_read(endpoint, row):
     served, post = row("an answer"), "POST /v1/chat/completions HTTP/1.1\r\nConnection: close\r\n"
     key = f"Authorization: Bearer {served.served.token}\r\n"
     assert raw(endpoint, f"{post}Content-Length: 9999999\r\n\r\n").startswith(b"HTTP/1.1 401 Unauthorized")
-    assert raw(endpoint, f"{post}{key}Content-Length: {server.MAX_BODY + 1}\r\n\r\n").startswith(b"HTTP/1.1 413")
+    assert raw(endpoint, f"{post}{key}Content-Length: {http_server.MAX_BODY + 1}\r\n\r\n").startswith(b"HTTP/1.1 413")
     assert raw(endpoint, f"{post}{key}Content-Length: {'9' * 5000}\r\n\r\n").startswith(b"HTTP/1.1 413")
     assert raw(endpoint, f"{post}{key}Transfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
     assert raw(endpoint, f"{post}{key}Content-Length: 3\r\n\r\n[1]").count(b"must be a JSON object")
@@ -293,7 +293,7 @@ def test_a_row_that_is_refused_too_often_loses_its_token_alone(row):
 
 
 def test_idle_connections_keep_none_out(endpoint, row, monkeypatch):
-    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "_MAX_CONNECTIONS", 8)
     served = row("an answer")
     opened = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=60) for _ in range(40)]
     assert served.chat(*ASKED)[0] == 200

@@ -40,6 +40,8 @@ from workers.engines.megatron.weights import check_family, entries, stage_weight
 class MegatronEngine(Trainer):
     """One role's model over all ranks of `mesh`. Each response is a packed sequence with a prompt of its own."""
 
+    accumulates = False  # gradients are summed over ranks in place, at the end of each pass
+
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
         _refuse(settings, head, bool(whole))
