@@ -24,7 +24,7 @@ from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.fusion import Fusion
-from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel, reports_of
+from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, reports_of
 from workers.train_context import TrainContext
 
 
@@ -63,8 +63,9 @@ class AsyncSource(Dataloader):
         lease = self._leased(number, patience)
         self.leases.append(lease)
         self.rows = self.dock.fetch(lease)
-        for report in reports_of(self.rows):
-            current().add_all(report)
+        for column in (name for name in self.rows.columns if name.startswith(REPORT) and "/" not in name):
+            for report in reports_of(self.rows, column):
+                current().add_all(report)
         prompts = self.at(torch.unique(lease.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:
