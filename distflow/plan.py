@@ -18,6 +18,7 @@ from typing import Any
 SOURCE = "source"  # the producer of columns that come from the dataset
 TRAINING, SAMPLING = "training", "sampling"
 TRAINER, ROLLOUT = "trainer", "rollout"  # groups of a run whose training and sampling do not share their ranks
+INFERENCE = "inference"  # kind of a group that only reads the model of one role; its name has the role's behind it
 MEASURED = "measured"  # `Layout.rows` by the throughput of each rank in the steps before
 Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
 ROW = "row"  # column of row ids, which is no transfer of its own: ids travel with every row
@@ -151,7 +152,8 @@ class Plan:
     memory: tuple[MemoryItem, ...] = ()  # of one rank; all ranks of a group are alike
     notes: tuple[str, ...] = ()
     inputs: str = ""  # digest of the DAG and the run, by which ranks with other settings are found
-    dock: tuple[Transfer, ...] = ()  # transfers from the rollout group to the trainer, by producer
+    dock: tuple[Transfer, ...] = ()
+    """Transfers through the dock, by producer: to the trainer, or from the group that samples or infers."""
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
@@ -176,6 +178,12 @@ class Plan:
             if group.first <= rank <= group.last:
                 return group, (rank - group.first) // group.plan.ranks
         return None, 0
+
+    @property
+    def sampling_ranks(self) -> int:
+        """Number of ranks that sample, for themselves or for others."""
+        return sum(len(group.ranks) for group in self.groups
+                   if group.kind == ROLLOUT or (group.kind == TRAINER and self.mode == "semi_sync"))
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """Return how all ranks together hold a role's model, in the engine that samples or in the one that trains."""
@@ -203,6 +211,11 @@ class Group:
     first: int
     replicas: int
     plan: Plan
+
+    @property
+    def kind(self) -> str:
+        """TRAINER, ROLLOUT or INFERENCE."""
+        return self.name.partition(" ")[0]
 
     @property
     def last(self) -> int:

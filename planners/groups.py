@@ -1,8 +1,9 @@
-"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1).
+"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups that only infer.
 
 The rollout group runs the nodes that sample, their inputs, and all COMPUTE nodes that read only its columns: rewards
 are computed per prompt while others are still sampled. Nodes on rows that may have been dropped, nodes in `layouts`,
-and everything else run in the trainer. Between the two, columns pass through the dock.
+and everything else run in the trainer, unless a role has ranks of its own (`planners.inference`). Between the groups,
+columns pass through the dock.
 
 Trainer nodes in which a model reads each row by itself, and only columns of that row, need not wait for the whole step:
 they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
@@ -10,7 +11,7 @@ they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -18,6 +19,7 @@ from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.columns import NodeColumns
+from planners.inference import InferenceCut, cut_inference
 from planners.resampling import draws_of
 from planners.transfers import row_bytes
 
@@ -27,7 +29,7 @@ _READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
 
 @dataclass(frozen=True)
 class GroupCut:
-    """Nodes of the rollout group, the columns that cross from each of them, and the ranks of each half."""
+    """Nodes of each group, the columns that cross from each node, and the ranks of each group."""
 
     nodes: frozenset[str]
     crossing: dict[str, tuple[str, ...]]
@@ -39,6 +41,7 @@ class GroupCut:
     model: Layout
     """Layout of one rollout's model."""
     sampling: frozenset[str]
+    inference: tuple[InferenceCut, ...] = ()
 
     @property
     def samplers(self) -> dict[str, Layout]:
@@ -52,8 +55,13 @@ class GroupCut:
         return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
                 "ranks over which that of a rollout is split do not divide them",)
 
-    def elsewhere(self, training: bool) -> frozenset[str]:
-        return self.nodes if training else frozenset(self.chain) - self.nodes
+    def owner(self, node: str) -> str:
+        """Return the group that runs a node."""
+        apart = next((each.group for each in self.inference if node in each.nodes), TRAINER)
+        return ROLLOUT if node in self.nodes else apart
+
+    def own(self, group: str) -> frozenset[str]:
+        return frozenset(node for node in self.chain if self.owner(node) == group)
 
 
 def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
@@ -70,7 +78,10 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
                     and node not in spec.run.layouts)
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
             nodes.add(node)
-    crossing = {node: names for node in chain if node in nodes and (names := _crossing(node, nodes, flows))}
+    trainer, model, found = _sizes(spec, sampling, ranks)
+    inference, unfit = cut_inference(spec, bound, chain, flows, nodes, ranks - sum(spec.run.groups.inference.values()))
+    crossing = {node: names for own in (nodes, *(each.nodes for each in inference)) for node in chain
+                if node in own and (names := _crossing(node, own, flows))}
     trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
@@ -78,43 +89,43 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     mistakes += _check_stale(spec, flows, nodes, crossing)
-    trainer, model, found = _sizes(spec, sampling, ranks)
-    fused = _fused(spec, bound, chain, flows, nodes) if spec.run.fuse and spec.run.on_stale == "wait" else frozenset()
-    replicas = max((ranks - trainer) // model.width, 1)
+    apart = nodes.union(*(each.nodes for each in inference))
+    fused = _fused(spec, bound, chain, flows, apart) if spec.run.fuse and spec.run.on_stale == "wait" else frozenset()
+    replicas = max((ranks - sum(spec.run.groups.inference.values()) - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
-    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles)
-    return halves, [*mistakes, *found]
+    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference)
+    return halves, [*mistakes, *found, *unfit]
 
 
-def joined(trainer: Plan, rollout: Plan, halves: GroupCut, ranks: int) -> Plan:
-    first = halves.trainer
+def joined(trainer: Plan, rollout: Plan, inference: Iterable[Plan], halves: GroupCut, ranks: int) -> Plan:
+    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, halves.trainer, halves.replicas, rollout),
+              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)))
     own = {task.node: task for task in trainer.chain(0)}
-    for task in rollout.tasks:
-        layout = replace(task.layout, first=first, dp=halves.replicas)
-        own[task.node] = replace(task, layout=layout)
+    for group in groups[1:]:
+        for task in group.plan.chain(0):
+            own[task.node] = replace(task, layout=replace(task.layout, first=group.first, dp=group.replicas))
     dock = {move.producer: move for move in trainer.dock}
     tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
                   for node in halves.chain for task in [own[node]])
-    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, first, halves.replicas, rollout))
-    memory = max((trainer.memory, rollout.memory), key=lambda items: sum(item.bytes for item in items))
+    memory = max((group.plan.memory for group in groups), key=lambda items: sum(item.bytes for item in items))
     return replace(trainer, ranks=ranks, tasks=tasks, groups=groups, memory=memory)
 
 
 def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    """Return the trainer's tasks. Those of the other half only bring what crosses, and fused ones their outputs."""
-    own = {task.node: task.writes for task in tasks if task.node not in halves.nodes}
+    """Return the trainer's tasks. Those of other groups only bring what crosses, and fused ones their outputs."""
+    own = {task.node: task.writes for task in tasks if halves.owner(task.node) == TRAINER}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
     return tuple(task if task.node in own and task.node not in halves.fused else _bringing(task, bring)
                  for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
 
 
-def of_early(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
-    """Return the fused tasks; those of the other half bring what these read."""
+def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) -> tuple[Task, ...]:
+    """Return the tasks of nodes that run on rows as they come; those of other groups bring what these read."""
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
-              for task in tasks if task.node in halves.fused}
+              for task in tasks if task.node in nodes}
     read = set().union(*wanted.values())
     bring = {node: tuple(name for name in names if (node, name) in read) for node, names in halves.crossing.items()}
-    return tuple(task if task.node in halves.fused else _bringing(task, bring)
+    return tuple(task if task.node in nodes else _bringing(task, bring)
                  for task in tasks if task.node in wanted or task.node in halves.crossing
                  or (task.node in halves.nodes and task.samples))
 
@@ -123,11 +134,13 @@ def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     return tuple(task for task in tasks if task.node in halves.nodes)
 
 
-def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns],
-              bound: dict[str, Contract]) -> tuple[Transfer, ...]:
-    """Return the transfers through the dock, by producer."""
+def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound: dict[str, Contract],
+              group: str) -> tuple[Transfer, ...]:
+    """Return the transfers through the dock, by producer: to the trainer, or from another group."""
     result = []
     for node, names in halves.crossing.items():
+        if group not in (TRAINER, halves.owner(node)):
+            continue
         rows, forms = spec.run.data.batch, dict(zip(flows[node].writes, bound[node].returns))
         for repeater in flows[node].out_fan:
             rows *= flows[repeater].repeats
@@ -158,7 +171,7 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
     return frozenset(fused)
 
 
-def _crossing(node: str, nodes: set[str], flows: dict[str, NodeColumns]) -> tuple[str, ...]:
+def _crossing(node: str, nodes: Set[str], flows: dict[str, NodeColumns]) -> tuple[str, ...]:
     wanted = {column.name for other, flow in flows.items() if other not in nodes for column in flow.reads
               if column.producer == node}
     return tuple(name for name in dict.fromkeys(flows[node].writes)
@@ -173,7 +186,7 @@ def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bo
 
 
 def _through(move: Transfer, task: Task, halves: GroupCut, dock: dict[str, Transfer]) -> Transfer:
-    if move.producer not in halves.nodes or task.node in halves.nodes:
+    if move.producer == SOURCE or halves.owner(move.producer) in (TRAINER, halves.owner(task.node)):
         return move
     crossed = dock[move.producer]
     share = len(move.columns) / len(crossed.columns)
@@ -215,7 +228,10 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
     """Check that the trainer sees how old samples are, where it drops them, and corrects for it, where it does not."""
     corrects = any({"importance", "response_mask"} & {*flow.writes} and "rollout_logprobs" in {
         column.name for column in flow.reads} for node, flow in flows.items() if node not in nodes)
-    if spec.run.on_stale == "keep" and not corrects:
+    if spec.run.on_stale != "wait" and spec.run.groups.inference:
+        what, hint = (f"ranks that only infer take prompts step by step, and with on_stale: {spec.run.on_stale} there "
+                      "is no order of steps"), "Instead:  on_stale: wait, or no  groups.inference"
+    elif spec.run.on_stale == "keep" and not corrects:
         what, hint = (f"DAG `{spec.dag.name}` has no node that corrects for old weights, so on_stale: keep would train "
                       "on samples of another policy as if they were its own"), \
             "Add a node with  function: truncated_importance  (docs/algorithms.md), or  on_stale: drop"
@@ -228,15 +244,19 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
-    wanted, mode = spec.run.groups.rollout, spec.run.mode
+    """Return how many ranks train, and the layout of a rollout's model; `groups.inference` has the last ranks."""
+    wanted, mode, inference = spec.run.groups.rollout, spec.run.mode, sum(spec.run.groups.inference.values())
+    ranks -= inference
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
     model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp) if asked else Layout(1)
     width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
-        what = f"mode {mode} needs at least 2 ranks, one that trains and one that samples; here is {ranks}"
-        remedy = "Start 2 ranks (--ranks 2), or  mode: sync"
+        beside = f" beside the {inference} of groups.inference" if inference else ""
+        what = (f"mode {mode} needs at least 2 ranks{beside}, one that trains and one that samples; here "
+                f"{'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
+        remedy = f"Start {2 + inference} ranks (--ranks {2 + inference}), or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
     colocated = mode == "semi_sync"
     fitting = [some for some in range(width, ranks, width) if not colocated or not (ranks - some) % width]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from distflow.config.load import Spec
 from distflow.contracts.signature import Contract
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
+from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
-from planners.groups import GroupCut, crossings, cut, joined, of_early, of_rollout, of_trainer
+from planners.groups import GroupCut, crossings, cut, joined, of_arriving, of_rollout, of_trainer
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
@@ -26,12 +26,15 @@ def plan(spec: Spec, ranks: int) -> Plan:
         made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
         return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
     halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
-    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, ranks)})
+    first = ranks - sum(spec.run.groups.inference.values())
+    apart = {INFERENCE: range(first, ranks)} if halves.inference else {}
+    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, first), **apart})
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
-    trainer = _lay_out(spec, draft, halves.trainer, halves, training=True)
-    rollout = _lay_out(spec, draft, halves.model.width, halves, training=False)
+    trainer = _lay_out(spec, draft, halves.trainer, halves)
+    rollout = _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
+    inference = [_lay_out(spec, draft, each.model.width, halves, each.group) for each in halves.inference]
     held = (*memory.of_dock(spec, trainer.dock), *memory.of_snapshots(spec, trainer.memory))
-    return replace(joined(trainer, rollout, halves, ranks), host_memory=held)
+    return replace(joined(trainer, rollout, inference, halves, ranks), host_memory=held)
 
 
 @dataclass(frozen=True)
@@ -62,36 +65,39 @@ def _draft(spec: Spec) -> _Draft:
                                                        *check_learning(spec, bound, flows)])
 
 
-def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, training: bool = True) -> Plan:
-    """Return the plan of ranks that run the whole DAG together, or of the half that trains or samples."""
-    bound, flows = draft.bound, draft.flows
-    elsewhere = halves.elsewhere(training) if halves else frozenset()
+def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, group: str = TRAINER) -> Plan:
+    """Return the plan of ranks that run the whole DAG together, or of one group."""
+    bound, flows, training, samples = draft.bound, draft.flows, group == TRAINER, group == ROLLOUT
+    own = halves.own(group) if halves else frozenset(draft.chain)
+    elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere)
-    roles = sorted({spec.dag.nodes[node].role for node in set(draft.chain) - elsewhere}.intersection(model_roles(spec)))
-    generating = _generating(spec, bound) if _samples_too(spec, halves, training) else set()
+    roles = sorted({spec.dag.nodes[node].role for node in own}.intersection(model_roles(spec)))
+    generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()}
     items = ()
     if not mistakes:  # no layout, no shares
         nodes = [spec.dag.nodes[node] for node in draft.chain]
-        validated = prompted_role(spec, nodes) if not training and spec.run.rollouts_validate else None
-        items = memory.estimate(spec, roles, generating, engines, training, validated)
+        validated = prompted_role(spec, nodes) if samples and spec.run.rollouts_validate else None
+        items = memory.estimate(spec, roles, generating, engines, not samples, validated)
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
-    if halves and not training:  # the first rank of a rollout runs all of its chain
+    if samples:  # the first rank of a rollout runs all of its chain
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
     source = _source_layout(draft.chain, flows, layouts)
     tasks = _tasks(spec, draft, layouts, source)
-    dock = crossings(spec, halves, flows, bound) if halves else ()
+    dock = crossings(spec, halves, flows, bound, group) if halves else ()
     early = None
     if halves and training and halves.fused:
-        early = Plan(spec.dag.name, spec.run.mode, ranks, of_early(tasks, halves), source, dock=dock)
+        arriving = of_arriving(tasks, halves, halves.fused)
+        early = Plan(spec.dag.name, spec.run.mode, ranks, arriving, source, dock=dock)
         early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
         tasks = _tasks(spec, draft, layouts | early_layouts, source)
     if halves:
-        tasks = (of_trainer if training else of_rollout)(tasks, halves)
+        tasks = of_trainer(tasks, halves) if training else of_rollout(tasks, halves) if samples else \
+            of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
                 early, tuple(samplers.items()))
@@ -103,9 +109,10 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
     return transfers.replicated(tasks, source)
 
 
-def _samples_too(spec: Spec, halves: GroupCut | None, training: bool) -> bool:
+def _has_sampler(spec: Spec, halves: GroupCut | None, group: str) -> bool:
     """Return whether these ranks have a rollout engine: the trainer of mode async has one only to validate."""
-    return not (halves and training) or spec.run.mode == "semi_sync" or spec.run.trainer_validates
+    trainer_samples = spec.run.mode == "semi_sync" or spec.run.trainer_validates
+    return not halves or group == ROLLOUT or (group == TRAINER and trainer_samples)
 
 
 def _position(mistake: Diagnostic) -> tuple[str, int]:

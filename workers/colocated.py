@@ -72,7 +72,7 @@ class ColocatedSource:
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
             loop = RolloutContext(spec, plan, ctx.functions, roles, loader, channel,
-                                  f"trainer {ctx.rank}, which samples", channel.ranks // width)
+                                  f"trainer {ctx.rank}, which samples", ctx.context.plan.sampling_ranks // width)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         switch_at, prompts = spec.run.switch_at, spec.run.data.batch

@@ -21,7 +21,7 @@ from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.exchange import gather
 from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location
-from distflow.plan import ROLLOUT, TRAINER, Group, Plan
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
 from distflow.recovery import autoscaler
 from distflow.recovery.autoscaler import RolloutScale
@@ -38,7 +38,7 @@ from workers.engines.collectives import chosen
 from workers.rollout_channel import DockPlace, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
-_LEFT_OUT = "left out/{}"  # key in the store: a rollout is not started again
+_LEFT_OUT = "left out/{} {}"  # key in the store: a group's replica is not started again
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class RankContext:
         if group is None:
             return RestartGroup("the run", range(self.store.ranks), "ranks")
         first = group.first + replica * group.plan.ranks
-        name = group.name if group.name != ROLLOUT else f"{ROLLOUT} {replica}"
-        return RestartGroup(name, range(first, first + group.plan.ranks), group.name)
+        name = group.name if group.kind == TRAINER else f"{group.name} {replica}"
+        return RestartGroup(name, range(first, first + group.plan.ranks), group.kind)
 
     def call(self, when: When, attempt: Attempt) -> None:
         for module in self.spec.dag.imports:
@@ -93,24 +93,25 @@ class RankContext:
         return self.scale is None or self.scale.should_run()
 
     def is_obsolete(self) -> bool:
-        """Return whether this rank samples for a trainer that has done its last step."""
-        return bool(self.role == ROLLOUT and self.channel and self.channel.over)
+        """Return whether this rank works for a trainer that has done its last step."""
+        return bool(self.role != TRAINER and self.channel and self.channel.over)
 
     def leave_out(self) -> bool:
-        """Take this rank's rollout out of the run. Return whether another is left: of two that leave, one sees it."""
+        """Take this rank's replica of its group out of the run. Return whether another is left: of two that leave, one
+        sees it."""
         group, replica = self.plan.group_of(self.store.rank)
-        if group is None or group.name != ROLLOUT:
+        if group is None or group.kind == TRAINER:
             return False
-        self.store.store.put(_LEFT_OUT.format(replica), "")
+        self.store.store.put(_LEFT_OUT.format(group.name, replica), "")
         return len(self._left_out(group)) < group.replicas
 
     def _left_out(self, group: Group) -> list[int]:
-        return [each for each in range(group.replicas) if self.store.store.has(_LEFT_OUT.format(each))]
+        return [each for each in range(group.replicas) if self.store.store.has(_LEFT_OUT.format(group.name, each))]
 
     @property
     def role(self) -> str:
-        """TRAINER or ROLLOUT; in mode sync all ranks are the trainer's."""
-        return ROLLOUT if self.group and self.group.name == ROLLOUT else TRAINER
+        """TRAINER, ROLLOUT or INFERENCE; in mode sync all ranks are the trainer's."""
+        return self.group.kind if self.group else TRAINER
 
     @functools.cached_property
     def live_config(self) -> LiveConfig:
@@ -212,7 +213,7 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if elastic and channel:
         elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
-    change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT))
+    change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))
     return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
                        elastic, lock)
 

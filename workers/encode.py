@@ -133,9 +133,11 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
-               balance: LoadBalance | None = None) -> Dataloader:
+               balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
+    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
     data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
     sets = [WithoutEmpty(records, fields) for records in open_training_sets(data, spec.data_path).values()]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns)
-    encode = encoder(role.tokenizer, data, image_encoder_of(role, data, data_file(spec, next(iter(data.train)))))
+    images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
+    encode = encoder(tokenizer or role.tokenizer, data, images)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)

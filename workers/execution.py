@@ -2,6 +2,7 @@
 
     Executor        calls functions, on any rank
     TrainExecutor   also says what the rank does, measures it and keeps what was sampled, on ranks that train
+    InferenceExecutor   says what the rank does, on ranks that only infer
 """
 
 from __future__ import annotations
@@ -141,6 +142,17 @@ class TrainExecutor(Executor):
         if task.samples:
             current().per_rank(SAMPLED, self.roles[task.role].sampling_seconds - before, len(ids))
         return columns, ids
+
+
+class InferenceExecutor(TrainExecutor):
+    """Executor of a rank that only infers. No rank waits for it within a step, so that it is compared with none."""
+
+    def run(self, task: Task, inputs: Batch) -> Written:
+        return self._run_early(task, inputs)
+
+    def _measured(self, task: Task, inputs: Batch) -> Written:
+        self.status.set(f"computing node `{task.node}`", "inference", task.node)
+        return Executor.run(self, task, inputs)
 
 
 def _phase(task: Task) -> Phase:

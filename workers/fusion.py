@@ -12,18 +12,16 @@ import msgpack
 import torch
 from torch import Tensor
 
-from distflow.data.assignment import assign
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
 from distflow.data.row_filter import joined
 from distflow.dock import DockClient, TimedOut
 from distflow.plan import TRAINER, Plan, Task
-from distflow.telemetry.metrics import Metrics, current
+from distflow.telemetry.metrics import current
 from workers.execution import TrainExecutor
 from workers.loop import run_chain
-from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel
+from workers.rollout_channel import ArrivedRows, Patience, RolloutChannel
 
 
 class Fusion:
@@ -38,12 +36,10 @@ class Fusion:
                  executor: TrainExecutor):
         """`plan`: the trainer's, which has an `early` one; `limit`: seconds after which ranks take others for lost."""
         assert plan.early is not None
-        self.plan, self.rank, self.loader, self.channel, self.executor = plan.early, rank, loader, channel, executor
-        self.tasks = self.plan.chain(rank)
+        self.rank, self.loader, self.channel, self.executor = rank, loader, channel, executor
+        self.tasks = plan.early.chain(rank)
         self.step_tasks = [task for task in plan.tasks if task.layout.early]  # the same, as the step's plan has them
-        self.received = ReceivedColumns(self.plan, channel.rows)
-        self.metrics = Metrics()  # apart from the step's: how evenly a part is spread says nothing about the step
-        self.buffer = Databuffer(self.plan, rank, self.metrics, limit=limit)
+        self.arrived = ArrivedRows(plan.early, rank, loader, channel, limit)
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
         self.seconds = self.exposed = 0.0  # of computing for the draw; of these, when all its rows had come
 
@@ -56,13 +52,13 @@ class Fusion:
             ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, patience)
             new = ~torch.isin(ids, known)
             known = ids
-            for node, seconds in self._compute(dock, *self._assigned(ids[new], tokens[new])).items():
+            for node, seconds in self._compute(dock, ids[new], tokens[new]).items():
                 self.seconds += seconds
                 hidden[node] += seconds if len(known) < count else 0.0
         self.exposed = self.seconds - sum(hidden.values())
         for node, seconds in hidden.items():
             current().maximum(f"seconds/{node}/hidden", seconds)
-        current().add_all(self.metrics.take("data/bytes"))
+        current().add_all(self.arrived.metrics.take("data/bytes"))
 
     def results(self) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
         """Yield what was written on this rank, which need not have the same rows in the step."""
@@ -86,23 +82,13 @@ class Fusion:
             return b""
         return msgpack.packb([column.tolist() for column in seen]) or b""
 
-    def _assigned(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's rows, and one row that is there in any case."""
-        prompts, index = torch.unique(ids // self.channel.rows, return_inverse=True)
-        weights = torch.zeros_like(prompts).index_add(0, index, tokens.clamp(min=1))
-        layout = self.plan.source
-        share = layout.share(self.rank)
-        return ids[assign(weights, layout.dp)[index] == (-1 if share is None else share)], ids[:1]
-
-    def _compute(self, dock: DockClient, ids: Tensor, some: Tensor) -> dict[str, float]:
+    def _compute(self, dock: DockClient, ids: Tensor, tokens: Tensor) -> dict[str, float]:
         """Run the nodes on these rows. Return the seconds of each."""
-        rows = dock.fetch(ids if len(ids) else some, self.received.columns).slice(0, len(ids))
         before = self.executor.seconds.copy()
-        self.buffer.start(self.loader.at(torch.unique(ids // self.channel.rows)))
-        self.buffer.receive(self.received.of(rows))
-        run_chain(self.tasks, self.buffer, self.executor)
+        self.arrived.fill(dock, ids, tokens)
+        run_chain(self.tasks, self.arrived.buffer, self.executor)
         for task in self.tasks:
-            batch = self.buffer.step_columns[task.node, task.layout]
+            batch = self.arrived.buffer.step_columns[task.node, task.layout]
             batch = joined(self.written[task.node], batch) if task.node in self.written else batch
             self.written[task.node] = batch.select(batch.ids.argsort())
         return {task.node: self.executor.seconds[task.node] - before[task.node] for task in self.tasks}

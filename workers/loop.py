@@ -9,6 +9,7 @@
 
     train            next → run_chain → record → snapshot → publish → conclude, on ranks that train
     rollout          lease → load newer weights → run_chain → put, on ranks that sample for others
+    infer            lease → run_chain → put, on ranks that only read a model for others
     run_chain        take → compute → put, for each task; the only place where a task runs
 
 A step is recorded, and its snapshot begun, before other groups learn of it: a worker that dies between two of these
@@ -24,6 +25,7 @@ from distflow.dock import DockClient
 from distflow.plan import Task
 from workers.engines.shared_engine import SharedEngine
 from workers.execution import Executor
+from workers.inference import InferenceContext
 from workers.rollout import Prompt, RolloutContext
 from workers.train_context import TrainContext
 
@@ -66,6 +68,14 @@ def rollout(ctx: RolloutContext, engines: Mapping[str, SharedEngine], over: Call
                 ctx.put(dock, prompts, buffer)
 
     ctx.run(engines, lease_prompts, finish_prompts)
+
+
+def infer(ctx: InferenceContext) -> None:
+    """Compute what frozen models say of the prompts that rollouts have sampled, until the run ends."""
+    while (lease := ctx.lease()) is not None:
+        with ctx.computing(lease) as buffer:
+            run_chain(ctx.chain, buffer, ctx.executor)
+        ctx.put(lease, buffer)
 
 
 def run_chain(chain: Sequence[Task], buffer: Databuffer, executor: Executor,

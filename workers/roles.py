@@ -29,7 +29,7 @@ from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
 from workers.engines.devices import convert, dtype_of, mesh_of
-from workers.engines.loading import load_model
+from workers.engines.loading import load_model, load_tokenizer
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import key_of
@@ -253,8 +253,18 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
                                   streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
-    _require_one_vocabulary(roles)
+    _require_one_vocabulary({name: role.tokenizer for name, role in roles.items()})
     return roles
+
+
+def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a role whose model is on other ranks, for prompts that `role` is to read."""
+    model = spec.model_of(name)
+    if model is None or model == role.source:
+        return role.tokenizer
+    tokenizer = load_tokenizer(spec, model)
+    _require_one_vocabulary({name: tokenizer, role.name: role.tokenizer})
+    return tokenizer
 
 
 def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
@@ -263,13 +273,12 @@ def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
     return Meshes(trainer if training else None, rollout, layouts[0].ep)
 
 
-def _require_one_vocabulary(roles: dict[str, RoleEngines]) -> None:
+def _require_one_vocabulary(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
     """Check that a token means the same to all roles, which pass tokens to each other."""
-    first, *others = roles.values()
-    for other in others:
-        ours, theirs = first.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-        if odd := odd_token(ours, theirs):
-            raise EngineError(f"roles `{first.name}` and `{other.name}` have different tokenizers, so that the tokens "
+    (name, first), *others = tokenizers.items()
+    for other, tokenizer in others:
+        if odd := odd_token(first.get_vocab(), tokenizer.get_vocab()):
+            raise EngineError(f"roles `{name}` and `{other}` have different tokenizers, so that the tokens "
                               f"of one mean nothing to the other (first difference: {odd!r}). Give them models of one "
                               "family")
 

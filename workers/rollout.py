@@ -57,7 +57,7 @@ from workers.engines.sampling import key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
 from workers.roles import RoleEngines
-from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_trainer
+from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_others
 from workers.rollout_validation import RolloutValidation
 
 
@@ -412,7 +412,7 @@ class RolloutContext:
         """Put what the trainer needs of the prompts into the dock, and give up their leases."""
         reports = report_column([prompt.metrics.take() for prompt in prompts], self.channel.rows)
         dock.report_activity(f"putting samples of step {prompts[0].step}")
-        rows = rows_for_trainer(self.plan, buffer).with_columns({REPORT: reports})
+        rows = rows_for_others(self.plan, buffer, self.channel.rows).with_columns({REPORT: reports})
         with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
             dock.put(rows)
         for lease in (prompt.lease for prompt in prompts):

@@ -2,7 +2,7 @@
 
 A row is a sample, by its id in the run. The trainer enqueues a prompt by putting its rows with their ids alone, and so
 says how far ahead may be sampled (the bound of staleness: `workers/sources.py`). A rollout leases the rows of a prompt,
-and puts the columns that it has computed.
+and puts the columns that it has computed; a rank that only infers leases rows that have these, and adds its own.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from distflow.data.assignment import assign
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
+from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, TimedOut
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
@@ -33,6 +36,7 @@ from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
 from distflow.store.interface import Store, paused
+from distflow.telemetry.metrics import Metrics
 from distflow.weights.puller import Puller
 
 ORDER, REPORT = "order", "report"  # columns beside those of nodes: a row may be sampled, metrics of its prompt
@@ -241,7 +245,7 @@ class Patience:
 
 
 class ReceivedColumns:
-    """Columns that a plan's tasks receive with rows of the dock from the other group's nodes. `rows`: of a prompt."""
+    """Columns that a plan's tasks receive with rows of the dock from other groups' nodes. `rows`: of a prompt."""
 
     def __init__(self, plan: Plan, rows: int):
         lineage = RowLineage(plan.tasks, plan.source)
@@ -256,16 +260,39 @@ class ReceivedColumns:
             yield task, {name: part[f"{task.node}/{name}"] for name in task.writes}, part.ids // times
 
 
-def rows_for_trainer(plan: Plan, buffer: Databuffer) -> Batch:
-    """Return the columns that the other group needs; values that belong to several rows are repeated."""
-    tasks = {task.node: task for task in plan.tasks}
-    finest = max(plan.dock, key=lambda move: len(tasks[move.producer].out_fan)).producer
-    ids = buffer.step_columns[finest, tasks[finest].layout].ids
-    columns = {}
+class ArrivedRows:
+    """One rank's part of rows that have come, in a databuffer, for tasks that need no whole step: in the trainer, and
+    on ranks that infer. `limit`: seconds after which ranks take others for lost."""
+
+    def __init__(self, plan: Plan, rank: int, loader: Dataloader, channel: RolloutChannel, limit: float):
+        self.source, self.rank, self.loader, self.channel = plan.source, rank, loader, channel
+        self.received = ReceivedColumns(plan, channel.rows)
+        self.metrics = Metrics()  # apart from the step's: how evenly a part is spread says nothing about the step
+        self.buffer = Databuffer(plan, rank, self.metrics, limit=limit)
+
+    def fill(self, dock: DockClient, ids: Tensor, tokens: Tensor) -> None:
+        """Begin with these rows [R], of which all ranks of the plan know, and the tokens of each."""
+        mine, some = self._assigned(ids, tokens)
+        rows = dock.fetch(mine if len(mine) else some, self.received.columns).slice(0, len(mine))
+        self.buffer.start(self.loader.at(torch.unique(mine // self.channel.rows)))
+        self.buffer.receive(self.received.of(rows))
+
+    def _assigned(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows, and one row that is there in any case."""
+        prompts, index = torch.unique(ids // self.channel.rows, return_inverse=True)
+        weights = torch.zeros_like(prompts).index_add(0, index, tokens.clamp(min=1))
+        share = self.source.share(self.rank)
+        return ids[assign(weights, self.source.dp)[index] == (-1 if share is None else share)], ids[:1]
+
+
+def rows_for_others(plan: Plan, buffer: Databuffer, rows: int) -> Batch:
+    """Return the columns that other groups need; values that belong to several of a prompt's `rows` are repeated."""
+    lineage, ids, columns = RowLineage(plan.tasks, plan.source), torch.empty(0, dtype=torch.int64), {}
     for move in plan.dock:
-        task = tasks[move.producer]
+        task = lineage.tasks[move.producer]
         part = buffer.step_columns[task.node, task.layout]
-        times = len(ids) // len(part)
+        times = rows // lineage.times(task.out_fan)
+        ids = (part.ids[:, None] * times + torch.arange(times)).flatten()
         if times > 1:
             part = part.select(torch.arange(len(part)).repeat_interleave(times))
         columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
@@ -277,6 +304,11 @@ def report_column(reports: list[bytes], rows: int) -> Ragged:
     lengths = torch.zeros(len(reports) * rows, dtype=torch.int64)
     lengths[::rows] = torch.tensor([len(report) for report in reports])
     return Ragged(torch.frombuffer(bytearray(b"".join(reports)), dtype=torch.uint8), lengths)
+
+
+def report_of(group: str) -> str:
+    """Return the name of a group's column of reports."""
+    return REPORT if group == ROLLOUT else f"{REPORT} {group}"
 
 
 def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
@@ -352,19 +384,28 @@ def taken_over(standby: ShardProcess | None, again: Callable[[], ShardProcess]) 
 
 
 def _consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:
-    moves, step_rows = plan.groups[0].plan.dock, rows * prompts
-    written = [f"{move.producer}/{name}" for move in moves for name in move.columns]
-    longest = -(-sum(move.bytes_per_step for move in moves) // step_rows)
-    return consumers_of(written, rows, step_rows if in_order else None, longest)
+    trainer, rollout, *inference = plan.groups
+    step_rows = rows * prompts
+    longest = -(-sum(move.bytes_per_step for move in trainer.plan.dock) // step_rows)
+    written = [[f"{move.producer}/{name}" for move in group.plan.dock for name in move.columns]
+               for group in plan.groups]
+    apart = {group.name: (ReceivedColumns(group.plan, rows).columns, columns)
+             for group, columns in zip(inference, written[2:])}
+    return consumers_of(written[1], rows, step_rows if in_order else None, longest, apart)
 
 
-def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int) -> list[Consumer]:
-    """Return the stages of the run: samples have columns `written`, of at most `longest` bytes a row. Without
-    `step_rows` they are taken as they come."""
+def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int,
+                 inference: Mapping[str, tuple[Sequence[str], Sequence[str]]] = MappingProxyType({})) -> list[Consumer]:
+    """Return the stages of the run: samples have columns `written`; groups of `inference` read and write some, by name.
+    All take at most `longest` bytes a row: where a prompt may be sampled there is room for what others add to it, so
+    that only rollouts wait for room. Without `step_rows` samples are taken as they come."""
     written = (*written, REPORT)
     samples, requests = ((first * rows, end * rows) for first, end in (_SAMPLES, _REQUESTS))
-    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples),
-            Consumer(TRAINER, written, (), rows, step_rows, seconds=3600.0, can_roll_back=True, ids=samples),
+    apart = [Consumer(name, tuple(reads) or (ORDER,), (*writes, report_of(name)), rows, step_rows, ids=samples)
+             for name, (reads, writes) in inference.items()]
+    trained = (*written, *(column for each in apart for column in each.writes))
+    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples), *apart,
+            Consumer(TRAINER, trained, (), rows, step_rows, seconds=3600.0, can_roll_back=True, ids=samples),
             Consumer(VALIDATION, (ORDER,), (RESULT,), rows, ids=requests),
             Consumer(ANSWERED, (RESULT,), (), rows, ids=requests)]
 

@@ -27,7 +27,7 @@ from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.fusion import Fusion
 from workers.roles import RoleEngines
-from workers.rollout_channel import Patience, ReceivedColumns, RolloutChannel, reports_of
+from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, reports_of
 from workers.train_context import TrainContext
 
 
@@ -67,8 +67,9 @@ class AsyncSource(Dataloader):
         if self.colocated is not None:
             waited, fused = time.perf_counter() - switched, self.fusion
             self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
-        for report in reports_of(self.rows):
-            current().add_all(report)
+        for column in (name for name in self.rows.columns if name.startswith(REPORT) and "/" not in name):
+            for report in reports_of(self.rows, column):
+                current().add_all(report)
         prompts = self.at(torch.unique(self.rows.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:

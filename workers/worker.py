@@ -23,7 +23,7 @@ from distflow.config.load import Spec
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import load_function
 from distflow.errors import RankMissing
-from distflow.plan import TRAINER, Plan
+from distflow.plan import ROLLOUT, TRAINER, Plan
 from distflow.recovery import hooks
 from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import COLLECTIVES, RankStatus
@@ -43,8 +43,10 @@ from workers.engines.devices import choose
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
-from workers.loop import rollout, train
-from workers.roles import RoleEngines, build_roles
+from workers.execution import InferenceExecutor
+from workers.inference import InferenceContext
+from workers.loop import infer, rollout, train
+from workers.roles import RoleEngines, build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
 from workers.rollout_validation import RolloutValidation, validated_elsewhere
@@ -90,7 +92,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         if context.role == TRAINER:
             done = _train(context, worker_context, store, channel, ready, export)
         elif channel:  # else there is no trainer to sample for
-            _sample(context, worker_context, channel, ready)
+            (_sample if context.role == ROLLOUT else _infer)(context, worker_context, channel, store, ready)
     dist.destroy_process_group()  # not after an error: it would wait for the others before the error is shown
     del server
     return done
@@ -189,7 +191,7 @@ def _open_timeline(context: RankContext) -> None:
         timeline.current().open(context.path / timeline.FOLDER / f"rank{rank}.jsonl", rank, context.plan.ranks)
 
 
-def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
+def _sample(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel, _: Store,
             ready: Callable[[], None]) -> None:
     """Run the rollout loop of this rank, or follow the rank that does for a model that is split over ranks."""
     spec, plan = context.spec, context.own
@@ -219,13 +221,33 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
             each.close()
 
 
+def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, store: Store,
+           ready: Callable[[], None]) -> None:
+    """Run the inference loop of this rank."""
+    spec, group, rank = context.spec, context.group, context.store.rank
+    assert group is not None
+    events.current().open(context.path / "events.jsonl", rank)
+    names = {task.role for task in group.plan.chain(0)}
+    roles = build_roles(spec, group.plan, names, set(), context.device)
+    role, prompted = roles[min(names)], prompted_role(spec, context.plan.groups[0].plan.chain(0))
+    tokenizer = tokenizer_of(spec, prompted, role)
+    executor = InferenceExecutor(group.plan, _load_functions(spec, group.plan), roles, dist.get_rank(),
+                                 RankStatus(store, dist.get_rank(), dist.get_world_size()), spec.run.seed)
+    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer=tokenizer)
+    ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
+    ready()
+    _open_timeline(context)
+    infer(ctx)
+    ctx.close()
+
+
 def _rollout_context(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
                      roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
     first = channel.first if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
     replicas = context.plan.groups[1].replicas
-    n_loops = channel.ranks // plan.ranks if spec.run.mode == "semi_sync" else replicas
+    n_loops = context.plan.sampling_ranks // plan.ranks
     functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
     validation = RolloutValidation(spec, roles[name], channel, who) if name else None
     return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted_role(spec, plan.tasks)]),

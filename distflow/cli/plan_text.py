@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from distflow.cli.common import table
 from distflow.config.load import Spec
-from distflow.plan import ROLLOUT, Plan, Task, Transfer
+from distflow.plan import TRAINER, Plan, Task, Transfer
 
 
 def describe(plan: Plan, spec: Spec) -> Iterator[str]:
@@ -37,7 +37,7 @@ def _moved(move: Transfer) -> str:
 def _chain(plan: Plan, batch: int) -> Iterator[str]:
     for group in plan.groups:
         beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
-        beside += f", each over {group.plan.ranks} ranks" if group.name == ROLLOUT and group.plan.ranks > 1 else ""
+        beside += f", each over {group.plan.ranks} ranks" if group.kind != TRAINER and group.plan.ranks > 1 else ""
         nodes = {task.node for task in group.plan.chain(0)}
         yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
                           f" ({group.name}{beside})")

@@ -39,7 +39,7 @@ class Fault(Document):
     EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError). oom: it takes memory until the
     kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
     machines start apart."""
-    group: Literal["trainer", "rollout"] = "trainer"
+    group: Literal["trainer", "rollout", "inference"] = "trainer"
     """Group of the worker; in mode sync all ranks are the trainer's."""
     rank: NonNegativeInt | None = None
     """Rank of the run; default: one of the group, drawn by the seed."""
@@ -400,7 +400,10 @@ class Groups(Document):
     """How the ranks are divided where training and sampling do not share them."""
 
     rollout: float = 0.5
-    """Ranks that sample, or their share of all. The others train."""
+    """Ranks that sample, or their share of those that do not only infer. The others train."""
+    inference: dict[str, PositiveInt] = {}
+    """Ranks of their own for models that are only read, by role, as {reference: 1}: a reference, a reward model, a
+    teacher. They compute each prompt as it comes."""
     share_gpus: bool = False
     """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
     each takes its own part of the memory. Ranks of one group never share a GPU."""

@@ -399,7 +399,7 @@ class ConsumerIndex:
     def _may_begin(self, row: RowState, rows: int) -> bool:
         """Return whether a row may be leased as the last of `rows` more: there is room for what is written of them, or
         others wait for it. They could else wait for ever, since only what is complete leaves the dock."""
-        return (not self.consumer.writes or self.ready.step_of(row.id) <= self.required
+        return (not self.consumer.row_bytes or self.ready.step_of(row.id) <= self.required
                 or self.room.fits(self.n_leased + rows, self.consumer.row_bytes))
 
     def _check_held(self, number: int, step: int | None, ids: list[int]) -> None:

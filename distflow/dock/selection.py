@@ -33,9 +33,9 @@ class Consumer:
         home: number of the shard whose process keeps the index.
         seconds: how long a lease lasts without being renewed.
         can_roll_back: commits of steps can be rolled back until they are released; their rows stay as long.
-        row_bytes: bytes that it writes of a row at its longest. Where the dock has no room (`DockLayout.max_bytes`), a
-            consumer that writes leases only rows of steps that others wait for (`DockClient.require`). 0: no account is
-            kept of what it writes.
+        row_bytes: bytes that it, and those after it, write of a row at its longest. Where the dock has no room
+            (`DockLayout.max_bytes`), it leases only rows of steps that others wait for (`DockClient.require`). 0: it
+            waits for no room.
         ids: first id, and end, of the rows that it takes. A row leaves when all consumers of its range have committed.
     """
 

@@ -85,10 +85,10 @@ _LOOK = 1.0  # seconds between two looks at a GPU, and beyond which a look at a 
 class Observation:
     """State of a worker as its supervisor observes it. Times are in seconds.
 
-    group: `trainer`, `rollout`, or in mode sync `ranks`. silent: since its last progress: a micro-batch, some tokens or
-    a new phase. mute: since its last heartbeat; a process that computes, waits for others or for a tool has one, one
-    that is stopped or holds Python's lock does not. idle: since its GPU's tensor cores last worked; None where that is
-    not measured.
+    group: `trainer`, `rollout`, `inference`, or in mode sync `ranks`. silent: since its last progress: a micro-batch,
+    some tokens or a new phase. mute: since its last heartbeat; a process that computes, waits for others or for a tool
+    has one, one that is stopped or holds Python's lock does not. idle: since its GPU's tensor cores last worked; None
+    where that is not measured.
     """
 
     group: str

@@ -27,11 +27,11 @@ _SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "
 
 @dataclass(frozen=True)
 class RestartGroup:
-    """Ranks that restart together: the trainer, one replica of the rollouts, or in mode sync all ranks."""
+    """Ranks that restart together: the trainer, one replica of another group, or in mode sync all ranks."""
 
     name: str
     ranks: range
-    group: str  # `trainer`, `rollout`, or in mode sync `ranks`
+    group: str  # `trainer`, `rollout`, `inference`, or in mode sync `ranks`
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any
 
 from distflow.config.run import Robust
 from distflow.errors import CheckpointError
-from distflow.plan import ROLLOUT
+from distflow.plan import INFERENCE, ROLLOUT
 from distflow.recovery import out_of_memory
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.detectors import HealthMonitor
@@ -104,7 +104,8 @@ class Supervisor:
         required_processes: by descriptor that becomes readable when the process ends: the message of that failure.
         is_obsolete: whether nothing needs the group's work any more, so that it does not matter how its workers end.
         should_run: whether there should be a worker now.
-        live_config: a rollout's worker ends when settings change; others end by themselves after a step.
+        live_config: workers of other groups than the trainer end when settings change; its own by themselves, after a
+            step.
         hooks: calls the users' hooks of a moment; after a failure, with the attempt that has it among its failures.
         elastic: membership of the machine, if machines come and go.
         leave_out: called when the group is not started again; returns whether the run goes on without it.
@@ -351,7 +352,8 @@ class Supervisor:
             return _WorkerEnd.SUPERSEDED
         if not self.should_run():
             return _WorkerEnd.SCALED_DOWN
-        if self.group.group == ROLLOUT and self.live_config and self.live_config.newest() > self.context.config_change:
+        if self.group.group in (ROLLOUT, INFERENCE) and self.live_config \
+                and self.live_config.newest() > self.context.config_change:
             return _WorkerEnd.RELOAD
         return None
 
@@ -438,7 +440,7 @@ class Supervisor:
         self._call_hooks("on_failure", following)
         if left_out:
             self._record("left out", unit=name, why=following.end)
-            text = f"{name} is left out, and others sample on: {where}: {cause.what}\nIt is not started again: " \
+            text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:
             half = f", with half of its {cause.too_large}," if cause.too_large else ""

@@ -35,16 +35,24 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
     all ranks of a machine share; they are the engines' to convert. An embedded one, float32, is built from the run's
     seed and data. `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other
     model."""
+    tokenizer = load_tokenizer(spec, model)
     if model.path:
         folder = _existing(find(model.path, "models", spec.folder), model.path)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        _require_end(tokenizer, folder)
         return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
-    tokenizer = _tokenizer_of(spec, model.takes_images)
     sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
     built = build_model(len(tokenizer), spec.run.seed, **sizes, **ids)
     return with_value_head(built) if head == "value" else built, tokenizer
+
+
+def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model; that of an embedded one is built from the run's data."""
+    if not model.path:
+        return _embedded_tokenizer(spec, model.takes_images)
+    folder = _existing(find(model.path, "models", spec.folder), model.path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    _require_end(tokenizer, folder)
+    return tokenizer
 
 
 def _existing(path: Path | None, name: str) -> Path:
@@ -82,7 +90,7 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     raise InvalidInput(Diagnostic(what, Location(shown(folder / "tokenizer_config.json")), hint))
 
 
-def _tokenizer_of(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
+def _embedded_tokenizer(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
     data = spec.run.data
     sets, fields = open_training_sets(data, spec.data_path).values(), fields_of(data, data.columns)
     first = (record for records in sets for record in records.get(range(min(len(records), 2000)))

@@ -1,0 +1,145 @@
+"""Cuts roles whose models are only read out of the trainer, onto ranks of their own (`groups.inference`).
+
+Their nodes look at each row by itself, and read columns that cross the dock. So a group waits, row by row, for groups
+before it alone: the rollouts, and groups whose columns it reads. The groups have an order in which none waits for a
+later one, or are refused; the trainer, which waits for all of them, is the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from distflow.config.load import Spec
+from distflow.config.models import base_of
+from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.errors import Diagnostic, Location, did_you_mean
+from distflow.plan import INFERENCE, KEEP, SOURCE, Layout
+from planners.check import prompted_role
+from planners.columns import NodeColumns
+from planners.resampling import draws_of
+
+
+@dataclass(frozen=True)
+class InferenceCut:
+    """Nodes of a role that is only read, and the ranks that have `replicas` of its model, from `first` on."""
+
+    role: str
+    nodes: frozenset[str]
+    first: int
+    replicas: int
+    model: Layout
+
+    @property
+    def group(self) -> str:
+        return f"{INFERENCE} {self.role}"
+
+
+def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
+                  rollout: set[str], first: int) -> tuple[tuple[InferenceCut, ...], list[Diagnostic]]:
+    """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
+    one. `rollout`: the nodes of the rollout group."""
+    nodes = {role: [node for node in chain if node in bound and spec.dag.nodes[node].role == role
+                    and spec.dag.nodes[node].type in ENGINE_TYPES] for role in spec.run.groups.inference}
+    mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
+    ahead = {node for node in rollout if KEEP not in flows[node].writes}
+    unfit = {role for role in nodes if any(_check_role(spec, role, nodes[role], flows))}
+    for node in (node for node in chain if any(node in own for role, own in nodes.items() if role not in unfit)):
+        if why := _why_not(spec, bound, chain, flows, node, ahead):
+            mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
+        ahead.add(node)
+    order, waiting = _ordered({role: _waits_for(nodes, role, spec, flows) for role in nodes})
+    if waiting:
+        mistakes.append(_refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
+                                 "what the other writes, so that each would wait for the other's ranks"))
+    cuts = []
+    for role in order:
+        model, found = _model(spec, role, nodes[role])
+        mistakes += found
+        replicas = max(spec.run.groups.inference[role] // model.width, 1)
+        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, replicas, model))
+        first += replicas * model.width
+    return tuple(cuts), mistakes
+
+
+def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, NodeColumns]) -> Iterator[Diagnostic]:
+    if role not in spec.dag.roles:
+        what = f"`groups.inference` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
+        yield Diagnostic(what, _where(spec, role), did_you_mean(role, spec.dag.roles, "Roles"))
+    elif not nodes:
+        yield _refusal(spec, role, "no node computes with its model")
+    elif spec.dag.roles[role].trained:
+        yield _refusal(spec, role, "it is trained, and these ranks have the weights of its files alone")
+    elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
+        yield _refusal(spec, role, "nothing reads what its nodes write")
+    elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
+        yield _refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
+    elif base := base_of(spec, role):
+        yield _refusal(spec, role, f"it computes with the model under the adapters of `{base}`, which the ranks that "
+                       "train have anyway")
+
+
+def _why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns], node: str,
+             ahead: set[str]) -> str:
+    """Return why a node cannot run on prompts that come one by one from other ranks; empty if it can."""
+    if bound[node].samples:
+        return "samples, which ranks of `groups.rollout` do"
+    if not bound[node].marks.row_wise:
+        return (f"may compare a row with others: function `{spec.dag.nodes[node].function}` is not marked as one that "
+                "looks at each row by itself (`row_wise`)")
+    before = chain[: chain.index(node)]
+    if filters := [other for other in before if other in bound and draws_of(spec, other, bound[other]) > 1]:
+        return f"waits for the last draw of node `{filters[0]}`, which drops rows"
+    needs = {column.producer for column in flows[node].reads}.union(spec.dag.nodes[node].dependencies) - {SOURCE}
+    if late := sorted(needs - ahead):
+        drops = late[0] in flows and KEEP in flows[late[0]].writes
+        return f"waits for node `{late[0]}`, which {'drops rows' if drops else 'runs in the trainer'}"
+    return ""
+
+
+def _waits_for(nodes: Mapping[str, list[str]], role: str, spec: Spec, flows: Mapping[str, NodeColumns]) -> set[str]:
+    """Return the other roles with ranks of their own whose columns a role's nodes read."""
+    producers = {column.producer for node in nodes[role] for column in flows[node].reads}
+    return {other for other in nodes if other != role and producers.intersection(nodes[other])}
+
+
+def _ordered(waits_for: dict[str, set[str]]) -> tuple[list[str], list[str]]:
+    """Return the roles in an order in which none waits for a later one, and those that wait for each other."""
+    order: list[str] = []
+    while free := [role for role in waits_for if role not in order and waits_for[role] <= set(order)]:
+        order += free
+    return order, [role for role in waits_for if role not in order]
+
+
+def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagnostic]]:
+    """Return the layout of one replica's model."""
+    node = next((node for node in nodes if node in spec.run.layouts), None)
+    if node is None:
+        return Layout(1), []
+    asked, ranks = spec.run.layouts[node], spec.run.groups.inference[role]
+    model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
+    mistakes = []
+    if asked.dp or asked.rows:
+        key = "dp" if asked.dp else "rows"
+        what = (f"node `{node}` says `{key}`, and ranks of `groups.inference` take prompts as they get free, each "
+                "replica of the model for itself")
+        mistakes.append(Diagnostic(what, spec.run_source.location(("layouts", node, key)),
+                                   f"Leave `{key}` out of it, and say how many ranks:  groups: {{inference: {{{role}: "
+                                   f"{(asked.dp or 1) * model.width}}}}}"))
+    if ranks % model.width:
+        what = f"role `{role}` has {ranks} ranks of its own, and `layouts` wants its model on {model.width} of them"
+        mistakes.append(Diagnostic(what, _where(spec, role), f"Instead:  groups: {{inference: {{{role}: "
+                                   f"{max(ranks // model.width, 1) * model.width}}}}}"))
+    return model, mistakes
+
+
+def _refusal(spec: Spec, role: str, why: str, node: str | None = None) -> Diagnostic:
+    where = _where(spec, role)
+    lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
+    return Diagnostic(f"role `{role}` cannot have ranks of its own: {why}", where,
+                      f"Take `{role}` out of  groups.inference  : the ranks that train compute it then",
+                      tuple(filter(None, lines)))
+
+
+def _where(spec: Spec, role: str) -> Location | None:
+    return spec.run_source.location(("groups", "inference", role), key=True)

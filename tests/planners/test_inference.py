@@ -1,0 +1,145 @@
+"""Roles that are only read, cut out of the trainer onto ranks of their own."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from harness import ROOT
+
+from distflow.cli.plan_text import describe
+from distflow.config.load import load
+from distflow.errors import InvalidInput
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER
+from planners import plan
+
+ALONE = "groups.inference={reference: 1}"
+
+
+def planned(dag="grpo.yaml", ranks=4, *overrides):
+    spec = load(dag, None, ["mode=async", *overrides], None)
+    return spec, plan(spec, ranks)
+
+
+@pytest.fixture
+def dag_of(tmp_path, monkeypatch):
+    """`dag_of(nodes, roles)`: that of GRPO with further ones, whose functions are `seen` and `mixed`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "apart.py").write_text(
+        "from distflow import node\n\n"
+        "@node(type='MODEL_INFERENCE', writes='{role}_seen', row_wise=True)\n"
+        "def seen(engine, responses: Ragged, first: Tensor = None) -> Tensor: 'Looks at each row.'\n\n"
+        "@node(type='MODEL_INFERENCE', writes='{role}_mixed')\n"
+        "def mixed(engine, responses: Ragged) -> Tensor: 'Compares rows.'\n\n"
+        "@node(writes='used')\n"
+        "def use(judge_seen: Tensor = None, teacher_seen: Tensor = None, judge_last: Tensor = None, "
+        "judge_mixed: Tensor = None) -> Tensor: 'Reads all.'\n")
+
+    def make(nodes, roles):
+        shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+        shown["imports"] = ["apart"]
+        shown["roles"] |= {role: {"copy_of": "actor"} for role in roles}
+        shown["nodes"] |= nodes | {"use": {"role": "actor", "type": "COMPUTE", "function": "use",
+                                           "dependencies": [*nodes]}}
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(shown, sort_keys=False))
+        return tmp_path / "mine.yaml"
+
+    return make
+
+
+def seen(role, *dependencies, function="seen", **more):
+    return {"role": role, "type": "MODEL_INFERENCE", "function": function, "dependencies": ["rollout", *dependencies],
+            **more}
+
+
+def test_a_reference_has_the_last_ranks_and_the_trainer_only_what_it_writes():
+    spec, made = planned("grpo.yaml", 5, "groups.inference={reference: 2}", "groups.rollout=2")
+    assert [[task.node for task in made.chain(rank)] for rank in range(5)] == [
+        ["advantage", "update"], *2 * [["rollout", "reward"]], *2 * [["reference"]]]
+    assert [(group.name, group.kind, group.ranks) for group in made.groups] == [
+        ("trainer", TRAINER, range(1)), ("rollout", ROLLOUT, range(1, 3)),
+        ("inference reference", INFERENCE, range(3, 5))]
+    assert [made.group_of(rank)[1] for rank in (3, 4)] == [0, 1], "each has the whole model, and restarts alone"
+    trainer, rollout, reference = (group.plan for group in made.groups)
+    assert [move.producer for move in rollout.dock] == ["rollout", "reward"]
+    assert [(move.producer, move.columns) for move in reference.dock] == [("reference", ("reference_logprobs",))]
+    assert [move.producer for move in trainer.dock] == ["rollout", "reward", "reference"]
+    docked = {(move.producer, task.node) for task in made.tasks for move in task.transfers if move.kind == "dock"}
+    assert docked >= {("rollout", "reference"), ("reference", "update")}
+    weights = [any(item.name == "reference: weights" for item in each.memory) for each in (trainer, rollout, reference)]
+    assert weights == [False, False, True]
+    assert trainer.early is None
+    shown = "\n".join(describe(made, spec))
+    assert "chain of ranks 3–4 (inference reference, 2 beside each other)" in shown
+    assert "memory of a rank of the inference reference" in shown
+
+
+def test_a_share_of_ranks_that_sample_is_of_those_that_do_not_only_infer():
+    _, made = planned("grpo.yaml", 5, ALONE)
+    assert [len(group.ranks) for group in made.groups] == [2, 2, 1]
+
+
+def test_a_model_may_be_split_over_its_ranks():
+    _, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1", "layouts.reference.tp=2",
+                      "roles.actor.model.kv_heads=2")
+    group = made.groups[2]
+    assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 2)
+    assert group.plan.layout_of("reference", samples=False).tp == 2
+    assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
+
+
+def test_what_stays_with_the_trainer_may_read_what_others_write_ahead(dag_of):
+    """`reads` of a teacher in the trainer: fused, once the judge's rows are there too."""
+    dag = dag_of({"judge": seen("judge"), "teacher": seen("teacher", "judge", reads={"first": "judge_seen"})},
+                 ["judge", "teacher"])
+    _, made = planned(dag, 4, "groups.inference={judge: 1}")
+    early = made.groups[0].plan.early
+    assert [task.node for task in early.chain(0)] == ["reference", "teacher"]
+    assert {task.node: task.writes for task in early.tasks if task.arrives}["judge"] == ("judge_seen",)
+
+
+def test_groups_that_read_each_other_have_an_order(dag_of):
+    dag = dag_of({"teacher": seen("teacher", "judge", reads={"first": "judge_seen"}), "judge": seen("judge")},
+                 ["judge", "teacher"])
+    _, made = planned(dag, 5, "groups.inference={teacher: 1, judge: 1}")
+    assert [group.name for group in made.groups[2:]] == ["inference judge", "inference teacher"]
+    brought = {task.node: task.writes for task in made.groups[3].plan.tasks if task.writes and task.arrives}
+    assert brought == {"rollout": ("responses",), "judge": ("judge_seen",)}
+
+
+CIRCLE = {"judge": seen("judge"), "teacher": seen("teacher", "judge", reads={"first": "judge_seen"}),
+          "last": seen("judge", "teacher", reads={"first": "teacher_seen"}, writes={"judge_seen": "judge_last"})}
+REFUSED = {
+    "a role that is trained": ("ppo.yaml", {"critic": 1}, "it is trained"),
+    "no role": ("grpo.yaml", {"refrence": 1}, "Did you mean `reference`"),
+    "a role without a node": (({}, ["judge"]), {"judge": 1}, "no node computes with its model"),
+    "results that nobody reads": (({"judge": seen("judge", function="mixed", writes={"judge_mixed": "idle"})},
+                                   ["judge"]), {"judge": 1}, "nothing reads what its nodes write"),
+    "rows that are compared": (({"judge": seen("judge", function="mixed")}, ["judge"]), {"judge": 1},
+                               "function `mixed` is not marked as one that looks at each row by itself"),
+    "the trainer's results": (({"judge": seen("judge", "advantage")}, ["judge"]), {"judge": 1},
+                              "node `judge` waits for node `advantage`, which runs in the trainer"),
+    "rows that may have been dropped": (({"judge": seen("judge", "reward")}, ["judge"]), {"judge": 1},
+                                        "node `judge` waits for node `reward`, which drops rows"),
+    "a circle": ((CIRCLE, ["judge", "teacher"]), {"judge": 1, "teacher": 1}, "each would wait for the other's ranks"),
+    "too few ranks": ("grpo.yaml", {"reference": 4}, "Start 6 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_have_ranks_of_its_own_is_refused_with_the_reason(case, dag_of):
+    dag, inference, said = REFUSED[case]
+    with pytest.raises(InvalidInput) as error:
+        planned(dag if isinstance(dag, str) else dag_of(*dag), 5, f"groups.inference={yaml.safe_dump(inference)}")
+    assert said in str(error.value)
+    assert "groups.inference" in str(error.value) or "--ranks" in str(error.value)
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    (("layouts.reference.dp=2",), "take prompts as they get free"),
+    (("layouts.reference.tp=2", "roles.actor.model.kv_heads=2"), "Instead:  groups: {inference: {reference: 2}}"),
+    (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),
+    (("faults=[{kind: kill, group: inference, rank: 0, step: 1}]",), "It has 4 to 4")])
+def test_settings_that_such_ranks_cannot_have_are_refused(overrides, said):
+    with pytest.raises(InvalidInput) as error:
+        planned("grpo.yaml", 5, ALONE, *overrides)
+    assert said in str(error.value)

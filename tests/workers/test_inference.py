@@ -1,0 +1,88 @@
+"""Rows on their way through the dock by a group that only infers, between rollouts and the trainer."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from distflow.data.batch import Batch
+from distflow.dock import TimedOut
+from distflow.dock.shard import StorageShardServer
+from distflow.plan import ROLLOUT, TRAINER
+from distflow.telemetry.metrics import Metrics
+from workers.rollout_channel import REPORT, RolloutChannel, consumers_of, report_column, report_of
+
+ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"
+COUNT = ROWS * PROMPTS
+
+
+@pytest.fixture
+def channel():
+    """A dock that should store next to nothing, with prompts of two steps."""
+    with closing(StorageShardServer(TOKEN)) as service:
+        channel = RolloutChannel(None, TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 3)
+        with channel.dock("trainer 0") as dock:
+            apart = {READS: (["rollout/responses"], ["reference/logprobs"])}
+            dock.configure(consumers_of(["rollout/responses"], ROWS, COUNT, 8, apart), 1)
+            channel.enqueue_prompts(dock, 0, 2 * PROMPTS - 1)
+        yield channel
+
+
+def put(dock, lease, column, group):
+    report = report_column([Metrics().take()] * (len(lease) // ROWS), ROWS)
+    dock.put(Batch(lease.ids, {column: torch.ones(len(lease)), report_of(group): report}))
+    dock.commit(lease)
+
+
+def sampled(dock):
+    lease = dock.lease(ROLLOUT, ROWS)
+    put(dock, lease, "rollout/responses", ROLLOUT)
+    return lease.ids.tolist()
+
+
+def test_the_trainer_waits_for_what_its_rows_lack_and_is_told_who_writes_it(channel):
+    with channel.dock("any") as dock:
+        assert [sampled(dock), sampled(dock)] == [[0, 1], [2, 3]]
+        with pytest.raises(TimedOut, match=f"`{READS}` writes `reference/logprobs`: rows .* are ready"):
+            dock.lease(TRAINER, COUNT, step=0)
+        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
+        rows = dock.fetch(dock.lease(TRAINER, COUNT, step=0))
+        assert set(rows.columns) == {"rollout/responses", REPORT, "reference/logprobs", report_of(READS)}
+
+
+def test_only_rollouts_wait_for_room_so_that_what_is_sampled_can_leave(channel):
+    with channel.dock("any") as dock:
+        for _ in range(PROMPTS):
+            sampled(dock)
+        assert dock.try_lease(ROLLOUT, ROWS) is None, "of step 1, for which nobody waits"
+        dock.require(ROLLOUT, 1)
+        assert sampled(dock) == [4, 5]
+        assert dock.lease(READS, 2 * COUNT, least=ROWS).ids.tolist() == [0, 1, 2, 3, 4, 5], "and none is required here"
+
+
+def test_rows_of_a_replica_that_dies_go_to_another(channel):
+    with channel.dock("any") as dock:
+        sampled(dock)
+        with channel.dock("inference reference 3") as dying:
+            assert len(dying.lease(READS, ROWS)) == ROWS
+            assert dock.try_lease(READS, ROWS) is None
+        again = dock.lease(READS, ROWS, wait=10.0)
+        assert again.ids.tolist() == [0, 1]
+
+
+def test_rows_stay_until_the_trainer_cannot_take_them_back(channel):
+    with channel.dock("trainer 0") as dock:
+        for _ in range(PROMPTS):
+            sampled(dock)
+        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
+        dock.commit(dock.lease(TRAINER, COUNT, step=0))
+    with closing(channel.dock("trainer 0", attempt=1)) as dock:
+        assert dock.rollback(TRAINER, 0) == COUNT
+        assert dock.try_lease(READS, ROWS) is None, "its results are there"
+        lease = dock.lease(TRAINER, COUNT, step=0)
+        assert dock.fetch(lease)["reference/logprobs"].tolist() == [1.0] * COUNT
+        dock.commit(lease)
+        dock.release_before(TRAINER, 1)
+        assert dock.status()[0]["rows"] == COUNT, "those of the step that nobody has sampled"
