@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.dataloader import Dataloader
+from distflow.data.dataloader import SOURCE_WEIGHT, Dataloader
 from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
+from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Plan, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
@@ -92,6 +93,12 @@ class AsyncSource(Dataloader):
                                        share=self.rank, shares=self.plan.ranks)
             except TimedOut as error:
                 patience.check(error)
+
+    def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+        """Refuse weights of training sets: the prompts of the next steps are being sampled already."""
+        if any(name.startswith(SOURCE_WEIGHT) for rank in reported for name in rank):
+            raise InvalidInput("a node sets weights of training sets, which needs  mode: sync : in other modes the "
+                               "prompts of the next steps are being sampled already")
 
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what nodes of the rollout group wrote for these prompts, and what was computed while they came."""
