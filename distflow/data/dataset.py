@@ -73,6 +73,7 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
 _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
+_SCANNED = 2**26  # bytes in which line ends are looked for at a time
 _BLANK = 64
 """A line longer than this counts as a record without a look whether it is blank."""
 
@@ -310,11 +311,14 @@ class JsonLines:
     def __init__(self, path: Path):
         self.path = path
         data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
-        ends = numpy.flatnonzero(data == ord("\n")) + 1
-        edges = numpy.unique(numpy.concatenate([[0], ends, [len(data)]]))
-        spans = [(line, int(start), int(end)) for line, (start, end) in enumerate(zip(edges, edges[1:]), 1)
-                 if end - start > _BLANK or bytes(data[start:end]).strip()]
-        self.spans = numpy.array(spans, dtype=numpy.int64).reshape(-1, 3)
+        ends = [numpy.flatnonzero(data[start : start + _SCANNED] == ord("\n")) + (start + 1)
+                for start in range(0, len(data), _SCANNED)]
+        edges = numpy.unique(numpy.concatenate([[0], *ends, [len(data)]]))
+        kept = numpy.diff(edges) > _BLANK
+        for line in numpy.flatnonzero(~kept):
+            kept[line] = bool(bytes(data[edges[line] : edges[line + 1]]).strip())
+        lines = numpy.flatnonzero(kept)
+        self.spans = numpy.stack([lines + 1, edges[lines], edges[lines + 1]], 1).astype(numpy.int64)
 
     def __len__(self) -> int:
         return len(self.spans)

@@ -1,8 +1,8 @@
 """Finds questions of held-out data among the training data, equal or nearly so, since they make validation too good.
 
 Texts are compared in lower case, without spaces and punctuation. Two are nearly equal if of all their runs of eight
-bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands, of which one whose
-share is just `NEAR` is missed once in 5,000 times, and then compared exactly. Held-out data is held in memory, training
+bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands, which miss one
+whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is held in memory, training
 data is read once, a block at a time.
 """
 
