@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same to Python
     from distflow.contracts.decorators import Turn, environment, loss, node, reward
     from distflow.data.batch import Batch, Ragged
+    from distflow.data.dataloader import source_weight
     from distflow.errors import DistflowError
     from distflow.recovery.autoscaler import scaling
     from distflow.recovery.detectors import Alert, detector
@@ -26,6 +27,7 @@ _HOMES = {
     "reward": "distflow.contracts.decorators",
     "loss": "distflow.contracts.decorators",
     "metric": "distflow.telemetry.metrics",
+    "source_weight": "distflow.data.dataloader",
     "environment": "distflow.contracts.decorators",
     "hook": "distflow.recovery.hooks",
     "detector": "distflow.recovery.detectors",
@@ -42,7 +44,7 @@ _HOMES = {
 }
 _RENAMED = {"Alarm": "Alert"}  # old public names, which still work, with a warning that names the new one
 __all__ = ["Alert", "Batch", "DistflowError", "Ragged", "RunFailed", "RunHandle", "Turn", "__version__", "detector",
-           "environment", "hook", "load", "loss", "metric", "node", "reward", "run", "scaling"]
+           "environment", "hook", "load", "loss", "metric", "node", "reward", "run", "scaling", "source_weight"]
 
 
 def __getattr__(name: str) -> Any:

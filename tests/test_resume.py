@@ -35,6 +35,10 @@ def adapters_alone_are_saved(whole: Path) -> None:
     assert sum(sizes) == 3 * ADAPTERS + 28, "weights, two moments and a count of steps, of 28 adapters"
 
 
+def shares_change(whole: Path) -> None:
+    assert len({values["data/share/more"] for values in metrics_of(whole).values()}) > 1
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of a run on two ranks, the weights that it leaves, and whether it goes on with one rank too."""
@@ -53,19 +57,32 @@ CASES = {
                                    one_rank_too=True, check=critic_is_saved),
     "adapters": Case(LORA, ("model/model.safetensors", "adapter/adapter_model.safetensors"), one_rank_too=True,
                      check=adapters_alone_are_saved),
-    "dropped rows": Case(("--dag", "filtered.yaml", *TINY)),
     "conversations": Case(("--dag", "grpo_tools.yaml", *TINY, "--set", "roles.actor.generation.batch_rows=1")),
+    "dropped rows, weights of training sets": Case((
+        "--dag", "filtered.yaml", *TINY, "--set", "data.train={train.jsonl: 1, more.jsonl: 1}", "--set",
+        "data.columns=[source]"), check=shares_change),
     "async": Case(("--dag", "grpo.yaml", *TINY, "--set", "mode=async", "--set", "staleness=0"), ()),
 }
-COMPARED = ("loss", "value/loss", "response/fingerprint")
+COMPARED = ("loss", "value/loss", "response/fingerprint", "data/share/more")
+WEIGH = """
+from distflow import source_weight
+
+@node()
+def weigh_in_turn(row: Tensor, source: list[str]) -> None:
+    for name in set(source):
+        mine = row[[own == name for own in source]]
+        source_weight(name, 1 + 8 * ((mine // 16) % 3 == (name == "more")))  # a draw has 16 rows
+"""
+WEIGHED = "  weigh: {role: actor, type: COMPUTE, function: weigh_in_turn, dependencies: [filter]}\n"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.smoke if name == "grpo" else ())
                                   for name in CASES])
 def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     case = CASES[name]
-    (workspace / "filters.py").write_text(FILTERS)
-    (workspace / "filtered.yaml").write_text(FILTERED)
+    (workspace / "filters.py").write_text(FILTERS + WEIGH)
+    (workspace / "filtered.yaml").write_text(FILTERED + WEIGHED)
+    (workspace / "more.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:7]))
     run = (*case.arguments, "--set", f"steps={STEPS}")
     launch(2, *run, "--name", "whole")
     kill_after(workspace, 5, *run, "--name", "killed")

@@ -13,7 +13,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.dataloader import ONE, Dataloader, Mixture, WithoutEmpty
-from distflow.data.dataset import Record, fields_of, open_images, open_training_sets
+from distflow.data.dataset import LabelledRecords, Record, fields_of, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
@@ -136,8 +136,10 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
                balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
     data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
-    sets = [WithoutEmpty(records, fields) for records in open_training_sets(data, spec.data_path).values()]
-    records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns)
+    opened = [*open_training_sets(data, spec.data_path).values()]
+    sets = [WithoutEmpty(records, fields) for records in opened]
+    names = [each.name for each in opened if isinstance(each, LabelledRecords)]
+    records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
     images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
     encode = encoder(tokenizer or role.tokenizer, data, images)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
-from distflow.data.dataloader import REPEATS, Dataloader
+from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
+from distflow.errors import InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Plan, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
@@ -105,6 +106,12 @@ class AsyncSource(Dataloader):
                 return self.dock.fetch(lease)
             except TimedOut as error:
                 patience.check(error)
+
+    def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+        """Refuse weights of training sets: the prompts of the next steps are being sampled already."""
+        if any(name.startswith(SOURCE_WEIGHT) for rank in reported for name in rank):
+            raise InvalidInput("a node sets weights of training sets, which needs  mode: sync : in other modes the "
+                               "prompts of the next steps are being sampled already")
 
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what nodes of the rollout group wrote for these prompts, and what was computed while they came."""

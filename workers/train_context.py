@@ -164,6 +164,7 @@ class TrainContext:
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
         self.divide_rows()
+        self.source.reweigh(metrics.of_ranks)
         changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
         self.superseded = any(newest > known for newest, _ in changes for _, known in changes)
         self.stopping = any(rank["stop"][0] for rank in metrics.of_ranks if "stop" in rank)

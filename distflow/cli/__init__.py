@@ -14,8 +14,8 @@ from distflow.cli.plan import with_command
 from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
 
-MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "run": "runs",
-           "resume": "runs",
+MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
+           "run": "runs", "resume": "runs",
            "board": "board", "watch": "look", "why": "look", "log": "look", "report": "look", "trace": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
            "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",

@@ -53,6 +53,8 @@ EXAMPLES: dict[str, str] = {
     "evaluate": """
         distflow evaluate runs/grpo-1 --data math=heldout.jsonl --samples 8
         distflow evaluate path/to/model --run-file my_run.yaml --json""",
+    "data": """
+        distflow data grpo --run my_run.yaml           # records, filters, and validation questions that are trained""",
     "nodes": """
         distflow nodes                                 # one line each
         distflow nodes policy_update                   # what it reads, writes and accepts""",

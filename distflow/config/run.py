@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.extras import pip_line
 from distflow.config.yaml_source import Document
 
@@ -27,6 +29,8 @@ environments of unfinished rows; computing: nodes without a model; inference: no
 rollout fetches weights while it samples."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Backend = Literal["auto", "nccl", "gloo", "ucc"]
+Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+"""One text, or a list of them."""
 
 
 class Fault(Document):
@@ -159,7 +163,7 @@ class Generation(Document):
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
     """Sample from so many of the likeliest tokens; 0: from all."""
-    stop: list[str] = []
+    stop: Texts = []
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
@@ -176,11 +180,6 @@ class Generation(Document):
     2025), so that rounding does not send a token to others. With `rollout: hf` and `engine: fsdp`."""
     batch_invariant: bool = False
     """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("stop")
     @classmethod
@@ -200,15 +199,10 @@ class Lora(Document):
     """Rank of each adapter."""
     alpha: PositiveFloat = 32
     """Scale of what an adapter adds, see above."""
-    targets: list[str] = Field(default=["all-linear"], min_length=1)
+    targets: Texts = Field(default=["all-linear"], min_length=1)
     """The linear layers that get adapters, by the last parts of their names; `all-linear`: all but the output layer."""
     rslora: bool = False
     """Whether that is scaled by alpha / √rank."""
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _one_target(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
 
 class RoleRun(Document):
@@ -293,6 +287,10 @@ class Data(Document):
     strict: bool = False
     """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
     `data/records_skipped` of the metrics and events.jsonl say so."""
+    filter: Texts = []
+    """Records to train on: an expression over a record's fields, as len(question) < 400 and level in [3, 4], or a
+    function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. All records
+    are read when the run starts, which says how many each filter drops."""
     columns: list[str] = []
     """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
     by them: name the field that says where a record comes from."""
@@ -308,6 +306,14 @@ class Data(Document):
     @classmethod
     def _one_set(cls, value: Any) -> Any:
         return {value: 1.0} if isinstance(value, str) else value
+
+    @field_validator("filter")
+    @classmethod
+    def _are_expressions(cls, value: list[str]) -> list[str]:
+        for text in value:
+            if not OWN_FILTER.fullmatch(text):
+                expression(text)
+        return value
 
     @property
     def turns(self) -> tuple[int, ...]:

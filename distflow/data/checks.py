@@ -6,12 +6,23 @@ from pathlib import Path
 
 from distflow.config.load import Spec
 from distflow.contracts.rewards import branches, validation_fields
-from distflow.data.dataset import Records, check_images, check_records, fields_of, open_records, open_training_sets
+from distflow.data.dataset import (
+    Records,
+    check_images,
+    check_records,
+    fields_of,
+    filtered,
+    open_records,
+    open_training_sets,
+)
+from distflow.data.duplicates import overlaps
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
+_COMPARED = 50_000
+"""Records of training and validation together up to which equal questions are looked for."""
 _PASSES = 100
 _ROWS = 1_000_000
 """More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
@@ -19,18 +30,31 @@ _ROWS = 1_000_000
 
 def check_data(spec: Spec) -> list[str]:
     """Read the data of a run, and return notes on what is no mistake but probably not meant. Raises `InvalidInput`."""
-    training, held_out = open_training_sets(spec.run.data, spec.data_path), spec.run.validation
+    training = open_training_sets(spec.run.data, spec.data_path)
     notes = _check_batch(spec, sum(map(len, training.values())))
     for name, records in training.items():
         empty = check_records(records, fields_of(spec.run.data, spec.run.data.columns), _nth(records),
                               branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
-    for name in held_out.data.values() if held_out else ():
-        records = open_records(spec.data_path(name) or Path(name))
+    notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.said()}"
+              for name, records in training.items() if (found := filtered(records))]
+    tested = open_validation_sets(spec)
+    for name, records in tested.items():
         empty = check_records(records, fields_of(spec.run.data, validation_fields(spec)), _nth(records),
                               branches(spec, validation=True))
         notes += _check_rest(spec, name, records, empty, "they are left out")
+    if sum(map(len, (*training.values(), *tested.values()))) <= _COMPARED:
+        notes += [f"{found.exact:,} of the {len(tested[other]):,} questions of {other} are in the training set {name}, "
+                  "so that what is trained is validated. `distflow data` shows them, and those that are nearly the same"
+                  for name, other, found in overlaps(training, tested, spec.run.data.question, near=False)
+                  if found.exact]
     return notes
+
+
+def open_validation_sets(spec: Spec) -> dict[str, Records]:
+    """Open what a run validates on, by its name in the run file."""
+    names = spec.run.validation.data.values() if spec.run.validation else ()
+    return {name: open_records(spec.data_path(name) or Path(name)) for name in names}
 
 
 def _nth(records: Records) -> int:

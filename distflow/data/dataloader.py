@@ -3,7 +3,7 @@
 The stream of samples is the dataset shuffled again each epoch, by (seed, epoch) alone; several datasets take turns in
 it. Step `s` takes the next `batch` positions of it, over the end of an epoch too, and each share a contiguous part of
 those, as its layout says. So the samples of a step do not depend on the number of ranks, and the only state is the
-position, and the pace of the ranks where shares follow it.
+position, the pace of the ranks where shares follow it, and the datasets' weights where nodes set them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -20,7 +21,7 @@ import torch
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.dataset import Fields, Record, Records
 from distflow.data.load_balance import LoadBalance
-from distflow.errors import Diagnostic, InvalidInput, Location
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
@@ -28,7 +29,18 @@ from distflow.telemetry.metrics import current
 ONE = Layout(1)
 REPEATS = 1 << 30
 """Prompts that are sampled again have other ids: their position plus so much for each time."""
+SOURCE_WEIGHT = "source_weight/"  # begins the names under which nodes report weights of training sets
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
+
+
+def source_weight(source: str, values: torch.Tensor | float) -> None:
+    """Report the weight of a training set from the next step on: the mean of all values of the step, on all ranks. Call
+    it in a node function that runs once a step (mode sync). Sets without a value keep their share of prompts."""
+    values_B = torch.as_tensor(values, dtype=torch.float64).flatten()
+    total = float(values_B.sum())
+    if not math.isfinite(total):
+        raise InvalidInput(f"the weight of training set `{source}` is no number: {values_B.tolist()[:8]}")
+    current().per_rank(f"{SOURCE_WEIGHT}{source}", total, len(values_B))
 
 
 class WithoutEmpty:
@@ -65,13 +77,16 @@ class WithoutEmpty:
 
 
 class Mixture:
-    """Several datasets as one, from which a stream takes in proportion to their turns. Each round has its
-    own order, by (seed, round) alone; each dataset is shuffled again when it is through."""
+    """Several datasets as one, from which a stream takes in proportion to their turns. Each round has its own order, by
+    (seed, round) alone; each dataset is shuffled again when it is through. Turns may change at a position; what the
+    stream has before it is then known no more."""
 
-    def __init__(self, sets: Sequence[Records], turns: Sequence[int]):
+    def __init__(self, sets: Sequence[Records], turns: Sequence[int], names: Sequence[str] = ()):
         """`turns`: of each dataset in a round."""
-        self.sets, self.turns = sets, tuple(turns)
+        self.sets, self.turns, self.names = sets, tuple(turns), tuple(names)
+        self.shares = [count / sum(turns) for count in turns]  # of prompts, before they are rounded to turns
         self.starts = [0, *itertools.accumulate(map(len, sets))]
+        self.since, self.taken = 0, [0] * len(sets)  # position of the first round; of each dataset before it
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -86,11 +101,45 @@ class Mixture:
 
     def index(self, position: int, seed: int) -> int:
         """Return which record the stream has at a position."""
-        round_, turn = divmod(position, sum(self.turns))
-        order = _order_of_turns(self.turns, seed, round_)
+        round_, turn = divmod(position - self.since, sum(self.turns))
+        order = _order_of_turns(self.turns, seed, round_ + self.since)
         number = int(order[turn])
-        taken = round_ * self.turns[number] + int((order[:turn] == number).sum())
+        taken = self.taken[number] + round_ * self.turns[number] + int((order[:turn] == number).sum())
         return self.starts[number] + _shuffled_index(len(self.sets[number]), seed, taken, number)
+
+    def reweigh(self, weights: Mapping[str, float], position: int, seed: int, batch: int) -> None:
+        """Take by other weights from `position` on, in rounds of `batch`. The datasets that are named divide what they
+        have had together; the others keep their shares. Raises InvalidInput: there is no such dataset, a weight is no
+        number of at least 0, or all are 0."""
+        if unknown := [name for name in weights if name not in self.names]:
+            raise InvalidInput(f"`{unknown[0]}` is given a weight, and is no training set. "
+                               f"{did_you_mean(unknown[0], self.names, 'There are')}")
+        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights.values()) or not any(weights.values()):
+            raise InvalidInput(f"weights of training sets must be numbers of at least 0, and one above it: {weights}")
+        round_, turn = divmod(position - self.since, sum(self.turns))
+        order = _order_of_turns(self.turns, seed, round_ + self.since)[:turn]
+        self.taken = [taken + round_ * turns + int((order == number).sum())
+                      for number, (taken, turns) in enumerate(zip(self.taken, self.turns))]
+        both = [(share, weights.get(name)) for name, share in zip(self.names, self.shares)]
+        free = sum(share for share, weight in both if weight is not None) / sum(weights.values())
+        self.shares = [share if weight is None else free * weight for share, weight in both]
+        self.since, self.turns = position, _rounded([share * batch for share in self.shares], batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": self.since, "taken": [*self.taken], "turns": [*self.turns], "shares": [*self.shares]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.since, self.taken = int(state["since"]), [*state["taken"]]
+        self.turns, self.shares = tuple(state["turns"]), [*state["shares"]]
+
+
+def _rounded(numbers: Sequence[float], total: int) -> tuple[int, ...]:
+    """Return whole numbers that add up to `total`, as near as possible to `numbers`, whose sum it is."""
+    whole = [int(number + 1e-9) for number in numbers]
+    by_rest = sorted(range(len(numbers)), key=lambda index: (round(whole[index] - numbers[index], 9), index))
+    for index in by_rest[: total - sum(whole)]:
+        whole[index] += 1
+    return tuple(whole)
 
 
 class Dataloader:
@@ -105,6 +154,9 @@ class Dataloader:
     def next(self) -> Batch:
         """Return the next step's rows of this share: none without a share, or perhaps if ranks outnumber rows."""
         start, self.position = self.position, self.position + self.batch
+        if isinstance(self.records, Mixture):
+            for name, turns in zip(self.records.names, self.records.turns):
+                current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
         layout = self.balance.current(self.layout) if self.balance else self.layout
@@ -116,6 +168,21 @@ class Dataloader:
         """Return the prompts with these ids [B], in their order."""
         columns = self.encode(self.records.get([self._index(prompt % REPEATS) for prompt in ids.tolist()]))
         return Batch(ids, {**columns, "group": ids})
+
+    def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+        """Take from the next step on by the weights that nodes have reported in this one, on all ranks."""
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for name, pair in ((name, pair) for rank in reported for name, pair in rank.items()):
+            if name.startswith(SOURCE_WEIGHT):
+                sums.setdefault(name.removeprefix(SOURCE_WEIGHT), []).append(pair)
+        if not sums:
+            return
+        if not isinstance(self.records, Mixture):
+            raise InvalidInput(f"a node sets weights of {', '.join(sums)}, and there is one training set. Name "
+                               "several:  data: {train: {easy.jsonl: 1, hard.jsonl: 1}}")
+        means = {name: sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1)
+                 for name, pairs in sums.items()}
+        self.records.reweigh(means, self.position, self.seed, self.batch)
 
     def take_results(self) -> tuple[()]:
         return ()
@@ -152,12 +219,16 @@ class Dataloader:
 
     def state_dict(self) -> dict[str, Any]:
         shares = {"balance": self.balance.state_dict()} if self.balance and self.balance.layouts else {}
-        return {"position": self.position, **shares}
+        weights = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) and self.records.since \
+            else {}
+        return {"position": self.position, **shares, **weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = int(state["position"])
         if self.balance and "balance" in state:
             self.balance.load_state_dict(state["balance"])
+        if isinstance(self.records, Mixture) and "mixture" in state:
+            self.records.load_state_dict(state["mixture"])
 
 
 def _shuffled_index(size: int, seed: int, taken: int, number: int = 0) -> int:

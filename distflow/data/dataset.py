@@ -17,7 +17,9 @@ from typing import Any, Protocol
 import numpy
 from PIL import Image, UnidentifiedImageError
 
+from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.run import Data
+from distflow.contracts.decorators import load_module
 from distflow.data.problems import (
     Record,
     answer_text,
@@ -71,6 +73,7 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
 _FILLED = "text that is not empty"
 _SHOWN = 10
 _BLOCK = 1024
+_SCANNED = 2**26  # bytes in which line ends are looked for at a time
 _BLANK = 64
 """A line longer than this counts as a record without a look whether it is blank."""
 
@@ -104,13 +107,87 @@ def open_records(path: Path) -> Records:
 def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dict[str, Records]:
     """Open what a run trains on; `path_of` finds a set by its name in the run file. Raises `InvalidInput`."""
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
-    found = {name: open_records(path) for name, path in paths.items()}
+    found: dict[str, Records] = {name: open_records(path) for name, path in paths.items()}
+    if data.filter:
+        found = {name: Filtered(records, data.filter) for name, records in found.items()}
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
     alike = len({path.stem for path in paths.values()}) < len(paths)
     return {name: LabelledRecords(records, str(paths[name].relative_to(root).with_suffix("")) if alike
                                   else paths[name].stem) for name, records in found.items()}
+
+
+_FILTER_FAILS = (TypeError, ValueError, LookupError, NameError, ArithmeticError, AttributeError)
+
+
+class Filtered:
+    """Records that all filters keep, by an index that is made when the set is opened. Raises InvalidInput: a filter
+    fails, or keeps none."""
+
+    def __init__(self, records: Records, filters: Sequence[str]):
+        self.records, self.dropped = records, dict.fromkeys(filters, 0)
+        keeps = {text: record_filter(text) for text in filters}
+        kept = [index for index, record in read_blocks(records) if self._keeps(index, record, keeps)]
+        self.kept = numpy.array(kept, dtype=numpy.int64)
+        if not kept:
+            raise InvalidInput(Diagnostic(f"`data.filter` keeps none of its {len(records):,} records "
+                                          f"({self.said()})", records.where(0)))
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return self.records.get(self.kept[list(indices)].tolist())
+
+    def where(self, index: int) -> Location:
+        return self.records.where(int(self.kept[index]))
+
+    def said(self) -> str:
+        return ", ".join(f"`{text}` drops {count:,}" for text, count in self.dropped.items())
+
+    def _keeps(self, index: int, record: Record, keeps: dict[str, Callable[[Record], Any]]) -> bool:
+        for text, keep in keeps.items():
+            try:
+                kept = bool(keep(record))
+            except _FILTER_FAILS as error:
+                raise _failed(text, error, record, self.records.where(index)) from error
+            if not kept:
+                self.dropped[text] += 1
+                return False
+        return True
+
+
+def _failed(text: str, error: Exception, record: Record, where: Location) -> InvalidInput:
+    what = f"`data.filter`: `{text}` fails: {type(error).__name__}: {error}"
+    if not isinstance(error, NameError):
+        return InvalidInput(Diagnostic(what, where))
+    return InvalidInput(Diagnostic(f"`data.filter`: the record has no field `{error.name}`, as `{text}` asks for",
+                                   where, did_you_mean(error.name or "", record, "It has")))
+
+
+def record_filter(text: str) -> Callable[[Record], Any]:
+    """Return the function that `MODULE:FUNCTION` names, or that of an expression. Raises InvalidInput."""
+    if not OWN_FILTER.fullmatch(text):
+        return expression(text)
+    module, _, name = text.partition(":")
+    function = getattr(load_module(module), name, None)
+    if not callable(function):
+        raise InvalidInput(f"`data.filter`: module `{module}` has no function `{name}`")
+    return function
+
+
+def read_blocks(records: Records) -> Iterator[tuple[int, Record]]:
+    """Yield each record with its index, read a block at a time."""
+    for start in range(0, len(records), _BLOCK):
+        indices = range(start, min(start + _BLOCK, len(records)))
+        yield from zip(indices, records.get(indices))
+
+
+def filtered(records: Records) -> Filtered | None:
+    """Return the filters of a training set as `open_training_sets` opens it, if it has any."""
+    inner = records.records if isinstance(records, LabelledRecords) else records
+    return inner if isinstance(inner, Filtered) else None
 
 
 class LabelledRecords:
@@ -234,11 +311,14 @@ class JsonLines:
     def __init__(self, path: Path):
         self.path = path
         data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
-        ends = numpy.flatnonzero(data == ord("\n")) + 1
-        edges = numpy.unique(numpy.concatenate([[0], ends, [len(data)]]))
-        spans = [(line, int(start), int(end)) for line, (start, end) in enumerate(zip(edges, edges[1:]), 1)
-                 if end - start > _BLANK or bytes(data[start:end]).strip()]
-        self.spans = numpy.array(spans, dtype=numpy.int64).reshape(-1, 3)
+        ends = [numpy.flatnonzero(data[start : start + _SCANNED] == ord("\n")) + (start + 1)
+                for start in range(0, len(data), _SCANNED)]
+        edges = numpy.unique(numpy.concatenate([[0], *ends, [len(data)]]))
+        kept = numpy.diff(edges) > _BLANK
+        for line in numpy.flatnonzero(~kept):
+            kept[line] = bool(bytes(data[edges[line] : edges[line + 1]]).strip())
+        lines = numpy.flatnonzero(kept)
+        self.spans = numpy.stack([lines + 1, edges[lines], edges[lines + 1]], 1).astype(numpy.int64)
 
     def __len__(self) -> int:
         return len(self.spans)

@@ -1,11 +1,16 @@
 """Shares of a batch are loaded apart, and together they are the same samples for any number of ranks."""
 
+import bisect
+import itertools
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.dataloader import Dataloader, Mixture
+from distflow.data.dataloader import SOURCE_WEIGHT, Dataloader, Mixture
+from distflow.errors import InvalidInput
 from distflow.plan import Layout
 
 QUIET = settings(max_examples=60)
@@ -67,6 +72,60 @@ def test_a_mixture_goes_on_where_it_stood_and_does_not_depend_on_ranks():
     shares = [mixed([5, 7], [2, 1], 6, share=share, layout=Layout(4)) for share in range(4)]
     assert [step_of(shares) for _ in range(6)] == steps
     assert step_of([mixed([5, 7], [2, 1], 6, seed=1)]) != steps[0]
+
+
+def test_weights_may_change_after_each_step():
+    """Records of a set go on where they stood, whole in each pass, and a restored loader goes on bit for bit."""
+    sizes, batch = [7, 9, 5], 10
+    one, made = named(sizes, batch), []
+    changes = {2: {"a": 8.0, "c": 2.0}, 3: {"b": 0.0, "a": 1.0}, 5: {"c": 1.0, "b": 3.0, "a": 0.0}, 7: {"b": 2.0}}
+    states, drawn = {}, [[], [], []]
+    for step in range(12):
+        states[step] = json.loads(json.dumps(one.state_dict()))
+        numbers = step_of([one])[1]
+        made.append(numbers)
+        for number in numbers:
+            which = bisect.bisect_right(one.records.starts, number) - 1
+            drawn[which].append(number - one.records.starts[which])
+        one.reweigh([{f"{SOURCE_WEIGHT}{name}": (2 * weight, 2.0) for name, weight in changes.get(step, {}).items()}])
+    counts = [[sum(one.records.starts[which] <= number < one.records.starts[which + 1] for number in numbers)
+               for which in range(3)] for numbers in made]
+    assert counts[3] == [6, 3, 1]  # a and c have had two thirds together, b keeps its third
+    assert counts[4] == counts[5] == [9, 0, 1]
+    assert counts[6] == counts[8] == [0, 8, 2]
+    for size, indices in zip(sizes, drawn):
+        for start in range(0, len(indices) - size + 1, size):
+            assert sorted(indices[start : start + size]) == list(range(size)), "a pass has each record once"
+    for step in (0, 2, 3, 5, 9):
+        shares = [named(sizes, batch, share=share, layout=Layout(3)) for share in range(3)]
+        for share in shares:
+            share.load_state_dict(states[step])
+        assert step_of(shares)[1] == made[step]
+
+
+def named(sizes: list[int], batch: int, **share: object) -> Dataloader:
+    whole = Numbers(sum(sizes))
+    starts = [0, *itertools.accumulate(sizes)]
+    mixture = Mixture([Part(whole, start, size) for start, size in zip(starts, sizes)], [1] * len(sizes), "abc")
+    return Dataloader(mixture, encode, batch, 3, **{"share": 0, **share})
+
+
+class Part(Numbers):
+    def __init__(self, whole: Numbers, start: int, size: int):
+        super().__init__(size)
+        self.whole, self.start = whole, start
+
+    def get(self, indices):
+        return self.whole.get([index + self.start for index in indices])
+
+
+def test_weights_that_cannot_be():
+    for reported, match in (({"d": 1.0}, "`d` is given a weight, and is no training set"), ({"a": -1.0}, "at least 0"),
+                            ({"a": 0.0}, "one above it"), ({"a": float("nan")}, "at least 0")):
+        with pytest.raises(InvalidInput, match=match):
+            named([3, 3, 3], 4).reweigh([{f"{SOURCE_WEIGHT}{name}": (each, 1.0) for name, each in reported.items()}])
+    with pytest.raises(InvalidInput, match="there is one training set"):
+        loader(5, 2).reweigh([{f"{SOURCE_WEIGHT}a": (1.0, 1.0)}])
 
 
 def step_of(loaders: list[Dataloader]) -> tuple[list[int], list[int]]:

@@ -128,6 +128,8 @@ def test_requests_are_kept_and_counted(server, tmp_path):
 
 
 def test_another_tokenizer_is_refused(server):
+    server.words = ["a", "b", "<begin>c", *WORDS[3:]]
+    assert ask(server, [[2, 7], [5]])[2].all()  # the student leaves special tokens out
     server.words = "xyzuvwkmlo"
     with pytest.raises(InvalidInput, match="has another tokenizer than the student.*'zm' where the student wrote 'ch'"):
         ask(server, [[2, 7], [5]])

@@ -1,0 +1,105 @@
+"""Finds questions of held-out data among the training data, equal or nearly so, since they make validation too good.
+
+Texts are compared in lower case, without spaces and punctuation. Two are nearly equal if of all their runs of eight
+bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands, which miss one
+whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is held in memory, training
+data is read once, a block at a time.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy
+
+from distflow.data.dataset import Records, read_blocks
+from distflow.data.problems import question_text
+
+NEAR = 0.8
+_RUN, _BANDS, _ROWS = 8, 16, 4
+_SHOWN = 3
+
+
+@dataclass
+class Overlap:
+    """What a training set and a held-out set have in common. `examples`: index in both."""
+
+    exact: int = 0  # held-out records whose question is one of the training set's
+    near: int = 0  # others that are nearly one of them
+    examples: list[tuple[int, int]] = field(default_factory=list)
+
+
+class HeldOut:
+    """Index of one held-out set's questions."""
+
+    def __init__(self, records: Records, question: str, near: bool = True):
+        self.texts: dict[str, list[int]] = {}
+        self.runs: list[numpy.ndarray] = []
+        self.bands: dict[tuple[int, bytes], list[int]] = {}
+        self.near = near
+        for index, record in read_blocks(records):
+            text = plain(record.get(question))
+            self.texts.setdefault(text, []).append(index)
+            self.runs.append(_runs(text) if near else numpy.empty(0))
+            for band in _bands(self.runs[index]) if near else ():
+                self.bands.setdefault(band, []).append(index)
+
+    def overlap(self, training: Records, question: str) -> Overlap:
+        exact: dict[int, int] = {}
+        near: dict[int, int] = {}
+        for index, record in read_blocks(training):
+            text = plain(record.get(question))
+            exact.update((other, index) for other in self.texts.get(text, ()) if text and other not in exact)
+            if self.near and text not in self.texts:
+                near.update((other, index) for other in self._near(text) if other not in near)
+        near = {other: index for other, index in near.items() if other not in exact}
+        return Overlap(len(exact), len(near), [(index, other) for found in (exact, near)
+                                               for other, index in sorted(found.items())[:_SHOWN]])
+
+    def _near(self, text: str) -> Iterator[int]:
+        runs = _runs(text)
+        for other in sorted({each for band in _bands(runs) for each in self.bands.get(band, ())}):
+            both = len(numpy.intersect1d(runs, self.runs[other], assume_unique=True))
+            if both >= NEAR * (len(runs) + len(self.runs[other]) - both):
+                yield other
+
+
+def repeated(records: Records, question: str) -> int:
+    """Return how many records have a question that an earlier one has."""
+    seen = {hash(plain(record.get(question))) for _, record in read_blocks(records)}
+    return len(records) - len(seen)
+
+
+def plain(question: object) -> str:
+    """Return the letters and digits of a question in lower case; "" of what is none."""
+    try:
+        text = question_text(question) if isinstance(question, str | list) else ""
+    except (TypeError, LookupError, AttributeError):
+        return ""
+    return "".join(each for each in unicodedata.normalize("NFKC", text).lower() if each.isalnum())
+
+
+def _runs(text: str) -> numpy.ndarray:
+    """Return the runs of eight bytes of a text, each once, as numbers; a shorter text is one of them."""
+    data = numpy.frombuffer(text.encode().ljust(_RUN, b" "), dtype=numpy.uint8)
+    windows = numpy.lib.stride_tricks.sliding_window_view(data, _RUN)
+    return numpy.unique(numpy.ascontiguousarray(windows).view(numpy.uint64))
+
+
+_DRAWN = numpy.random.default_rng(0).integers(0, 2**63, (2, _BANDS * _ROWS), dtype=numpy.uint64)
+
+
+def _bands(runs: numpy.ndarray) -> Iterator[tuple[int, bytes]]:
+    mixed = (runs ^ (runs >> numpy.uint64(31)))[:, None] * (_DRAWN[0] | numpy.uint64(1)) + _DRAWN[1]
+    lowest = (mixed ^ (mixed >> numpy.uint64(29))).min(0)
+    yield from ((band, lowest[band * _ROWS : (band + 1) * _ROWS].tobytes()) for band in range(_BANDS))
+
+
+def overlaps(training: Mapping[str, Records], held_out: Mapping[str, Records], question: str,
+             near: bool = True) -> Iterator[tuple[str, str, Overlap]]:
+    """Yield what each held-out set has in common with each training set, by their names."""
+    for other, records in held_out.items():
+        index = HeldOut(records, question, near)
+        yield from ((name, other, index.overlap(each, question)) for name, each in training.items())

@@ -1,0 +1,73 @@
+"""Questions that are trained and validated are found, also where they differ a little."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.config.load import load
+from distflow.data.checks import check_data
+from distflow.data.dataset import open_records
+from distflow.data.duplicates import overlaps, repeated
+
+WORDS = """train leaves city river apple market farmer seven nine twice half price sells buys travels hours bottle paint
+garden window ladder castle barrel copper silver""".split()  # noqa: SIM905
+
+
+def question(seed: int, words: int = 30) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words)).capitalize() + "?"
+
+
+def written(path: Path, questions: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"question": each, "answer": "1"}) + "\n" for each in questions))
+    return path
+
+
+def near(text: str) -> str:
+    """The same question with one other word."""
+    words = text.split()
+    return " ".join([*words[:15], "suddenly", *words[16:]])
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    trained = [question(seed) for seed in range(300)]
+    held_out = [question(seed) for seed in range(1000, 1050)]
+    trained[10], trained[20], trained[30] = held_out[5].upper(), near(held_out[6]), f" {held_out[7]} !"
+    trained[40:43] = [trained[0]] * 3
+    held_out[9] = held_out[5]
+    return written(tmp_path / "train.jsonl", trained), written(tmp_path / "test.jsonl", held_out)
+
+
+def test_equal_and_nearly_equal_questions_are_found(files):
+    training, held_out = map(open_records, files)
+    ((name, other, found),) = overlaps({"a": training}, {"b": held_out}, "question")
+    assert (name, other, found.exact, found.near) == ("a", "b", 3, 1)
+    assert found.examples == [(10, 5), (30, 7), (10, 9), (20, 6)]
+    assert repeated(training, "question") == 3
+    ((*_, found),) = overlaps({"a": training}, {"b": held_out}, "question", near=False)
+    assert (found.exact, found.near) == (3, 0)
+
+
+def test_other_numbers_in_a_short_question_are_another_question(tmp_path):
+    asked = [f"What is {number} plus 17?" for number in range(20, 60)]
+    training, held_out = (open_records(written(tmp_path / f"{index}.jsonl", asked[20 * index : 20 * index + 20]))
+                          for index in range(2))
+    ((*_, found),) = overlaps({"a": training}, {"b": held_out}, "question")
+    assert (found.exact, found.near) == (0, 0)
+
+
+def test_a_run_says_so_before_it_starts_and_the_verb_shows_them(files, capsys):
+    settings = [f"data.train={files[0]}", f"validation.data={{test: {files[1]}}}"]
+    (note,) = [note for note in check_data(load("grpo", None, settings)) if "validated" in note]
+    assert f"3 of the 50 questions of {files[1]} are in the training set {files[0]}" in note
+    assert main(["data", "grpo", *(word for each in settings for word in ("--set", each))]) == 0
+    said = capsys.readouterr().out
+    assert "3 are in" in said
+    assert "and 1 others nearly so" in said
+    assert f"{files[1]}:7  " in said
+    assert f"{files[0]}:21  " in said
