@@ -1,9 +1,9 @@
 """The memory plan against the memory that runs really take: bytes planned over bytes measured, for eight settings.
 
-A run of a 19M-parameter model on one rank, on the CPU, with rows that fill its micro-batches; measured is the largest
-sum of what its processes have to themselves and their parts of what they share (PSS), read over and over. The same run
-with a model of next to nothing is subtracted on both sides, so that Python, torch and the run's own buffers, which the
-plan does not count, do not blur it. glibc is told to give freed memory back at once: the plan counts tensors, and what
+A run of a 19M-parameter model on one rank, on the CPU, with rows that fill its micro-batches; measured is the peak of
+its worker, the largest process (VmHWM, which the kernel keeps). The same run with a model of next to nothing is
+subtracted on both sides, so that Python, torch and the run's own buffers, which the plan does not count, do not blur
+it. glibc is told to give freed memory back at once: the plan counts tensors, and what
 an allocator keeps beside them is another matter (with its usual thresholds a step that recomputes took 38% more).
 
 On a CPU offloading and swapping move nothing out of the memory that is measured: there the plan without them counts.
@@ -12,6 +12,7 @@ Run by hand:  python -m benchmarks.memory_plan
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -34,7 +35,7 @@ GOAL = 0.15
 MIB = 1 << 20
 MODEL = "{architecture: qwen3, layers: 6, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64}"
 TINY = "{architecture: qwen3, layers: 1, hidden: 32, heads: 1, kv_heads: 1, head_dim: 32}"
-COMMON = ("ranks=1", "validation=null", "checkpoint={every: 0}", "report=false", "data.batch=16",
+COMMON = ("ranks=1", "steps=2", "validation=null", "checkpoint={every: 0}", "report=false", "data.batch=16",
           "data.max_prompt_tokens=96", "data.max_target_tokens=288", "roles.actor.micro_batch_tokens=2688")
 GRPO = ("data.batch=8", "roles.actor.generation={max_new_tokens: 192, batch_rows: 64}")
 AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "1048576"}
@@ -58,7 +59,7 @@ CASES = [Case("plain", (NONE,)),
          Case("half the micro-batch", (NONE, "roles.actor.micro_batch_tokens=1344")),
          Case("LoRA", (NONE, "roles.actor.lora={rank: 16}")),
          Case("offload", (NONE, "roles.actor.offload=true"), counted=("roles.actor.offload=false",)),
-         Case("snapshots", ("robust.snapshots=true",)),
+         Case("snapshots", ("robust.snapshots=true", "steps=3")),  # there are two from the second step on
          Case("swap", (NONE, *GRPO, "roles.actor.swap=true"), "grpo.yaml",
               counted=("roles.actor.swap=false",))]
 
@@ -74,7 +75,7 @@ def write_rows(file: Path, long_tailed: bool) -> None:
 
 
 def peak_of(command: list[str]) -> int:
-    """Run the command; return the largest sum of PSS of all its processes, in bytes.
+    """Run the command; return the peak of the largest of its processes, in bytes.
 
     Raises:
         SystemExit: it failed; shows its last lines.
@@ -88,8 +89,8 @@ def peak_of(command: list[str]) -> int:
         reader.start()
         root, peak = psutil.Process(process.pid), 0
         while process.poll() is None:
-            peak = max(peak, sum(map(pss, [root, *children(root)])))
-            time.sleep(0.02)  # the processor is the run's
+            peak = max([peak, *(peak_memory(each.pid) for each in children(root))])
+            time.sleep(0.1)  # the processor is the run's
         reader.join()
     if process.returncode:
         raise SystemExit(f"{''.join(said)[-4000:]}\nthis command failed: {' '.join(command)}")
@@ -103,18 +104,20 @@ def children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def pss(process: psutil.Process) -> int:
-    try:
-        return process.memory_full_info().pss
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0
+def peak_memory(pid: int) -> int:
+    """Return the peak of a process in bytes; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def run(scratch: Path, case: Case, model: str) -> tuple[int, int]:
     """Return the bytes that the planner counts for a run, in host memory too, and the run's peak."""
     data = scratch / f"rows-{case.long_tailed}.jsonl"
     write_rows(data, case.long_tailed)
-    settings = [f"output={scratch}", "steps=2", f"roles.actor.model={model}", f"data.train={data}", *COMMON,
+    settings = [f"output={scratch}", f"roles.actor.model={model}", f"data.train={data}", *COMMON,
                 *case.settings]
     plan = make_plan(load(case.dag, "embedded_sft.yaml", [*settings, *case.counted]), 1)
     line = ["--dag", case.dag, "--run-file", "embedded_sft.yaml", "--name",

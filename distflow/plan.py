@@ -135,7 +135,7 @@ class MemoryItem:
     name: str
     bytes: int
     formula: str
-    phase: str = ""  # when the item of a role that swaps is in memory, `TRAINING` or `SAMPLING`; "": always
+    phase: str = ""  # of a task of its role during which the item is in memory, `TRAINING` or `SAMPLING`; "": always
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ of layers (a small model as a whole), and has as many whole float32 gradients un
 §3.3); those of a small model become shards after the last activations, so that the two are never there together.
 Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not among
 them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A
-role that is not trained keeps those of one layer.
+role that is not trained keeps those of one layer. A rank that trains computes one task at a time: of the memory that a
+task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only samples has all of it at once. On a
+CPU rows may be padded to 1.25 times their tokens, which is not counted.
 
-With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, and lies
-once on a rank whose rollout shares it; a role that copies it shares it too.
+With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms
+keep no input to be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it
+shares it too.
 
 `dtype: auto` is counted as the dtype in the model's config.json, since the device is not known.
 
@@ -58,6 +61,8 @@ _PAGED = ("vllm", "sglang")
 """Rollout engines with a paged cache, within a share of the GPU."""
 _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
 """Suffixes of memory items' names."""
+_OF_A_TASK = ("activations", "weights while computing", "gradients counted twice", "rollout cache", "rollout choices")
+"""Kinds of memory items that are there while a task of their role runs."""
 Layouts = dict[tuple[str, bool], Layout]
 """Layout of the model of each engine, by role and whether it is the one that samples."""
 
@@ -86,15 +91,16 @@ def gathered_at_once(shape: Shape) -> int:
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
 
 
-def activation_bytes(shape: Shape, width: int) -> int:
+def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
-    what they scale and their output, and of those of heads the first two; queries, keys and values, what attention
-    gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and the product.
-    """
+    what they scale (unless `frozen`) and their output, and of those of heads the first two; queries, keys and values,
+    what attention gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and
+    the product."""
+    scaled = width * (not frozen)
     queries = shape.kv_width * shape.heads // shape.kv_heads
     widening = shape.widening or shape.experts_per_token * shape.expert_parameters // (
         3 * shape.hidden * max(shape.experts * shape.layers, 1))
-    norms = 2 * shape.hidden * (4 + 2 * width) + shape.head_norms * (queries + shape.kv_width) * (4 + width)
+    norms = 2 * shape.hidden * (4 + width + scaled) + shape.head_norms * (queries + shape.kv_width) * (4 + scaled)
     return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
 
 
@@ -109,7 +115,7 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
         elif shape and settings:
             tp, width = layouts[role, True].tp, _width(shape, settings)
-            items += _rollout(spec, role, settings, shape, tp, width, False)
+            items += _phased(_rollout(spec, role, settings, shape, tp, width, False))
             items += _validation(spec, role, settings, shape, tp, width) if role == validated else []
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
 
@@ -134,15 +140,22 @@ def of_snapshots(spec: Spec, items: Iterable[MemoryItem]) -> tuple[MemoryItem, .
 
 
 def needed(items: Iterable[MemoryItem]) -> int:
-    """Return the bytes of a rank at its fullest: what is always there, and the larger of each role's phases."""
-    phases: dict[str, Counter[str]] = {}
-    always = 0
+    """Return the bytes of a rank at its fullest: what is always there, with what its largest task adds, and of each
+    other role that swaps the larger of its phases."""
+    always, phases = 0, dict[str, Counter[str]]()
+    tasks: Counter[tuple[str, str]] = Counter()
     for item in items:
-        if item.phase:
-            phases.setdefault(item.name.partition(":")[0], Counter())[item.phase] += item.bytes
+        role, _, kind = item.name.partition(": ")
+        if kind in _OF_A_TASK:
+            tasks[role, item.phase] += item.bytes
+        elif item.phase:
+            phases.setdefault(role, Counter())[item.phase] += item.bytes
         else:
             always += item.bytes
-    return always + sum(max(sizes.values()) for sizes in phases.values())
+    if all(phase == SAMPLING for _, phase in tasks):  # in threads of their own
+        return always + sum(tasks.values()) + sum(max(sizes.values()) for sizes in phases.values())
+    return always + max(size + sum(sizes[phase] if name == role else max(sizes.values())
+                                   for name, sizes in phases.items()) for (role, phase), size in tasks.items())
 
 
 def refuse_overflow(spec: Spec, items: tuple[MemoryItem, ...]) -> list[Diagnostic]:
@@ -201,6 +214,10 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
     return "Use a smaller model, or  dtype: bfloat16"
 
 
+def _phased(items: Iterable[MemoryItem]) -> list[MemoryItem]:
+    return [_in_phase(item) if item.name.partition(": ")[2] in _OF_A_TASK else item for item in items]
+
+
 def _in_phase(item: MemoryItem) -> MemoryItem:
     return replace(item, phase=SAMPLING if ": rollout" in item.name else TRAINING)
 
@@ -217,20 +234,22 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
     own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role) is not None
+    shares = has_adapters and settings.rollout not in _PAGED
     if has_adapters:
-        items = _adapted_weights(spec, role, shape, generates, own.dp * own.cp, width)
+        items = _adapted_weights(spec, role, shape, shares and generates, own.dp * own.cp, width)
     else:
         items = [] if shared else _weights(spec, role, settings, shape, own, width)
-    items.append(_activations(role, settings, shape, trained, own, width, outputs))
+    items.append(_activations(role, settings, shape, trained, own, width, outputs, has_adapters))
     if generates:
-        items += _rollout(spec, role, settings, shape, sampling.tp, width, has_adapters)
-    return [_in_phase(item) for item in items] if settings.swap and generates and trained else items
+        items += _rollout(spec, role, settings, shape, sampling.tp, width, shares)
+    swaps = settings.swap and generates and trained
+    return [_in_phase(item) for item in items] if swaps else _phased(items)
 
 
 def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int,
-             has_adapters: bool) -> list[MemoryItem]:
+             shares: bool) -> list[MemoryItem]:
     generation, limit = settings.generation, spec.cluster.memory_gib
-    weights = [] if has_adapters else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
+    weights = [] if shares else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
     if settings.rollout in _PAGED:
         share = int(generation.memory_share * (limit or 0) * GIB)
@@ -267,9 +286,9 @@ def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Sha
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
-                 outputs: int) -> MemoryItem:
+                 outputs: int, frozen: bool) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
-    per_layer, inputs = activation_bytes(shape, width), 0
+    per_layer, inputs = activation_bytes(shape, width, frozen), 0
     if settings.recomputes(shape.parameters) and trained:
         kept, inputs = 1, kept * width * shape.hidden
     logits = tokens * -(-outputs // layout.tp)
@@ -310,13 +329,14 @@ def _by(**sizes: int) -> str:
     return "".join(f" / {name} {size}" for name, size in sizes.items() if size > 1)
 
 
-def _adapted_weights(spec: Spec, role: str, shape: Shape, generates: bool, dp: int, width: int) -> list[MemoryItem]:
+def _adapted_weights(spec: Spec, role: str, shape: Shape, shares: bool, dp: int, width: int) -> list[MemoryItem]:
     n = shape.parameters
     count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
     items = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
                         f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
-             MemoryItem(f"{role}: weights while computing", (n + count) * width + count * _GRADIENT,
-                        f"({n:,} + {count:,} of adapters) × {width} B + {count:,} × {_GRADIENT} B")]
-    if generates:  # training computes with the rollout's own base
-        return [*items, MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
+             MemoryItem(f"{role}: weights while computing", (0 if shares else n) * width + count * (width + _GRADIENT),
+                        f"{'' if shares else f'{n:,} × {width} B + '}{count:,} of adapters × {width + _GRADIENT} B")]
+    if shares:  # training computes with the rollout's own base
+        return [*items, MemoryItem(f"{role}: weights", n * width, f"{n:,} × {width} B, shared with the rollout"),
+                MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
     return [*items, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]

@@ -13,6 +13,7 @@ from distflow.config.cluster import Cluster
 from distflow.config.models import Shape, shape_of, shape_of_embedded
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
+from distflow.plan import SAMPLING, TRAINING, MemoryItem
 from planners import plan
 from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
 
@@ -25,6 +26,7 @@ LAYER = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
 
 KEPT = 2 * (4 + 4 + 4) * 64 + (64 + 32) * (4 + 4) + 4 * (3 * 64 + 2 * 32) + 4 * 4 * 192
 """Bytes of a token in a layer of the embedded model: norms, also of heads, attention, gate and product."""
+KEPT_FROZEN = KEPT - 2 * 4 * 64 - (64 + 32) * 4  # norms that are not trained keep no input to be scaled
 
 
 def test_parameters_are_counted_by_hand() -> None:
@@ -112,13 +114,15 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     plan = plan_of({**DIAMOND, "judge": judge}, {"critic": {"copy_of": "actor"}}, ranks=4, roles={"actor": actor})
     assert items_of(plan) == {
         "actor: training state": adapters * 16 // 4,
-        "actor: weights while computing": (parameters + adapters) * 4 + adapters * 4,
-        "actor: activations": 100 * (2 * KEPT + 12 * 512),
+        "actor: weights": parameters * 4,
+        "actor: weights while computing": adapters * (4 + 4),
+        "actor: activations": 100 * (2 * KEPT_FROZEN + 12 * 512),
         "actor: rollout adapters": adapters * 4,
         "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
         "critic: activations": 100 * (KEPT + 12 * 512)}
     alone = items_of(plan_of({}, ranks=4, roles={"actor": actor}))
     assert alone["actor: weights"] == parameters * 4 // 4
+    assert alone["actor: weights while computing"] == parameters * 4 + adapters * (4 + 4)
     assert "actor: rollout adapters" not in alone
 
 
@@ -161,9 +165,26 @@ def test_a_role_that_swaps_has_one_phase_at_a_time(plan_of: Callable) -> None:
     roles = {"actor": {"model": {"architecture": "qwen3"}}}
     plain, swapped = (plan_of(DIAMOND, roles={"actor": {**roles["actor"], "swap": swap}}) for swap in (False, True))
     assert items_of(plain) == items_of(swapped)
-    assert needed(plain.memory) == sum(items_of(plain).values())
     sampling = sum(count for name, count in items_of(plain).items() if ": rollout" in name)
-    assert needed(swapped.memory) == max(sampling, needed(plain.memory) - sampling)
+    training = sum(items_of(plain).values()) - sampling
+    assert needed(swapped.memory) == max(sampling, training)
+    kept = items_of(plain)["actor: training state"] + items_of(plain)["actor: rollout weights"]
+    while_sampling = items_of(plain)["actor: rollout cache"]
+    assert needed(plain.memory) == kept + max(while_sampling, training - items_of(plain)["actor: training state"])
+
+
+def test_the_largest_task_of_a_rank_that_trains_counts_and_all_of_one_that_samples():
+    def item(name: str, size: int, phase: str = "") -> MemoryItem:
+        return MemoryItem(name, size, "", phase)
+
+    caches = item("a: rollout cache", 7, SAMPLING), item("b: rollout cache", 5, SAMPLING)
+    assert needed([item("a: rollout weights", 100), *caches]) == 112
+    trained = item("a: training state", 1000), item("a: activations", 20, TRAINING)
+    reference = item("r: weights", 300), item("r: activations", 25, TRAINING)
+    assert needed([*caches, *trained, *reference]) == 1325
+    swapped = item("a: training state", 1000, TRAINING), item("a: rollout weights", 990, SAMPLING)
+    assert needed([*swapped, caches[0], trained[1], *reference]) == 1000 + 300 + 25
+    assert needed([*swapped, item("a: rollout cache", 50, SAMPLING), trained[1], *reference]) == 990 + 300 + 50
 
 
 @pytest.fixture

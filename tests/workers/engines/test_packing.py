@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from distflow.config.models import shape_of_embedded
-from distflow.config.run import Model
+from distflow.config.run import Lora, Model
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from planners.memory import activation_bytes
 from workers.engines import attention
+from workers.engines.adapters import attach
 from workers.engines.embedded import build_model
 from workers.engines.packing import Packing
 from workers.engines.policy import Policy, inputs_of
@@ -60,11 +61,14 @@ def test_attention_pads_at_most_twice_what_is_needed(lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_the_memory_plan_counts_what_layers_keep(architecture, dtype):
+def test_the_memory_plan_counts_what_layers_keep(architecture, adapted, dtype):
     sizes = {"architecture": architecture, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64}
     built = build_model(512, 0, **sizes).to(dtype)
     built.set_attn_implementation(attention.NAME)
+    if adapted:
+        attach(built, Lora(rank=2), seed=0)
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +79,7 @@ def test_the_memory_plan_counts_what_layers_keep(architecture, dtype):
     inputs = inputs_of(rows(32, 32, 32, 32), rows(224, 224, 224, 224), 0, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = Policy(built)(*inputs)
-    planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), dtype.itemsize)
+    planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), dtype.itemsize, adapted)
     assert sum(kept.values()) == pytest.approx(planned, rel=0.15)
     outputs[0].sum().backward()
 
