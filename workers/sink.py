@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
-from distflow.config.run import loggers_of
+from distflow.config.loggers import loggers_of
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.plan import REWARD_PARTS, ROW, Plan

@@ -105,7 +105,7 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def log(options: argparse.Namespace) -> int:
-    from distflow.config.run import loggers_of, require_logger
+    from distflow.config.loggers import loggers_of, require_logger
     from distflow.telemetry.loggers import LOGGERS, send
     from distflow.telemetry.run_folder import reload_run
     from distflow.telemetry.run_reader import RunReader

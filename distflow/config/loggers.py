@@ -1,0 +1,96 @@
+"""Settings of loggers, by which a run's metrics and samples go to other programs (`log` of a run file)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from distflow.config.extras import pip_line
+from distflow.config.yaml_source import Document
+
+_LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "loggers"), "mlflow": ("mlflow", "loggers"),
+                   "prometheus": ("prometheus_client", "loggers"), "trackio": ("trackio", "trackio")}
+"""The module that each needs, and the extra that has it."""
+
+
+def require_logger(name: str) -> None:
+    """Raise ValueError with the line that installs it if a logger's package is missing."""
+    module, extra = _LOGGER_MODULES[name]
+    if importlib.util.find_spec(module) is None:
+        line = pip_line(extra) if extra else f"pip install {module}"
+        raise ValueError(f"`{name}` needs a package that is not installed:  {line}")
+
+
+class Wandb(Document):
+    """Weights & Biases; samples are a table there."""
+
+    project: str = "distflow"
+    """The project in which the run appears, under the name of its folder."""
+    entity: str | None = None
+    """The team or user; default: that of the login."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = []
+    """Words to find the run by."""
+    mode: Literal["online", "offline"] | None = None
+    """offline: write RUN/wandb, for `wandb sync`; default: WANDB_MODE, else online."""
+
+
+class Mlflow(Document):
+    """An MLflow experiment; samples are tables there."""
+
+    uri: str | None = None
+    """The tracking server or store, as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else a folder here."""
+    experiment: str = "distflow"
+    """The experiment in which the run appears."""
+
+
+class Trackio(Document):
+    """A project of trackio, in files of this machine or at a server of one's own; samples are tables there."""
+
+    project: str = "distflow"
+    """The project in which the run appears, under the name of its folder."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    server: str | None = None
+    """The address of a trackio server; default: TRACKIO_SERVER_URL, else files below TRACKIO_DIR."""
+
+
+class Prometheus(Document):
+    """The newest step, for scrapes over HTTP without a password."""
+
+    port: int = Field(default=0, ge=0, lt=65536)
+    """Port; 0: one that is free, which the run says."""
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+
+
+class Tensorboard(Document):
+    """TensorBoard's files in RUN/tensorboard; it has no settings."""
+
+
+class LoggerSettings(Document):
+    """A logger: its name, or its name with settings."""
+
+    tensorboard: Tensorboard | None = None
+    """TensorBoard, which takes none."""
+    wandb: Wandb | None = None
+    """Settings of Weights & Biases."""
+    mlflow: Mlflow | None = None
+    """Settings of MLflow."""
+    trackio: Trackio | None = None
+    """Settings of trackio."""
+    prometheus: Prometheus | None = None
+    """Settings of the page for Prometheus."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {value: {}} if isinstance(value, str) else value
+
+
+def loggers_of(log: list[LoggerSettings]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each logger by its name."""
+    return {name: settings for each in log for name, settings in each.model_dump().items() if settings is not None}
