@@ -176,7 +176,7 @@ RUNS = [
 
 
 CLUSTERS = [
-    case("tiny_memory", 3, "0.015625", "a rank needs 1.86 GiB and has 0.015625 GiB",
+    case("tiny_memory", 3, "0.015625", "a rank needs 1.18 GiB and has 0.015625 GiB",
          "largest memory item is `actor: rollout cache` with 1.17 GiB", "Lower  roles.actor.generation.batch_rows"),
     case("two_ranks", 3, "2", "cluster `pair` has 2 ranks, and the plan is for 4"),
     case("unknown_device", 5, "fats", "machines `hopper`: there is no device `fats`", "Did you mean `fast`?"),
