@@ -1,8 +1,9 @@
 """Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
-Solvers may choose more than ranks can do: ranks run one chain together, or train on the first of them and sample on the
-others; and a task's shares follow each other, each with equally many layers in each stage. Machines that a plan leaves
-out have no ranks; of the others those that train come first, else the order is that of the cluster file.
+Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
+the next, and on the others infer with one frozen role each. A task's shares follow each other, each with equally many
+layers in each stage. Machines that a plan leaves out have no ranks; of the others those that train come first, then
+those that sample, else the order is that of the cluster file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from dataclasses import replace
 from itertools import groupby
 
 from distflow.config.load import Spec
-from distflow.config.run import Groups, Parallel, RoleRun
+from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan_file import PlacedPlan, read_plan_file
+from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
-from planners.heterogeneous.problem import GENERATE, SYNC, TRAIN, ModelTask, Problem
+from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
 
 AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --runnable --out FILE"
@@ -30,16 +31,24 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     mistakes = list(_check(spec, problem, plan, source, ranks))
     if mistakes:
         raise InvalidInput(mistakes)
-    synchronous = problem.mode == SYNC
-    training = range(ranks) if synchronous else _training(problem, plan)
-    layouts = {task.name: _parallel(problem, plan, task, training) for task in problem.tasks
-               if synchronous or task.kind != GENERATE}
-    layouts |= {task.name: Parallel(tp=plan.tasks[task.name].tp) for task in problem.tasks  # they divide no rows
-                if task.name not in layouts and plan.tasks[task.name].tp > 1}
-    if synchronous:
+    own, together = _ranks(problem, plan), len(plan.groups) == 1
+    layouts = {}
+    for task in problem.tasks:
+        placed = plan.tasks[task.name]
+        if own[task.name].start == 0:
+            layouts[task.name] = _parallel(problem, plan, task, own[task.name])
+        elif placed.tp * placed.pp > 1:  # they divide no rows
+            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
+        elif task.kind == INFER:
+            layouts[task.name] = Parallel(dp=len(own[task.name]))
+    if together:
         layouts |= _beside(spec, layouts)
-    groups = spec.run.groups if synchronous else Groups(rollout=ranks - len(training))
+    _, *others = _in_order(problem, plan)
+    groups = spec.run.groups if together else spec.run.groups.model_copy(update={
+        "rollout": len(others[0].ranks),
+        "inference": {_tasks(problem, group)[0].role: len(group.ranks) for group in others[1:]}})
     run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks,
+                                      "mode": SYNC if together else spec.run.mode,
                                       "roles": spec.run.roles | _micro_batches(spec, problem, plan)})
     return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
 
@@ -79,58 +88,75 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
         if 0 < part < len(ranks):
             yield Diagnostic(f"the plan uses {part} of the {len(ranks)} devices of a machine `{machine}`, and all of a "
                              "machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
-    if problem.mode == SYNC:
+    if len(plan.groups) == 1:
         return
-    sampling = {task.name for task in problem.tasks if task.kind == GENERATE}
-    halves = [set(group.tasks) for group in plan.groups]
-    if sorted(map(sorted, halves)) != sorted(map(sorted, (sampling, plan.tasks.keys() - sampling))):
+    first, second, *others = _in_order(problem, plan)
+    kinds = [{task.kind for task in _tasks(problem, group)} for group in (first, second)]
+    if GENERATE in kinds[0] or kinds[1] != {GENERATE} or not all(_only_infers(problem, group) for group in others):
+        sampling = " + ".join(sorted(task.name for task in problem.tasks if task.kind == GENERATE))
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
-                         f"this mode {' + '.join(sorted(sampling))} samples while the rest trains", where, AGAIN)
+                         f"this mode one trains, {sampling} samples, and each of the others has all tasks of one role "
+                         "that is only read", where, AGAIN)
         return
     order = devices_of(problem, plan)
     for machine, ranks in _machines_of(problem):
         at = sorted(map(order.index, set(ranks) & set(order)))
         if at and at[-1] - at[0] >= len(at):
-            yield Diagnostic(f"the first ranks train, so that those of a machine `{machine}` would be {_listed(at)}, "
-                             "and ranks of a machine follow each other", where, AGAIN)
+            yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would "
+                             f"be {_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
 
 
 def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
     placed, path = plan.tasks[task.name], ("tasks", task.name)
-    width, devices = placed.tp * placed.pp, len(plan.ranks)
-    apart = problem.mode != SYNC and task.kind == GENERATE
-    if apart and placed.pp > 1:
+    width, ranks = placed.tp * placed.pp, _ranks(problem, plan)[task.name]
+    apart = ranks.start > 0
+    if apart and task.kind == GENERATE and placed.pp > 1:
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
                          "samples has all of them", source.location(path, key=True), AGAIN)
         return
     if apart and width == 1:
         return  # its ranks take prompts as they get free, whatever shares were expected
-    training = range(devices) if problem.mode == SYNC else _training(problem, plan)
-    ranks = range(len(training), devices) if apart else training
     if len(set(placed.layers)) > 1:
         yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
                          "engine has as many in each", source.location((*path, "layers"), key=True), AGAIN)
-    if len(ranks) % width or (task.kind == TRAIN and placed.dp * width != len(ranks)):
-        yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks"
-                         + (", and a trained model is sharded over all of them" if task.kind == TRAIN else ", which "
-                            f"{width} does not divide"), source.location(path, key=True), AGAIN)
+    if len(ranks) % width:
+        yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks, which {width} does "
+                         "not divide", source.location(path, key=True), AGAIN)
     elif _rows(problem, plan, task, ranks) is None:
         yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
                          source.location((*path, "shares"), key=True), AGAIN)
 
 
 def devices_of(problem: Problem, plan: PlacedPlan) -> list[int]:
-    """Return the numbers of the cluster file's devices, by rank: where groups work at the same time, those that train
-    come first."""
-    trained = {task.name for task in problem.tasks if task.kind == TRAIN}
-    first = {rank for group in plan.groups if trained.intersection(group.tasks) for rank in group.ranks}
-    return sorted(plan.ranks, key=lambda device: (device not in first, device))
+    """Return the numbers of the cluster file's devices, by rank."""
+    return [device for group in _in_order(problem, plan) for device in sorted(group.ranks)]
 
 
-def _training(problem: Problem, plan: PlacedPlan) -> Sequence[int]:
-    """Return the ranks of the group that trains, where it has its own."""
-    trained = {task.name for task in problem.tasks if task.kind == TRAIN}
-    return next((range(len(group.ranks)) for group in plan.groups if trained.intersection(group.tasks)), range(0))
+def _in_order(problem: Problem, plan: PlacedPlan) -> list[PlacedGroup]:
+    """Return the groups in the order of their ranks: those that train, that sample, and that infer by their tasks."""
+    kinds = (TRAIN, GENERATE, INFER)
+    return sorted(plan.groups, key=lambda group: min((kinds.index(task.kind), number) for number, task in enumerate(
+        problem.tasks) if task.name in group.tasks))
+
+
+def _ranks(problem: Problem, plan: PlacedPlan) -> dict[str, range]:
+    """Return the ranks of each task's group."""
+    found, first = {}, 0
+    for group in _in_order(problem, plan):
+        found |= dict.fromkeys(group.tasks, range(first, first + len(group.ranks)))
+        first += len(group.ranks)
+    return found
+
+
+def _tasks(problem: Problem, group: PlacedGroup) -> list[ModelTask]:
+    return [task for task in problem.tasks if task.name in group.tasks]
+
+
+def _only_infers(problem: Problem, group: PlacedGroup) -> bool:
+    """Return whether a group has all tasks of one role, which is only read."""
+    roles = {task.role for task in _tasks(problem, group)}
+    return len(roles) == 1 and all(task.kind == INFER and task.name in group.tasks for task in problem.tasks
+                                   if task.role in roles)
 
 
 def _machines_of(problem: Problem) -> Iterator[tuple[str, range]]:
@@ -200,7 +226,7 @@ def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
     def moved(spots: dict) -> dict:
         found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
         found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}
-        return found | {("groups", "rollout"): spots[("groups",)]}
+        return found | {("groups", name): spots[("groups",)] for name in ("rollout", "inference")}
 
     return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
 

@@ -103,7 +103,8 @@ def joined(trainer: Plan, rollout: Plan, inference: Iterable[Plan], halves: Grou
     own = {task.node: task for task in trainer.chain(0)}
     for group in groups[1:]:
         for task in group.plan.chain(0):
-            own[task.node] = replace(task, layout=replace(task.layout, first=group.first, dp=group.replicas))
+            layout = replace(task.layout, first=group.first, dp=group.replicas * task.layout.dp)
+            own[task.node] = replace(task, layout=layout)
     dock = {move.producer: move for move in trainer.dock}
     tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
                   for node in halves.chain for task in [own[node]])

@@ -8,7 +8,7 @@ later one, or are refused; the trainer, which waits for all of them, is the last
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
 from distflow.config.models import base_of
@@ -34,6 +34,11 @@ class InferenceCut:
     def group(self) -> str:
         return f"{INFERENCE} {self.role}"
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.model.dp * self.model.width
+
 
 def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
                   rollout: set[str], first: int) -> tuple[tuple[InferenceCut, ...], list[Diagnostic]]:
@@ -56,9 +61,9 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     for role in order:
         model, found = _model(spec, role, nodes[role])
         mistakes += found
-        replicas = max(spec.run.groups.inference[role] // model.width, 1)
-        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, replicas, model))
-        first += replicas * model.width
+        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model))
+        cuts[-1] = replace(cuts[-1], replicas=max(spec.run.groups.inference[role] // cuts[-1].ranks, 1))
+        first += cuts[-1].replicas * cuts[-1].ranks
     return tuple(cuts), mistakes
 
 
@@ -117,19 +122,18 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
     if node is None:
         return Layout(1), []
     asked, ranks = spec.run.layouts[node], spec.run.groups.inference[role]
-    model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
-    mistakes = []
-    if asked.dp or asked.rows:
-        key = "dp" if asked.dp else "rows"
-        what = (f"node `{node}` says `{key}`, and ranks of `groups.inference` take prompts as they get free, each "
-                "replica of the model for itself")
-        mistakes.append(Diagnostic(what, spec.run_source.location(("layouts", node, key)),
-                                   f"Leave `{key}` out of it, and say how many ranks:  groups: {{inference: {{{role}: "
-                                   f"{(asked.dp or 1) * model.width}}}}}"))
-    if ranks % model.width:
-        what = f"role `{role}` has {ranks} ranks of its own, and `layouts` wants its model on {model.width} of them"
+    model = Layout(asked.dp or 1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
+    width, mistakes = model.dp * model.width, []
+    if asked.rows or (model.dp > 1 and model.width > 1):
+        key = "rows" if asked.rows else "dp"
+        why = "its ranks take prompts as they get free" if asked.rows else \
+            "ranks that only infer either shard a model (dp) or split it, which also divides its memory"
+        mistakes.append(Diagnostic(f"node `{node}` says `{key}`, and {why}",
+                                   spec.run_source.location(("layouts", node, key)), f"Leave `{key}` out of it."))
+    if ranks % width:
+        what = f"role `{role}` has {ranks} ranks of its own, and `layouts` wants its model on {width} of them"
         mistakes.append(Diagnostic(what, _where(spec, role), f"Instead:  groups: {{inference: {{{role}: "
-                                   f"{max(ranks // model.width, 1) * model.width}}}}}"))
+                                   f"{max(ranks // width, 1) * width}}}}}"))
     return model, mistakes
 
 

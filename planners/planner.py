@@ -32,9 +32,21 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves)
     rollout = _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
-    inference = [_lay_out(spec, draft, each.model.width, halves, each.group) for each in halves.inference]
+    inference = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.inference]
     held = (*memory.of_dock(spec, trainer.dock), *memory.of_snapshots(spec, trainer.memory))
     return replace(joined(trainer, rollout, inference, halves, ranks), host_memory=held)
+
+
+def inference_roles(spec: Spec) -> list[str]:
+    """Return the roles of which each could have ranks of its own (`groups.inference`)."""
+    draft = _draft(spec)
+
+    def mistakes(inference: dict[str, int]) -> int:
+        groups = spec.run.groups.model_copy(update={"inference": inference, "rollout": 1})
+        own = replace(spec, run=spec.run.model_copy(update={"groups": groups, "layouts": {}}))
+        return len(cut(own, draft.bound, draft.chain, draft.flows, 3)[1])
+
+    return [role for role in model_roles(spec) if mistakes({role: 1}) <= mistakes({})]
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,13 @@ def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, setti
 
 
 def test_a_frozen_model_has_ranks_of_its_own_and_its_death_stops_nobody(launch, workspace):
-    """It is killed while it computes prompts of the second step: nobody else starts again, and the losses stay."""
+    """One of the two ranks that shard it is killed while they compute prompts of the second step: nobody else starts
+    again, and the losses stay."""
     more = ("--set", "nodes.update.with.kl=0.5", "--set", "steps=3")
     launch(1, *GRPO, *more, "--name", "sync", "--set", "mode=sync")
-    launch(3, *GRPO, *more, *STRICT, "--set", "groups={rollout: 1, inference: {reference: 1}}", "--set",
-           "faults=[{kind: kill, group: inference, phase: inference, step: 2}]", "--name", "apart")
+    launch(4, *GRPO, *more, *STRICT, "--set", "groups={rollout: 1, inference: {reference: 2}}", "--set",
+           "layouts.reference.dp=2", "--set", "faults=[{kind: kill, group: inference, phase: inference, step: 2}]",
+           "--name", "apart")
     sync, apart = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "apart"))
     require_equal(apart, sync, steps=(1, 2, 3))
     for step in (2, 3):
@@ -58,8 +60,8 @@ def test_a_frozen_model_has_ranks_of_its_own_and_its_death_stops_nobody(launch, 
     assert all({"seconds/reference", "waiting/reference"} <= step.keys() for step in apart.values())
     events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
     failure, = (event for event in events if event["event"] == "failure")
-    assert (failure["unit"], failure["ranks"], failure["verdict"]) == ("inference reference 0", [2, 2], "starts again")
-    assert {event["rank"] for event in events if event["event"] == "worker started" and event["life"]} == {2}
+    assert (failure["unit"], failure["ranks"], failure["verdict"]) == ("inference reference 0", [2, 3], "starts again")
+    assert {event["rank"] for event in events if event["event"] == "worker started" and event["life"]} == {2, 3}
 
 
 @pytest.mark.smoke

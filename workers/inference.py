@@ -90,16 +90,18 @@ class InferenceContext:
                 dock.renew(lease)
 
     def put(self, lease: Lease, buffer: Databuffer) -> None:
-        """Put what others need of the rows into the dock, and give up the lease; of a replica, the first rank does."""
-        if self.rank == 0:
-            self.dock.report_activity("putting results")
-            self.metrics.maximum(f"waiting/{self.role}", self.waited)
-            self.metrics.add(f"inference/{self.role}/rows", len(lease))
-            reports = [self.metrics.take(), *[b""] * (len(lease) // self.channel.rows - 1)]
-            rows = rows_for_others(self.plan, buffer, self.channel.rows)
+        """Put what others need of the rows into the dock, and give up the lease once all ranks have put theirs."""
+        self.dock.report_activity("putting results")
+        self.metrics.maximum(f"waiting/{self.role}", self.waited)
+        rows = rows_for_others(self.plan, buffer, self.channel.rows)
+        if len(rows) and self.chain[0].layout.leads(self.rank):
+            self.metrics.add(f"inference/{self.role}/rows", len(rows))
+            reports = [self.metrics.take(), *[b""] * (len(rows) // self.channel.rows - 1)]
             rows = rows.with_columns({report_of(self.group.name): report_column(reports, self.channel.rows)})
             with timeline.current().span(timeline.TRANSFERS, "put results", self.executor.step + 1, rows=len(rows)):
                 self.dock.put(rows)
+        gather(b"")
+        if self.rank == 0:
             try:
                 self.dock.commit(lease)
             except LeaseLost as error:  # the rows are there all the same: the new holder's are duplicates

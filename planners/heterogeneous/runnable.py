@@ -1,8 +1,9 @@
 """Finds the best placement that `planners.apply_plan_file` can turn into a run.
 
-Ranks run one chain together, or train on the first of them and sample on the others; the shares of a task follow each
-other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks, how
-models are split, how many ranks train, and the rows of each share.
+Ranks run one chain together, or train on the first of them, sample on the next, and where all machines have ranks may
+infer with one frozen role on the last. The shares of a task follow each other, and tasks that compute with one engine
+split it alike. The rest is enumerated: which machines have ranks, how models are split, how many ranks train, and the
+rows of each share.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from distflow.plan import Layout as Split
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
 from planners.heterogeneous.problem import (
     GENERATE,
+    INFER,
     SYNC,
+    TRAIN,
     DeviceSubset,
     Grouping,
     Hardware,
@@ -26,6 +29,7 @@ from planners.heterogeneous.problem import (
     TaskLayout,
     shared,
 )
+from planners.planner import inference_roles
 from planners.splits import check_split
 
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
@@ -34,25 +38,28 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
     """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few."""
-    found = (_placement(spec, costed, grouping, subsets) for grouping, subsets in run_groups(costed.problem))
+    found = (_placement(spec, costed, grouping, subsets)
+             for grouping, subsets in run_groups(costed.problem, inference_roles(spec)))
     return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
 
 
 def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
-    """Return the devices of each group of a runnable placement: of a machine that both have, the first ones train."""
-    found, taken = [[] for _ in placement.grouping], [0] * len(problem.hardware.ranks)
-    for group in sorted(range(len(placement.grouping)),
-                        key=lambda group: all(problem.tasks[task].kind == GENERATE
-                                              for task in placement.grouping[group])):
+    """Return the devices of each group of a runnable placement: of a machine that several have, the first ones train,
+    and the next sample."""
+    kinds, found = (TRAIN, GENERATE, INFER), [[] for _ in placement.grouping]
+    taken = [0] * len(problem.hardware.ranks)
+    for group in sorted(range(len(placement.grouping)), key=lambda group: min(
+            kinds.index(problem.tasks[task].kind) for task in placement.grouping[group])):
         for number, (own, count) in enumerate(zip(problem.hardware.ranks, placement.subsets[group])):
             found[group] += own[taken[number]:taken[number] + count]
             taken[number] += count
     return found
 
 
-def run_groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
+def run_groups(problem: Problem, roles: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
     """Yield ways to divide ranks into groups that runs have, and the devices of each group, with all machines or
-    without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do."""
+    without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do; and with all
+    machines one of `roles` may have the last ones."""
     tasks = range(len(problem.tasks))
     sampling = tuple(task for task in tasks if problem.tasks[task].kind == GENERATE)
     training = tuple(task for task in tasks if task not in sampling)
@@ -63,9 +70,23 @@ def run_groups(problem: Problem) -> Iterator[tuple[Grouping, tuple[DeviceSubset,
         apart = (part for part in _parts(problem.hardware) if part != used
                  and all(count in (0, every) for count, every in zip(part, used)))
         for first in dict.fromkeys((*_beginnings(problem.hardware, used), *apart)):
-            rest = tuple(every - taken for every, taken in zip(used, first))
-            halves = sorted([(training, first), (sampling, rest)])
-            yield tuple(group for group, _ in halves), tuple(subset for _, subset in halves)
+            rest = _less(used, first)
+            yield _sorted([(training, first), (sampling, rest)])
+    everything = problem.hardware.all if problem.mode != SYNC else (0,) * len(problem.hardware.all)
+    for role, second in ((role, second) for role in roles for second in _beginnings(problem.hardware, everything)):
+        reading = tuple(task for task in training if problem.tasks[task].role == role)
+        rest = tuple(task for task in training if task not in reading)
+        for first in _beginnings(problem.hardware, second):
+            yield _sorted([(rest, first), (sampling, _less(second, first)), (reading, _less(everything, second))])
+
+
+def _sorted(groups: list[tuple[tuple[int, ...], DeviceSubset]]) -> tuple[Grouping, tuple[DeviceSubset, ...]]:
+    groups = sorted(groups)
+    return tuple(tasks for tasks, _ in groups), tuple(subset for _, subset in groups)
+
+
+def _less(subset: DeviceSubset, other: DeviceSubset) -> DeviceSubset:
+    return tuple(count - taken for count, taken in zip(subset, other))
 
 
 def _parts(hardware: Hardware) -> Iterator[DeviceSubset]:

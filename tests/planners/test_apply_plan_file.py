@@ -16,8 +16,9 @@ from distflow.plan import Layout, Plan
 from planners import apply_plan_file, plan
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, written
-from planners.heterogeneous.runnable import ranks_of, runnable
+from planners.heterogeneous.runnable import ranks_of, run_groups, runnable
 from planners.heterogeneous.workload import problem_of
+from planners.planner import inference_roles
 
 CLUSTER = {
     "name": "mixed", "links": {"inside": {"gb_s": 50}, "zone": {"gb_s": 10, "latency_us": 20}},
@@ -143,11 +144,66 @@ def test_a_split_over_machines_that_ranks_do_not_have_is_refused(obey: Callable,
         obey("mode=async", vllm, change=elsewhere)
 
 
-def test_a_device_that_the_plan_leaves_idle_infers_nothing(obey: Callable) -> None:
+@pytest.mark.parametrize("node", ["reference", "update"])
+def test_a_device_that_the_plan_leaves_idle_in_a_task_has_no_rows_of_it(obey: Callable, node: str) -> None:
+    """It holds its shard of the model, and takes part where all ranks gather a layer."""
     def idle(said: dict) -> None:
-        said["tasks"]["reference"] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
+        said["tasks"][node] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
 
-    assert layouts(obey(change=idle))["reference"].rows == (1, 1, 0, 0)
+    assert layouts(obey(change=idle))[node].rows == (1, 1, 0, 0)
+
+
+def three_groups(said: dict) -> None:
+    """The reference on `quick`, a rank each that trains and that samples on `slow`."""
+    said["groups"] = [{"tasks": ["rollout"], "devices": {"slow": 1}, "ranks": [3]},
+                      {"tasks": ["reference"], "devices": {"quick": 2}, "ranks": [0, 1]},
+                      {"tasks": ["update"], "devices": {"slow": 1}, "ranks": [2]}]
+    for name, machine, count in (("rollout", "slow", 1), ("reference", "quick", 2), ("update", "slow", 1)):
+        said["tasks"][name] |= {"dp": count, "tp": 1, "shares": [{"count": count, "rows": 384 // count,
+                                                                  "stages": [machine]}]}
+
+
+def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) -> None:
+    made = obey("mode=async", change=three_groups)
+    assert [(group.name, group.ranks) for group in made.groups] == [
+        ("trainer", range(1)), ("rollout", range(1, 2)), ("inference reference", range(2, 4))]
+    assert (made.groups[2].replicas, layouts(made.groups[2].plan)["reference"].dp) == (1, 2), "sharded, as it is costed"
+    with pytest.raises(InvalidInput, match="in this order of machines:  1 slow, 1 quick"):
+        obey("mode=async", change=three_groups, ranks=3)
+
+
+def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: Callable,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inference_roles(spec_of("mode=async")) == ["reference"]
+    assert inference_roles(spec_of("mode=async", dag="dapo")) == []
+    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups",
+                        lambda *given: (each for each in run_groups(*given) if len(each[0]) == 3))
+    made = obey("mode=async")
+    assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
+
+
+def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> None:
+    def together(said: dict) -> None:
+        said["groups"] = [{"tasks": [*said["tasks"]], "devices": {"quick": 2, "slow": 2}, "ranks": [0, 1, 2, 3]}]
+        for task in said["tasks"].values():
+            task |= {"dp": 4, "tp": 1, "shares": [{"count": 2, "rows": 96, "stages": [each]}
+                                                  for each in ("quick", "slow")]}
+
+    made = obey("mode=async", change=together)
+    assert (made.mode, made.groups) == ("sync", ())
+
+
+def with_training(said: dict) -> None:
+    three_groups(said)
+    for group, tasks in zip(said["groups"], (["rollout", "update"], ["reference"], [])):
+        group["tasks"] = tasks
+    del said["groups"][2]
+    said["groups"][0] |= {"devices": {"slow": 2}, "ranks": [2, 3]}
+
+
+def test_groups_that_no_ranks_make_are_refused(obey: Callable) -> None:
+    with pytest.raises(InvalidInput, match="one trains, rollout samples, and each of the others has all tasks of one"):
+        obey("mode=async", change=with_training)
 
 
 def test_a_run_by_a_plan_can_be_resumed_without_it(obey: Callable, spec_of: Callable, tmp_path: Path) -> None:
@@ -196,7 +252,6 @@ def by_stages(said: dict) -> None:
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
     (staged([3, 1], ["quick", "slow"]), "layers:", "node `update` has 3, 1 layers in its stages"),
     (staged([2, 2], ["quick", "slow"]), "shares:", "shares whose stages are not at ranks that follow each other"),
-    (on_some, "update:", "node `update` takes 2 × 1 of 4 ranks, and a trained model is sharded over all of them"),
     (by_stages, "pp:", "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
 ])
 def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: Path, change: Callable, key: str,

@@ -78,13 +78,21 @@ def test_a_share_of_ranks_that_sample_is_of_those_that_do_not_only_infer():
     assert [len(group.ranks) for group in made.groups] == [2, 2, 1]
 
 
-def test_a_model_may_be_split_over_its_ranks():
-    _, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1", "layouts.reference.tp=2",
-                      "roles.actor.model.kv_heads=2")
+@pytest.mark.parametrize("size", ["tp", "dp"])
+def test_a_model_may_be_split_or_sharded_over_its_ranks(size):
+    spec, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1",
+                         f"layouts.reference.{size}=2", "roles.actor.model.kv_heads=2")
     group = made.groups[2]
     assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 2)
-    assert group.plan.layout_of("reference", samples=False).tp == 2
+    task, = group.plan.chain(0)
+    assert getattr(task.layout, size) == 2
+    assert {move.kind for move in task.transfers} == ({"local"} if size == "dp" else {"all_to_all"})
     assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
+    whole = planned("grpo.yaml", 3, ALONE, "roles.actor.model.kv_heads=2")[1].groups[2].plan.memory
+    one, other = (next(each.bytes for each in items if each.name == "reference: weights")
+                  for items in (whole, group.plan.memory))
+    assert one == 2 * other
+    assert "2 beside each other, each over 2 ranks" in "\n".join(describe(made, spec))
 
 
 def test_what_stays_with_the_trainer_may_read_what_others_write_ahead(dag_of):
@@ -135,8 +143,9 @@ def test_what_cannot_have_ranks_of_its_own_is_refused_with_the_reason(case, dag_
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
-    (("layouts.reference.dp=2",), "take prompts as they get free"),
-    (("layouts.reference.tp=2", "roles.actor.model.kv_heads=2"), "Instead:  groups: {inference: {reference: 2}}"),
+    (("layouts.reference.rows=[2]",), "take prompts as they get free"),
+    (("layouts.reference={dp: 2, tp: 2}", "roles.actor.model.kv_heads=2"), "either shard a model (dp) or split it"),
+    (("layouts.reference.dp=2",), "Instead:  groups: {inference: {reference: 2}}"),
     (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),
     (("faults=[{kind: kill, group: inference, rank: 0, step: 1}]",), "It has 4 to 4")])
 def test_settings_that_such_ranks_cannot_have_are_refused(overrides, said):
