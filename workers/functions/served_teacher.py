@@ -19,6 +19,7 @@ from workers.functions.distillation import beside
 from workers.isolation.model_api import ModelAPI
 from workers.isolation.user_code import failure_streak_of
 
+_NONE = -9999.0  # what vLLM writes for -inf
 _ROWS = 32  # that are named in an event
 Place = tuple[list[int], list[float], str]
 """The most probable tokens at a place, their log-probabilities, and the text of the token that stands there."""
@@ -82,6 +83,7 @@ def _place(token: int, alternatives: dict[str, dict[str, Any]], k: int) -> Place
     """Read a place as vLLM answers it: the `k` most probable tokens, and the one that stands there if it is none of
     them."""
     by_token = {int(each): float(value["logprob"]) for each, value in alternatives.items()}
+    by_token = {each: logprob if logprob > _NONE else -torch.inf for each, logprob in by_token.items()}
     best = sorted(by_token, key=lambda each: (-by_token[each], each))[:k]
     missing = k - len(best)
     return ([*best, *[0] * missing], [*(by_token[each] for each in best), *[-torch.inf] * missing],
@@ -92,7 +94,7 @@ def _require_one_tokenizer(rows: list[list[Place]], completions: list[str], addr
     """Compare letters and digits of responses as student and server read their tokens. With one tokenizer the server's
     have the student's in their order, and special tokens between them; with another at most a few short ones do."""
     pairs = [(_plain("".join(place[2] for place in places)), _plain(text)) for places, text in zip(rows, completions)]
-    pairs = [(theirs, ours) for theirs, ours in pairs if ours and theirs]
+    pairs = [(theirs, ours) for theirs, ours in pairs if ours]
     odd = [(theirs, ours) for theirs, ours in pairs if not _within(ours, theirs)]
     if len(odd) > len(pairs) / 2:
         theirs, ours = odd[0]

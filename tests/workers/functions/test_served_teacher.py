@@ -16,7 +16,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.telemetry.metrics import current
 from planners import plan
-from workers.functions.served_teacher import served_top_logprobs
+from workers.functions.served_teacher import _place, served_top_logprobs
 
 WORDS = "abcdefghij"  # token 3 is `d`
 
@@ -106,6 +106,12 @@ def test_what_it_is_asked_and_what_is_read(server, monkeypatch):
     assert two.values.shape == (1, 2, 3)
 
 
+def test_a_token_without_probability_is_not_among_the_most_probable():
+    given = {str(token): {"logprob": logprob, "decoded_token": WORDS[token]}
+             for token, logprob in ((4, -9999.0), (7, -0.5), (2, -1.0))}
+    assert _place(2, given, 4) == ([7, 2, 4, 0], [-0.5, -1.0, -math.inf, -math.inf], "c")
+
+
 def test_a_row_without_an_answer_leaves_the_step_and_the_run_ends_if_none_has_one(server, monkeypatch):
     current().collect(lambda part: [part])
     tokens, logprobs, keep = ask(server, [[2, 9], [5]])
@@ -130,6 +136,9 @@ def test_requests_are_kept_and_counted(server, tmp_path):
 def test_another_tokenizer_is_refused(server):
     server.words = ["a", "b", "<begin>c", *WORDS[3:]]
     assert ask(server, [[2, 7], [5]])[2].all()  # the student leaves special tokens out
+    server.words = [""] * 10
+    with pytest.raises(InvalidInput, match="another tokenizer"):
+        ask(server, [[2, 7]])
     server.words = "xyzuvwkmlo"
     with pytest.raises(InvalidInput, match="has another tokenizer than the student.*'zm' where the student wrote 'ch'"):
         ask(server, [[2, 7], [5]])
