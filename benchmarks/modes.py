@@ -50,8 +50,8 @@ from distflow.config.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, GROUP = 2, 8
 GOALS = {"async": 1.5, "semi_sync": 1.2}
-AHEAD = {"async": 1, "async, 3 ahead": 3, "semi_sync": 1}
-"""Staleness by side."""
+AHEAD = {"async": 1, "async, 3 ahead": 3, "async, unordered": 1, "semi_sync": 1}
+"""Staleness by side. Unordered: on_stale: drop."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Contest:
     def run(self, side: str, seed: int) -> Course:
         mode, given = side.partition(",")[0], self.given
         folder = self._launch(f"{side.replace(', ', '-').replace(' ', '-')}-{seed}", mode, AHEAD.get(side, 0), seed,
-                              given.updates)
+                              given.updates, "drop" if "unordered" in side else "wait")
         course = Course(steps_of(folder), given.prompts * GROUP, self._accuracy(folder))
         waits = course.steps[len(course.steps) // 2].get("environment/idle_seconds")
         idle = "" if waits is None else f", of a step's {course.steps[len(course.steps) // 2]['seconds']:.2f} s the " \
@@ -113,8 +113,8 @@ class Contest:
         print(f"async with staleness 0 {'equals' if same else 'DOES NOT EQUAL'} sync in {len(sync)} steps", flush=True)
         return same
 
-    def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int) -> Path:
-        apart = () if mode == "sync" else ("groups.rollout=1", f"staleness={staleness}")
+    def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int, on_stale: str = "wait") -> Path:
+        apart = () if mode == "sync" else ("groups.rollout=1", f"staleness={staleness}", f"on_stale={on_stale}")
         return run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
             "checkpoint.every=0", f"mode={mode}", *apart, *self.settings(seed, updates)))
 
@@ -187,12 +187,14 @@ def contest_options(description: str, updates: tuple[int, int], median: float, r
 
 def main(arguments: list[str] | None = None) -> None:
     parser = contest_options(__doc__, (40, 4), 0.1)
+    parser.add_argument("--sides", nargs="*", choices=AHEAD, help="what is compared with sync; default: all")
     add_size(parser, "skip", 5, 1, "first and last updates that are not timed")
     given = parsed(parser, arguments)
     if given.updates <= 2 * given.skip:
         parser.error(f"--updates {given.updates} leaves nothing to time between {given.skip} first and last ones")
     modes = get_args(Run.model_fields["mode"].annotation)
-    sides = [side for side in ("semi_sync", "async, 3 ahead", "async") if side.partition(",")[0] in modes]
+    sides = [side for side in given.sides or ("semi_sync", "async, 3 ahead", "async, unordered", "async")
+             if side.partition(",")[0] in modes]
     sides = sides[-1:] if given.quick else sides
     with tempfile.TemporaryDirectory(prefix="modes-") as scratch:
         contest = Contest(given, Path(scratch))

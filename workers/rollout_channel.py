@@ -73,6 +73,7 @@ class RolloutChannel:
     standbys: dict[int, ShardProcess] = field(default_factory=dict)
     patience: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
+    found: tuple[int, dict[str, int]] = (-1, {})  # set of versions that was read last, and its number
     known_over: bool = False
     look_at: float = 0.0
     standbys_at: float = 0.0  # when a standby that has ended may be started again
@@ -107,8 +108,12 @@ class RolloutChannel:
         self.store.put(_SLOT.format(self.version_set % _SETS), json.dumps([self.version_set, versions]))
 
     def versions_of(self, version_set: int) -> dict[str, int]:
-        number, versions = json.loads(self.store.get(_SLOT.format(version_set % _SETS)) or "[0, {}]")
-        return versions if number == version_set else {}
+        if self.found[0] != version_set:  # a rollout asks for each prompt of a step
+            found = json.loads(self.store.get(_SLOT.format(version_set % _SETS)) or "[0, {}]")
+            if found[0] != version_set:
+                return {}
+            self.found = tuple(found)
+        return self.found[1]
 
     def newest_versions(self) -> dict[str, int]:
         return self.versions_of(self.store.add("version sets", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from distflow.errors import Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from planners import plan
-from workers.rollout_channel import DockPlace, agreed_token, open_channel
+from workers.rollout_channel import DockPlace, RolloutChannel, agreed_token, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -88,3 +89,13 @@ def test_each_machine_that_trains_has_a_shard_which_moves_only_where_machines_co
     assert len({*addresses[0]}) == 2
     assert {*moves} == {bool(silence)}
     assert bool(board.get("0/shard/0")) == bool(silence)
+
+
+def test_a_set_of_versions_is_read_once():
+    """However many prompts are owed it: each read is a delay between two prompts."""
+    asked, sets = [], {"versions/7": '[7, {"actor": 3}]', "versions/8": '[8, {"actor": 4}]'}
+    store = SimpleNamespace(get=lambda key: asked.append(key) or sets.get(key))
+    channel = RolloutChannel(store, bytes(32), [], "127.0.0.1", 4, 2, 1)
+    assert [channel.versions_of(number) for number in (7, 7, 8, 8, 7, 9, 9)] == [
+        {"actor": 3}, {"actor": 3}, {"actor": 4}, {"actor": 4}, {"actor": 3}, {}, {}]
+    assert asked == ["versions/7", "versions/8", "versions/7", "versions/9", "versions/9"]
