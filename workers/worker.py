@@ -42,7 +42,7 @@ from workers.engines.devices import choose
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
-from workers.loop import rollout, train
+from workers.loop import rollout, serve, train
 from workers.roles import RoleEngines, build_roles
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
@@ -50,6 +50,7 @@ from workers.rollout_validation import RolloutValidation, validated_elsewhere
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
+from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
@@ -138,7 +139,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
             RunFolder.describe(context.path, context.written_spec, context.plan)  # overrides hold for a resume too
         if channel and ctx.rank == 0:
             channel.begin(ctx.first_step)
-        done = train(ctx)
+        done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
         if channel and done:
             channel.end()
     ctx.close()
