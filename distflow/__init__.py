@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same to Python
+    from distflow.api_client import CallRefused, StepLost, training_client
     from distflow.contracts.decorators import Turn, environment, loss, node, reward
     from distflow.data.batch import Batch, Ragged
     from distflow.data.dataloader import source_weight
@@ -41,10 +42,14 @@ _HOMES = {
     "load": "distflow.run_handle",
     "RunHandle": "distflow.run_handle",
     "RunFailed": "distflow.run_handle",
+    "training_client": "distflow.api_client",
+    "StepLost": "distflow.api_client",
+    "CallRefused": "distflow.api_client",
 }
 _RENAMED = {"Alarm": "Alert"}  # old public names, which still work, with a warning that names the new one
-__all__ = ["Alert", "Batch", "DistflowError", "Ragged", "RunFailed", "RunHandle", "Turn", "__version__", "detector",
-           "environment", "hook", "load", "loss", "metric", "node", "reward", "run", "scaling", "source_weight"]
+__all__ = ["Alert", "Batch", "CallRefused", "DistflowError", "Ragged", "RunFailed", "RunHandle", "StepLost", "Turn",
+           "__version__", "detector", "environment", "hook", "load", "loss", "metric", "node", "reward", "run",
+           "scaling", "source_weight", "training_client"]
 
 
 def __getattr__(name: str) -> Any:

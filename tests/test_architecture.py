@@ -21,7 +21,8 @@ OURS = ("distflow", "planners", "workers")
 FLOORS = {"distflow": 0, "distflow.config": 0, "distflow.contracts": 0, "distflow.errors": 0, "distflow.plan": 0,
           "distflow.plan_file": 0, "planners": 1, "distflow.rpc": 2, "distflow.store": 2, "distflow.telemetry": 2,
           "distflow.data": 2, "distflow.dock": 2, "distflow.weights": 2, "distflow.recovery": 2, "workers": 3,
-          "distflow.cli": 4, "distflow.launch": 4, "distflow.run_handle": 4, "distflow.__main__": 4, "benchmarks": 4}
+          "distflow.cli": 4, "distflow.launch": 4, "distflow.run_handle": 4, "distflow.api_client": 4,
+          "distflow.__main__": 4, "benchmarks": 4}
 STAIRS = {"workers.isolation.sandbox": 0, "workers.isolation.user_code": 0, "workers.isolation": 1,
           "workers.engines": 0, "workers.endpoint": 1,
           "workers.roles": 1, "workers.functions": 2, "workers": 3}

@@ -10,6 +10,7 @@
     train            next → run_chain → record → snapshot → publish → conclude, on ranks that train
     rollout          lease → load newer weights → run_chain → put, on ranks that sample for others
     infer            lease → run_chain → put, on ranks that only read a model for others
+    serve            calls of a training client → record … conclude, in place of the chain (mode sync)
     run_chain        take → compute → put, for each task; the only place where a task runs
 
 A step is recorded, and its snapshot begun, before other groups learn of it: a worker that dies between two of these
@@ -28,6 +29,7 @@ from workers.execution import Executor
 from workers.inference import InferenceContext
 from workers.rollout import Prompt, RolloutContext
 from workers.train_context import TrainContext
+from workers.training_api.calls import TrainingCalls
 
 
 def train(ctx: TrainContext) -> bool:
@@ -35,15 +37,35 @@ def train(ctx: TrainContext) -> bool:
     for step in ctx.steps():
         ctx.next_prompts()
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-        with ctx.finishing():
-            ctx.record(step)  # metrics and samples; detectors look at them
-            ctx.snapshot(step)  # the state after the step, in memory
-            ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
-            if ctx.conclude(step):  # validation, and every N steps a checkpoint
-                break
-            if ctx.leaves:
-                return ctx.leave(step)
+        if _ends(ctx, step):
+            break
+        if ctx.leaves:
+            return ctx.leave(step)
     return ctx.finish()
+
+
+def serve(ctx: TrainContext, calls: TrainingCalls) -> bool:
+    """Do what a training client calls for, as `train` does what the DAG says. A step ends when the weights change."""
+    for step in ctx.steps():
+        if not calls.until_update(step):
+            ctx.stopping = True
+            return ctx.leave(step - 1)
+        ended = _ends(ctx, step)
+        calls.confirm(step)  # a client that has this answer may rely on the step
+        if ended:
+            break
+        if ctx.leaves:
+            return ctx.leave(step)
+    return ctx.finish()
+
+
+def _ends(ctx: TrainContext, step: int) -> bool:
+    """Conclude a step. Return whether it is the last one."""
+    with ctx.finishing():
+        ctx.record(step)  # metrics and samples; detectors look at them
+        ctx.snapshot(step)  # the state after the step, in memory
+        ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
+        return ctx.conclude(step)  # validation, and every N steps a checkpoint
 
 
 def rollout(ctx: RolloutContext, engines: Mapping[str, SharedEngine], over: Callable[[DockClient], bool]) -> None:

@@ -206,6 +206,7 @@ class TrainContext:
     def leave(self, step: int) -> bool:
         """End before the last step, with a checkpoint or the next worker's state. Return whether the run is to stop."""
         done = step + 1
+        heartbeat.current().begin(done)
         if self.stopping:
             if self.state.every and done % self.state.every:
                 self.state.save(done)

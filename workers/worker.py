@@ -45,7 +45,7 @@ from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
 from workers.inference import InferenceContext
-from workers.loop import infer, rollout, train
+from workers.loop import infer, rollout, serve, train
 from workers.roles import RoleEngines, build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
@@ -53,6 +53,7 @@ from workers.rollout_validation import RolloutValidation, validated_elsewhere
 from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
+from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
@@ -154,7 +155,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
             RunFolder.describe(context.path, context.written_spec, context.plan)  # overrides hold for a resume too
         if channel and ctx.rank == 0:
             channel.begin(ctx.first_step)
-        done = train(ctx)
+        done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
         if channel and done:
             channel.end()
     ctx.close()

@@ -19,6 +19,7 @@ from pydantic import (
 
 from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
+from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
 
 Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
@@ -474,6 +475,8 @@ class Run(Document):
     """How a node's ranks split its work, by node."""
     validation: Validation | None = None
     """Held-out problems and how often they are asked; without it there is no validation."""
+    training_api: TrainingApi | None = None
+    """A client's calls train, in place of the DAG's nodes (mode sync); {} for the defaults."""
     checkpoint: Checkpoint = Checkpoint()
     """How often the run is saved to disk."""
     robust: Robust = Robust()

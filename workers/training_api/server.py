@@ -1,0 +1,162 @@
+"""HTTP server of the training API, on rank 0: the token, the order of calls, and which of them are retries.
+
+A call says its id, the `attempt` of the worker and the `step` that its client knows. One with a known id gets the
+answer of that one; one of another attempt or step is refused, so that no gradient is applied twice or without those
+that a worker lost when it died. Address and token outlive the worker, in the run folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from distflow.config.training_api import TrainingApi
+from workers.endpoint.http_server import HttpServer, ReadBody, Reply
+from workers.endpoint.messages import RequestRefused
+from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
+
+ADDRESS = "training_api.json"
+_ANSWER_SECONDS = 20.0  # after which a client that waits is told to ask again
+_MAX_ANSWERS = 4096  # that are kept for retries
+_BODY_SECONDS = 300.0
+
+
+class TrainingCall:
+    """A call to be answered once: by `answer` or `refuse`, from any thread."""
+
+    def __init__(self, name: str, request: Request, settle: Callable[[Any, RequestRefused | None], None]):
+        self.name, self.request, self._settle = name, request, settle
+
+    def answer(self, result: Any) -> None:
+        self._settle(result, None)
+
+    def refuse(self, error: RequestRefused) -> None:
+        self._settle(None, error)
+
+
+class _Answer:
+    """Answer of a call, awaited by its request and by retries of it."""
+
+    def __init__(self, step: int, digest: bytes, loop: asyncio.AbstractEventLoop):
+        self.step, self.digest, self.future = step, digest, loop.create_future()
+
+    def settle(self, result: Any, error: RequestRefused | None) -> None:
+        self.future.set_result((result, error))
+
+
+class TrainingServer(HttpServer):
+    """Server that puts calls into the queue `calls`, in the order in which they come. `facts`: what `info` says."""
+
+    body_seconds = _BODY_SECONDS
+
+    def __init__(self, settings: TrainingApi, folder: Path, step: int, facts: dict[str, Any]):
+        self.facts, self.step, self.attempt = facts, step, secrets.token_hex(8)
+        self.calls: queue.SimpleQueue[TrainingCall] = queue.SimpleQueue()
+        self.answers: dict[str, _Answer] = {}  # by the call's id
+        self.max_body = int(settings.max_body_mib * 2**20)
+        before = _read(folder / ADDRESS)
+        self.token = str(before.get("token") or secrets.token_urlsafe(32))
+        try:
+            super().__init__(settings.host, settings.port or int(before.get("port") or 0))
+        except OSError:
+            if settings.port:
+                raise
+            super().__init__(settings.host)
+        host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        _write(folder / ADDRESS, {"url": self.address, "port": self.port, "token": self.token})
+
+    def confirm(self, step: int) -> None:
+        """Accept calls of the step after `step`, which is done. Thread-safe."""
+        self.call_in(self._confirm, step)
+
+    def _confirm(self, step: int) -> None:
+        self.step = step + 1
+        self.answers = {id: answer for id, answer in self.answers.items() if answer.step >= step}
+
+    def sender(self, token: str) -> str | None:
+        return token if hmac.compare_digest(token.encode(), self.token.encode()) else None
+
+    async def reply(self, sender: str | None, method: str, path: str, headers: dict[str, str], body: ReadBody) -> Reply:
+        if sender is None:
+            raise RequestRefused(f"the token is not this run's: send the one that {ADDRESS} of the run folder has, as  "
+                                 "Authorization: Bearer TOKEN", "invalid_api_key", 401)
+        packed = headers.get("content-type", "") == PACKED
+        if (method, path) == ("GET", "/v1/info"):
+            return _encoded(HTTPStatus.OK, {**self.facts, "attempt": self.attempt, "step": self.step}, packed)
+        content = await body()
+        if method != "POST" or not path.startswith("/v1/"):
+            raise RequestRefused(f"there is no {method} {path[:100]} here, only POST /v1/CALL and GET /v1/info",
+                                 "not_found", 404)
+        answer = self._taken_up(path.removeprefix("/v1/"), content, PACKED if packed else "")
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                result, error = await asyncio.shield(answer.future)
+        except TimeoutError:
+            return _encoded(HTTPStatus.ACCEPTED, {"pending": True}, packed)
+        if error is not None:
+            raise error
+        return _encoded(HTTPStatus.OK, result, packed)
+
+    def refused(self, sender: str | None, error: RequestRefused) -> Reply:
+        standing = {} if sender is None else {"attempt": self.attempt, "step": self.step}
+        return _encoded(error.status, {**error.body(), **standing}, packed=False)
+
+    def _taken_up(self, name: str, content: bytes, kind: str) -> _Answer:
+        """Return the answer to come of a call, which is a new one unless its id is known."""
+        request, digest = read_call(name, content, kind), hashlib.sha256(name.encode() + content).digest()
+        answer = self.answers.get(request.id)
+        if answer is not None:
+            if answer.digest != digest:
+                raise RequestRefused(f"the id {request.id} was of another call: give each its own", "id_reused")
+            return answer
+        self.check_standing(request)
+        answer = self.answers[request.id] = _Answer(request.step, digest, self.loop)
+        if len(self.answers) > _MAX_ANSWERS:
+            del self.answers[next(iter(self.answers))]
+        settle = answer.settle
+        self.calls.put(TrainingCall(name, request, lambda *outcome: self.call_in(settle, *outcome)))
+        return answer
+
+    def check_standing(self, request: Request) -> None:
+        """Raise OutOfStep if a client does not know of a restart or of another client's step."""
+        if request.attempt != self.attempt:
+            raise OutOfStep(f"the worker was started again, and the run stands at step {self.step}: gradients that "
+                            "were not applied are lost", "restarted")
+        if request.step != self.step:
+            raise OutOfStep(f"the run stands at step {self.step}, and the call is of step {request.step}", "other_step")
+
+
+def _encoded(status: int, body: Any, packed: bool) -> Reply:
+    if packed:
+        return status, PACKED, msgpack.packb(body) or b""
+    return status, "application/json", json.dumps(body).encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the address of the worker before; nothing where there was none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, address: dict[str, Any]) -> None:
+    """Write a file that its owner alone may read, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(address, file)
+    partial.rename(path)
