@@ -20,8 +20,8 @@ from distflow.errors import InvalidInput
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens, require_template
+from workers.engines.role_engines import RoleEngines, encode_targets
 from workers.engines.vision import ImageProcessor
-from workers.roles import RoleEngines, encode_targets
 
 PLACEHOLDER = "<image>"  # stands for an image in a question
 NO_IMAGE = Ragged(Ragged(torch.empty(0, 3, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)),

@@ -29,9 +29,9 @@ from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.rollout_cache import RolloutCache
 from distflow.telemetry import events, heartbeat, timings
 from distflow.telemetry.metrics import Metrics, current, recording
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import TurnLog
 from workers.engines.sampling import key_of
-from workers.roles import RoleEngines
 
 SAMPLED = "sampled"
 """Metric of each rank: the seconds that it took to sample in a step, without waits for other ranks and loading of

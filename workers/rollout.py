@@ -40,6 +40,7 @@ from distflow.rpc.errors import RpcError
 from distflow.store.interface import StoreUnavailable
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import (
     EVENTS,
     FINISHED,
@@ -56,7 +57,6 @@ from workers.engines.rollout import (
 from workers.engines.sampling import key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
-from workers.roles import RoleEngines
 from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_others
 from workers.rollout_validation import RolloutValidation
 

@@ -33,9 +33,9 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
 from planners.check import prompted_role
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Samples
 from workers.engines.shared_engine import SharedEngine
-from workers.roles import RoleEngines
 from workers.rollout_channel import (
     ANSWERED,
     RESULT,

@@ -31,7 +31,7 @@ from distflow.telemetry.progress import StepProgress
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
-from workers.roles import RoleEngines
+from workers.engines.role_engines import RoleEngines
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended early"

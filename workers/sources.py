@@ -26,8 +26,8 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
+from workers.engines.role_engines import RoleEngines
 from workers.fusion import Fusion
-from workers.roles import RoleEngines
 from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, reports_of
 from workers.train_context import TrainContext
 

@@ -29,7 +29,7 @@ from distflow.recovery.worker_process import WorkerContext
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
-from workers.roles import RoleEngines
+from workers.engines.role_engines import RoleEngines
 
 
 class TrainState:

@@ -23,10 +23,10 @@ from distflow.plan import Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Samples
 from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
-from workers.roles import RoleEngines
 
 MISSING = "validation missing"  # event of a validation without a result
 _RIGHT = 1.0  # reward of an answer that counts as right in pass@k

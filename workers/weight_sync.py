@@ -11,9 +11,9 @@ from distflow.plan import Plan
 from distflow.telemetry import timeline
 from distflow.weights.publisher import Publisher
 from workers.engines.devices import is_half
+from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.weight_updates import WeightUpdates
-from workers.roles import RoleEngines
 from workers.rollout_channel import RolloutChannel
 
 

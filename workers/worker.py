@@ -40,13 +40,14 @@ from workers.context import RankContext
 from workers.encode import dataloader
 from workers.engines.collectives import torch_name
 from workers.engines.devices import choose
+from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
 from workers.inference import InferenceContext
 from workers.loop import infer, rollout, serve, train
-from workers.roles import RoleEngines, build_roles, tokenizer_of
+from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
 from workers.rollout_validation import RolloutValidation, validated_elsewhere

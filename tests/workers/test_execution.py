@@ -10,8 +10,8 @@ import torch
 from distflow.data.batch import Batch, Ragged
 from distflow.plan import Layout, Task
 from distflow.telemetry.metrics import Metrics, recording
+from workers.engines.role_engines import RoleEngines
 from workers.execution import SAMPLED, TrainExecutor, _distinct_tokens
-from workers.roles import RoleEngines
 
 
 def test_a_prompt_that_neighbours_share_is_read_once() -> None:

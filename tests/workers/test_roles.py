@@ -12,8 +12,8 @@ from transformers import GenerationConfig, Qwen3ForSequenceClassification, Qwen3
 from distflow.config.run import Model
 from distflow.errors import EngineError, InvalidInput
 from workers.engines.embedded import build_tokenizer
+from workers.engines.role_engines import RoleEngines, load_model
 from workers.engines.value import ValueModel
-from workers.roles import RoleEngines, load_model
 
 
 @pytest.fixture

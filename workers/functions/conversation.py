@@ -23,6 +23,7 @@ from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
 from workers.engines.chat import Between
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
 from workers.functions.rollout import fingerprint, note_lengths
@@ -30,7 +31,6 @@ from workers.functions.trajectory import Recorded, Trajectory, digest_of, record
 from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvPool, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
 from workers.isolation.user_code import failure_streak_of
-from workers.roles import RoleEngines
 
 _REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
 _FIRST = "workers.isolation.first_observation:FirstObservation"

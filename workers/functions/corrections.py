@@ -24,9 +24,9 @@ from torch import Tensor
 
 from distflow import Ragged, node
 from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask
 from workers.functions.kl import LOG_RATIO_LIMIT, kl_estimate
-from workers.roles import RoleEngines
 
 
 class Mismatch:

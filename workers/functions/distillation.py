@@ -28,10 +28,10 @@ from torch import Tensor
 from distflow import Batch, Ragged, node
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.updates import divided, optimize, weighted
-from workers.roles import RoleEngines
 
 _LEAST_TAIL = 1e-6
 """Mass of all other tokens that counts at least, and below which it has no gradient: it is one minus a sum that is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import PositiveFloat
 
 from distflow import Ragged, node
-from workers.roles import RoleEngines
+from workers.engines.role_engines import RoleEngines
 
 
 @node(type="MODEL_INFERENCE", writes="{role}_logprobs", default_for="reference", row_wise=True)

@@ -16,10 +16,10 @@ from torch.nn.functional import logsigmoid
 from distflow import Batch, Ragged, node
 from distflow.data.batch import ColumnData
 from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask
 from workers.functions.rollout import note_lengths
 from workers.functions.updates import optimize
-from workers.roles import RoleEngines
 
 
 @node(type="MODEL_INFERENCE", head=None, samples=False, repeats="answers",

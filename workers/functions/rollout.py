@@ -10,7 +10,7 @@ from distflow import Ragged, node
 from distflow.contracts.decorators import Template
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens
-from workers.roles import RoleEngines
+from workers.engines.role_engines import RoleEngines
 
 
 @node(type="MODEL_INFERENCE", writes=("greedy_responses", "greedy_completions"), samples=True)

@@ -26,9 +26,9 @@ from distflow.contracts.decorators import Turn
 from distflow.data.batch import Batch, Ragged
 from distflow.telemetry import timeline
 from distflow.telemetry.trajectories import trajectories
+from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import EVENTS, LOGPROBS, TOKENS, VERSIONS, SampledRow
 from workers.isolation.env_pool import EnvFailure
-from workers.roles import RoleEngines
 
 
 class Piece(NamedTuple):

@@ -11,12 +11,12 @@ from torch import Tensor
 from distflow import Batch, Ragged, node
 from distflow.contracts.decorators import Loss
 from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
 from workers.engines.trainer import LossOf
 from workers.functions.aggregation import local_totals, token_weights, trained_mask, weighted_sum
 from workers.functions.corrections import Mismatch, report_staleness
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import Surrogate, own_loss, surrogate
-from workers.roles import RoleEngines
 
 
 def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:

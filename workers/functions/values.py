@@ -10,12 +10,12 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, node
 from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
 from workers.functions.advantages import generalized_advantage
 from workers.functions.aggregation import trained_mask, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.rewards import note_rewards
 from workers.functions.updates import divided, optimize, weighted
-from workers.roles import RoleEngines
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,

@@ -21,8 +21,8 @@ from distflow.telemetry.metrics import current
 from workers.engines import fsdp
 from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
 from workers.engines.embedded import build_model, build_tokenizer
+from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.value import with_value_head
-from workers.roles import Meshes, RoleEngines
 
 STEPS, LORA, RATE = 3, Lora(rank=4, alpha=8, targets=["q_proj", "down_proj"]), 1e-2
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32}

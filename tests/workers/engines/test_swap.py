@@ -15,7 +15,7 @@ from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from workers.engines.embedded import build_model, build_tokenizer
-from workers.roles import Meshes, RoleEngines
+from workers.engines.role_engines import Meshes, RoleEngines
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
 

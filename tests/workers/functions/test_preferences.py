@@ -17,6 +17,7 @@ from distflow.data.exchange import gather
 from distflow.telemetry.metrics import current
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine
+from workers.engines.role_engines import encode_targets
 from workers.engines.value import with_value_head
 from workers.functions.preferences import (
     best_and_worst,
@@ -26,7 +27,6 @@ from workers.functions.preferences import (
     preference_update,
     reward_update,
 )
-from workers.roles import encode_targets
 
 margins = st.floats(-30, 30, width=64)
 

@@ -1,0 +1,255 @@
+"""Engines of a role: a model with the engine that trains and infers, and the engine that samples."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from distflow.config.dag import Head
+from distflow.config.load import Spec
+from distflow.config.models import ROLLOUTS, TRAINERS
+from distflow.config.run import Lora, RoleRun
+from distflow.data.batch import Batch, Ragged
+from distflow.errors import EngineError
+from distflow.telemetry.metrics import current
+from workers.engines import attention, engine_class
+from workers.engines.chat import pad_token, tokenizer_lock
+from workers.engines.devices import convert, dtype_of
+from workers.engines.loading import load_model
+from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
+from workers.engines.routing import Routing
+from workers.engines.sampling import key_of
+from workers.engines.swap import EngineSwap
+from workers.engines.trainer import LossOf, Trainer
+from workers.engines.vision import ImageProcessor
+
+disable_progress_bar()
+
+
+class Meshes(NamedTuple):
+
+    trainer: DeviceMesh | None  # for training and inference; None where a role only samples
+    rollout: DeviceMesh
+    experts: int = 1  # ways in which the trainer cuts experts
+
+
+class RoleEngines:
+    """Engines of a role, the first parameter of a model function. All but `encode` and `decode` are collective."""
+
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
+                 meshes: Meshes, spec: Spec, stream: int | None):
+        trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
+        self.name, self.tokenizer, self.settings = name, tokenizer, settings
+        self.kind, self.config = type(model), model.config
+        self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
+        self.generation_config = model.generation_config if self.head == "lm" else None
+        self.seed, self.step, self.stream = spec.run.seed, 0, stream
+        self.draw = 0  # of prompts; it is the step's number unless a filter draws again
+        self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
+        self.max_target_tokens = spec.run.data.max_target_tokens
+        self.source = spec.model_of(name)
+        self._load = functools.partial(load_model, spec, head=self.head)
+        device = meshes.rollout.device_type
+        model.set_attn_implementation(attention.NAME)
+        self.lora = settings.lora if trained else None
+        frozen = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
+        self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
+        self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
+        self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
+            model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
+        if self.rollout is not None and settings.generation.stop:
+            self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
+        self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
+            model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
+            meshes.experts)
+        self.split = meshes.rollout.size() > meshes.rollout.size(0)
+        self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
+            if self.rollout and self._trainer else None
+        self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time
+        self.turn_log: TurnLog | None = None  # of the node that runs, unless the shared engine has one
+
+    @property
+    def engine(self) -> Trainer:
+        """The engine that trains and infers, with its state on the device."""
+        if self.engine_swap is not None:
+            self.engine_swap.ready()
+        if self._trainer is None:
+            raise EngineError(f"role `{self.name}` has no engine on this rank that trains or infers: it samples")
+        return self._trainer
+
+    @property
+    def version(self) -> int:
+        return self._trainer.version if self._trainer else 0
+
+    def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
+                 temperature: float | None = None, images: Ragged | None = None) -> Samples:
+        """Sample `repeats` responses to each prompt [P] with the newest weights, by (seed, draw of prompts, row id).
+        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens."""
+        with self.sampling() as rollout:
+            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
+
+    @contextlib.contextmanager
+    def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
+                 max_new_tokens: int) -> Iterator[tuple[Session, list[SampledRow]]]:
+        """Open a session with the newest weights, and make `repeats` rows for each prompt, to be added to it. Only
+        opening it is collective; the session concerns this rank alone, and the ranks that it leads."""
+        if self.split and self.shared_engine is None:
+            raise EngineError(f"role `{self.name}` samples with a model that is split over ranks; what answers it may "
+                              "answer each of them otherwise. Instead:  layouts: {…: {tp: 1}}")
+        with self.sampling() as rollout:
+            session = rollout.session(self._key(), keep_cache=True)
+            session.turn_log = session.turn_log or self.turn_log
+            yield session, rollout.rows(prompts, repeats, ids, max_new_tokens)
+
+    def _key(self) -> int:
+        return key_of(self.seed, self.draw, self.stream) if self.stream else key_of(self.seed, self.draw)
+
+    def of_draw(self, draw: int) -> RoleEngines:
+        other = copy.copy(self)
+        other.draw = other.step = draw
+        return other
+
+    @property
+    def sampler(self) -> Rollout:
+        if self.rollout is None:
+            raise EngineError(f"role `{self.name}` was not prepared for sampling: no node of its repeats rows")
+        return self.rollout
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[Sampler]:
+        """Surround sampling with the newest weights. Collective, unless several threads share the engine."""
+        sampler = self.shared_engine or self.sampler
+        entered = contextlib.nullcontext(sampler) if self.engine_swap is None or self.shared_engine else \
+            self.engine_swap.sampling()
+        with entered as engine:
+            began = time.perf_counter()  # what is collective is done: here no rank waits for those beside it
+            yield engine
+            self.sampling_seconds += time.perf_counter() - began
+
+    def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
+                 temperature: float | None = None, routed_experts: Ragged | None = None) -> Ragged:
+        """Return the log-probability of each response token, float32, by default at the role's temperature."""
+        self._require("lm", "logprobs")
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
+
+    def top_logprobs(self, prompts: Ragged, responses: Ragged, count: int, images: Ragged | None = None,
+                     temperature: float | None = None) -> tuple[Ragged, Ragged]:
+        """Return the `count` most probable tokens at each place of a response, and their log-probabilities: see
+        `Trainer.top_logprobs`. A vocabulary of fewer tokens gives all of them."""
+        self._require("lm", "top_logprobs")
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.top_logprobs(prompts, responses, temperature, min(count, self.vocabulary), images)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows, the unused ones at its end too."""
+        return self.config.get_text_config().vocab_size
+
+    def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """Return the value before each response token, float32: of the prompt and the tokens before it."""
+        self._require("value", "values")
+        return self.engine.values(prompts, responses)
+
+    def score(self, prompts: Ragged, responses: Ragged) -> Tensor:
+        """Return the value of each whole response [B], float32, at its last token (the prompt's if it has none)."""
+        self._require("value", "score")
+        return self.engine.scores(prompts, responses)
+
+    def _require(self, head: Head, method: str) -> None:
+        if self.head != head:
+            raise EngineError(f"`{method}` needs a role with  head: {head}  and role `{self.name}` has  head: "
+                              f"{self.head}. Mark the function that calls it:  @node(…, head={head!r})")
+
+    def update(self, batch: Batch, loss_of: LossOf, temperature: float | None = None,
+               together: bool = False) -> dict[str, float]:
+        """Make one optimizer step over this rank's rows: see `Trainer.update`."""
+        temperature = self.settings.generation.temperature if temperature is None else temperature
+        return self.engine.update(batch, loss_of, temperature, self.step, together)
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.engine.total(values)
+
+    def routed_experts(self, recorded: Sequence[Tensor | None], prompts: Tensor,
+                       responses: Tensor) -> tuple[Ragged, ...]:
+        """Return the column of the experts chosen while rows were sampled, where they are recorded."""
+        return () if self.routing is None else (self.routing.column(recorded, prompts, responses),)
+
+    def encode(self, answers: list[str]) -> Ragged:
+        """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers)
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        return [str(self.tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in tokens.rows
+                if isinstance(row, Tensor)]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write a Hugging Face model folder, and adapters alone beside it. Collective; rank 0 writes."""
+        first, weights = dist.get_rank() == 0, {}
+        for name, tensor in self.engine.export():
+            if first:  # the others only help to gather it
+                weights[name] = tensor.cpu().clone()
+        if not first:
+            return
+        model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
+        if self.generation_config:
+            model.generation_config = self.generation_config
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor:
+            self.image_processor.save(folder)
+
+    def _filled(self, weights: dict[str, Tensor]) -> PreTrainedModel:
+        model = self.kind(self.config).float()
+        expected = {name for name, _ in model.named_parameters()}
+        if expected != set(weights):
+            raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(weights))[:5]}")
+        model.load_state_dict(weights, strict=False)  # all else in it are buffers and tied weights
+        model.tie_weights()
+        return model
+
+    def _merged(self, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+        from workers.engines.adapters import merged  # peft takes seconds to import; only runs with adapters pay for it
+
+        beside = folder.with_name(folder.name.replace("model", "adapter", 1))
+        assert self.source
+        return merged(self._load(self.source)[0].float(), lora, weights, beside)
+
+
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
+    """Return the answers' tokens with an end token. One longer than `longest` is cut, and the metrics count it."""
+    with tokenizer_lock:
+        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                   for answer in answers]
+    current().add("data/targets_cut", sum(len(row) > longest for row in targets))
+    return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
+
+
+def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, device: str,
+             samples: bool) -> list[nn.Parameter]:
+    """Attach adapters to the model. Return its own parameters if the rollout shares them unsharded."""
+    from workers.engines import adapters
+
+    adapters.attach(model, lora, seed)
+    frozen = adapters.base(model)
+    convert(frozen, dtype_of(settings, device))  # they are never updated, so that no float32 is needed
+    if samples:
+        model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    return frozen if samples else []
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ends: Any = model.generation_config.eos_token_id if model.generation_config else None
+    return sorted({int(end) for end in [*([ends] if isinstance(ends, int) else ends or ()), tokenizer.eos_token_id]})
