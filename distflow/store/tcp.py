@@ -211,7 +211,11 @@ class TCPStoreClient(Store):
         return {key: value for key, value in zip(keys, values) if value}  # the others were deleted meanwhile
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        return self._connection().wait(_WAIT + self._keys(keys), seconds, self.deadline.seconds)
+        until = time.monotonic() + seconds
+        while self._connection().wait(_WAIT + self._keys(keys), until - time.monotonic(), self.deadline.seconds):
+            if self.has(*keys):  # torch wakes those that wait for a key at each of its COMPARE_SETs, which `get` is too
+                return True
+        return False
 
     def _call(self, query: bytes, read: Reader[T]) -> T:
         return self._connection().call(query, read, self.deadline.seconds)

@@ -184,7 +184,7 @@ def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, di
     directory.take(0, at.addresses[0])
     second = children(layout=at.layout, directory=directory, standby=True)
     until(lambda: at.status()[0]["standbys"])
-    second.process.signal(19)
+    stop(second)
     assert at.put(rows(range(4), "order")) == 4
     until(lambda: not at.status()[0]["standbys"])
     second.kill()

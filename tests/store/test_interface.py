@@ -48,6 +48,22 @@ def test_counters_of_many_threads(store):
     assert store.add("count", 0) == 400
 
 
+def test_who_reads_a_key_that_is_not_there_wakes_nobody_that_waits_for_it(store):
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.wait(0.01):
+            store.get("a")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert not store.wait(["a"], 0.3)
+    finally:
+        over.set()
+        reader.join()
+
+
 def test_a_wait_ends_when_the_last_key_is_there(store):
     assert not store.wait(["a", "b"], 0.05)
     store.put("a", "")
