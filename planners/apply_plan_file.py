@@ -134,11 +134,11 @@ def devices_of(problem: Problem, plan: PlacedPlan) -> list[int]:
         free = iter(sorted(device for device in plan.ranks if device in own))
         for devices, group in zip(dealt, named):
             devices += islice(free, sum(device in own for device in group))
-    orders = [_neighbours(problem, groups) for groups in (named, dealt)]
+    orders = [_side_by_side(problem, groups) for groups in (named, dealt)]
     return next((order for order in orders if not [*_torn(problem, order)]), orders[0])
 
 
-def _neighbours(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int]:
+def _side_by_side(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int]:
     """Return the devices of all groups, each one's with those of shared machines at its ends."""
     at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
     machines = [{at[device] for device in group} for group in groups]
