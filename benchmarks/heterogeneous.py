@@ -12,7 +12,8 @@ model answers for all in each cell, and charges each what its layouts send, swap
 - both optimised within their restrictions: verl with any split of each model; StreamRL with the devices of the pools
   searched as freely as by ours. A third of verl's kind may let devices idle.
 
-Beside the grid: each of our four decisions switched off in turn.
+Beside the grid: each of our four decisions switched off in turn; and by --accepted which of the best plans of 8B ranks
+can run as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -32,7 +35,11 @@ from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from distflow.config.cluster import Link  # noqa: E402
 from distflow.config.load import Spec, load  # noqa: E402
+from distflow.config.yaml_source import parse  # noqa: E402
+from distflow.errors import InvalidInput  # noqa: E402
+from planners import apply_plan_file, plan  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies  # noqa: E402
+from planners.heterogeneous.plan_file import digests_of, written  # noqa: E402
 from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Problem, TaskLayout  # noqa: E402
 from planners.heterogeneous.runnable import runnable  # noqa: E402
 from planners.heterogeneous.search import BUDGET, search  # noqa: E402
@@ -213,15 +220,39 @@ def ablation(cells: list[Cell], models: Path, budget: int) -> None:
               + "  ".join(f"{name} {times:.2f}x" for name, times in worth.items()), flush=True)
 
 
+def accepted(cells: list[Cell], models: Path, budget: int) -> None:
+    """Print which of the best plans ranks can run as they are, with the engine of the run (FSDP), else why not."""
+    count = 0
+    for cell in cells:
+        spec = cell.spec(models)
+        problem = problem_of(spec)
+        *_, last = search(problem, 0, budget)
+        assert last.placement
+        made = written(problem, last.placement, digests_of(spec, problem), "hybrid", 0.0)
+        try:
+            own = apply_plan_file(spec, parse(yaml.safe_dump(made.model_dump(mode="json")), "plan"), len(made.ranks))
+            plan(own, len(made.ranks))
+            verdict, count = "runs", count + 1
+        except InvalidInput as error:
+            verdict = error.mistakes[0].what
+        print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} "
+              f"{' | '.join('+'.join(group.tasks) for group in made.groups)}: {verdict}", flush=True)
+    print(f"{count} of {len(cells)} best plans of 8B can be run as they are")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__ or "", repeats=1)
     parser.add_argument("--budget", type=int, help="layouts and placements that each search may cost")
+    parser.add_argument("--accepted", action="store_true", help="only count the best plans that ranks can run")
     given = parsed(parser, arguments)
     budget = given.budget or (QUICK if given.quick else BUDGET)
     cells = [Cell(*place) for place in product(SCENARIOS, ALGORITHMS, MODES, SIZES)]
     if given.quick:
         cells = [cell for cell in cells if cell.size == "8B" and cell.algorithm == "grpo" and cell.mode == "sync"]
     with tempfile.TemporaryDirectory() as models:
+        if given.accepted:
+            accepted([cell for cell in cells if cell.size == "8B"], Path(models), budget)
+            return
         found = report(cells, Path(models), budget)
         ablation([cell for cell in cells if cell.size == "8B"], Path(models), budget)
     shipped = _all(found["that run"], SHIPPED)

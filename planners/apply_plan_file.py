@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
@@ -98,12 +98,9 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
                          f"this mode one trains, {sampling} samples, and each of the others has all tasks of one role "
                          "that is only read", where, AGAIN)
         return
-    order = devices_of(problem, plan)
-    for machine, ranks in _machines_of(problem):
-        at = sorted(map(order.index, set(ranks) & set(order)))
-        if at and at[-1] - at[0] >= len(at):
-            yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would "
-                             f"be {_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
+    for machine, at in _torn(problem, devices_of(problem, plan)):
+        yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would be "
+                         f"{_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
 
 
 def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
@@ -128,8 +125,39 @@ def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: Yam
 
 
 def devices_of(problem: Problem, plan: PlacedPlan) -> list[int]:
-    """Return the numbers of the cluster file's devices, by rank."""
-    return [device for group in _in_order(problem, plan) for device in sorted(group.ranks)]
+    """Return the numbers of the cluster file's devices, by rank: those that the plan names, or if they tear a machine
+    others of the same kinds. Devices of a machine that two groups share are the last of one and the first of the other.
+    """
+    named = [group.ranks for group in _in_order(problem, plan)]
+    dealt: list[list[int]] = [[] for _ in named]
+    for own in problem.hardware.ranks:
+        free = iter(sorted(device for device in plan.ranks if device in own))
+        for devices, group in zip(dealt, named):
+            devices += islice(free, sum(device in own for device in group))
+    orders = [_side_by_side(problem, groups) for groups in (named, dealt)]
+    return next((order for order in orders if not [*_torn(problem, order)]), orders[0])
+
+
+def _side_by_side(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the devices of all groups, each one's with those of shared machines at its ends."""
+    at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
+    machines = [{at[device] for device in group} for group in groups]
+
+    def end(index: int, device: int) -> int:
+        earlier, later = (any(at[device] in own for own in part) for part in (machines[:index], machines[index + 1:]))
+        return later - earlier
+
+    return [device for index, group in enumerate(groups)
+            for device in sorted(group, key=lambda device: (end(index, device), device))]
+
+
+def _torn(problem: Problem, order: list[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield the machines whose ranks would not follow each other, and these ranks."""
+    place = {device: rank for rank, device in enumerate(order)}
+    for machine, devices in _machines_of(problem):
+        at = sorted(place[device] for device in devices if device in place)
+        if at and at[-1] - at[0] >= len(at):
+            yield machine, at
 
 
 def _in_order(problem: Problem, plan: PlacedPlan) -> list[PlacedGroup]:
@@ -192,13 +220,15 @@ def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, 
 
 def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> list[int] | None:
     """Return the rows of each share of `ranks`, 0 for an idle one; None if the plan's stages are elsewhere."""
-    every = [device_group.name for device_group in problem.hardware.device_groups for _ in range(device_group.devices)]
+    every = {device: (name, number) for number, (name, devices) in enumerate(_machines_of(problem))
+             for device in devices}
     at, placed = [every[device] for device in devices_of(problem, plan)], plan.tasks[task.name]
     left = [(shares.stages, shares.rows, shares.count) for shares in placed.shares]
     result = []
     for first in range(ranks[0], ranks[-1] + 1, placed.tp * placed.pp):
-        stages = [at[first + stage * placed.tp] for stage in range(placed.pp)]
-        alike = all(at[first + rank] == stages[rank // placed.tp] for rank in range(placed.tp * placed.pp))
+        machines = [at[first + stage * placed.tp] for stage in range(placed.pp)]
+        alike = all(at[first + rank] == machines[rank // placed.tp] for rank in range(placed.tp * placed.pp))
+        stages = [name for name, _ in machines]
         index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
         if index is None or not alike:
             result.append(0)

@@ -271,7 +271,7 @@ def strategies(task: ModelTask, most: int, tp: int, pp: int) -> Iterator[Strateg
     """Yield the sizes of micro-batches and of expert parallelism for tp, pp and `most` shares, of which none is idle.
     """
     dp = min(most, task.rows)
-    if dp < 1:
+    if dp < 1 or (pp > 1 and not task.stages):
         return
     tokens = task.read if task.kind == GENERATE else task.whole
     fitting, even = max(1, int(task.micro_tokens // tokens)), -(-task.rows // dp)

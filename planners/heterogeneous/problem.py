@@ -146,6 +146,8 @@ class ModelTask:
     activations: int = 0
     at_once: int = 0
     measured: Measured = Measured()
+    stages: bool = True
+    """Whether the task's engine can have the layers in several stages."""
 
     @property
     def tokens(self) -> int:

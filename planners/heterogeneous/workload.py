@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.config.load import Spec
-from distflow.config.models import Shape
+from distflow.config.models import ROLLOUTS, TRAINERS, Shape
 from distflow.config.run import RoleRun
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
@@ -69,7 +69,14 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
                      settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
-                     activation_bytes(shape, width))
+                     activation_bytes(shape, width), stages=_has_stages(spec, kind, settings))
+
+
+def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:
+    """Return whether the engine of a task has pipelines; in modes with groups none that samples has."""
+    if kind == GENERATE:
+        return spec.run.mode == SYNC and "pp" not in ROLLOUTS[settings.rollout].cannot
+    return "pp" not in TRAINERS[settings.engine].cannot
 
 
 def _edges(spec: Spec, single_rank_plan: Plan, tasks: list[Task]) -> tuple[Edge, ...]:

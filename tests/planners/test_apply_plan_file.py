@@ -182,6 +182,30 @@ def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: 
     assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
 
 
+def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
+    """Whichever of alike devices the plan names: what trains, samples and infers takes them in the order of ranks."""
+    machines, devices = {"quick": {"device": "new", "devices": 2, "count": 8}}, {"new": CLUSTER["devices"]["new"]}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines, "devices": devices}))
+
+    def divided(said: dict) -> None:
+        said["groups"] = [{"tasks": ["rollout"], "devices": {"quick": 14}, "ranks": [*range(14)]},
+                          {"tasks": ["reference"], "devices": {"quick": 1}, "ranks": [14]},
+                          {"tasks": ["update"], "devices": {"quick": 1}, "ranks": [15]}]
+        for name, count in (("rollout", 14), ("reference", 1), ("update", 1)):
+            said["tasks"][name] |= {"dp": count, "tp": 1, "shares": [{"count": count, "rows": 384 // count,
+                                                                      "stages": ["quick"]}]}
+
+    made = obey("mode=async", change=divided, ranks=16)
+    assert [group.ranks for group in made.groups] == [range(1), range(1, 15), range(15, 16)]
+
+    def split(said: dict) -> None:
+        divided(said)
+        said["tasks"]["rollout"] |= {"dp": 7, "tp": 2, "shares": [{"count": 7, "rows": 55, "stages": ["quick"]}]}
+
+    with pytest.raises(InvalidInput, match="`rollout` has shares whose stages are not at ranks that follow each other"):
+        obey("mode=async", vllm, change=split, ranks=16)
+
+
 def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> None:
     def together(said: dict) -> None:
         said["groups"] = [{"tasks": [*said["tasks"]], "devices": {"quick": 2, "slow": 2}, "ranks": [0, 1, 2, 3]}]
@@ -294,7 +318,8 @@ def test_the_order_of_machines_names_one_that_stands_between_others(obey: Callab
 def test_ranks_of_a_machine_follow_each_other(obey: Callable) -> None:
     def torn(said: dict) -> None:
         two_by_two(said)
-        said["groups"][0]["ranks"], said["groups"][1]["ranks"] = [1, 2], [0, 3]
+        said["groups"][0] |= {"devices": {"quick": 1, "slow": 1}, "ranks": [1, 2]}
+        said["groups"][1] |= {"devices": {"quick": 1, "slow": 1}, "ranks": [0, 3]}
 
     with pytest.raises(InvalidInput, match="those of a machine `quick` would be 0, 2, and ranks of a machine follow"):
         obey("mode=async", change=torn)

@@ -13,7 +13,7 @@ from distflow.errors import InvalidInput
 from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.explain import impossible
 from planners.heterogeneous.hardware import hardware_of
-from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.layouts import CostedProblem, strategies
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, TRAIN, Edge, Problem
 from planners.heterogeneous.workload import problem_of
 
@@ -37,6 +37,17 @@ def test_ppo_brings_both_trained_models_to_those_who_use_them(mixed_spec: Callab
     problem = problem_of(mixed_spec("ppo"))
     assert by_name(problem, problem.syncs) == {("update", "rollout"), ("critic", "values")}
     assert ("values", "update") in by_name(problem, problem.edges)  # through the node that computes advantages
+
+
+def test_only_engines_that_have_pipelines_are_planned_with_stages(mixed_spec: Callable) -> None:
+    spec = mixed_spec("grpo")
+    assert not any(task.stages for task in problem_of(spec).tasks)
+    actor = spec.run.roles["actor"].model_copy(update={"engine": "megatron"})
+    spec.run = spec.run.model_copy(update={"roles": spec.run.roles | {"actor": actor}})
+    rollout, *others = problem_of(spec).tasks
+    assert [task.stages for task in (rollout, *others)] == [False, True, True]
+    assert [*strategies(rollout, 4, 1, 2)] == []
+    assert [*strategies(others[0], 4, 1, 2)]
 
 
 def test_edges_carry_what_is_read(mixed_spec: Callable) -> None:
