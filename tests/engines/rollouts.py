@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distflow.config.models import ROLLOUTS
-from distflow.config.run import Generation, RoleRun
+from distflow.config.run import Generation, Lora, RoleRun
 from workers.engines import engine_class
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.rollout import Rollout
@@ -67,10 +67,10 @@ def tiny(architecture: str = "qwen3", kv_heads: int = 1) -> Any:
     return build_model(VOCABULARY, 0, architecture=architecture, layers=2, hidden=64, heads=2, kv_heads=kv_heads)
 
 
-def build(name: str, mesh: Any, model: Any, dtype: str = "float32", **generation: Any) -> Rollout:
+def build(name: str, mesh: Any, model: Any, dtype: str = "float32", lora: Lora | None = None,
+          **generation: Any) -> Rollout:
     """The engine `name` with the weights of `model`; `ENDS` end its rows."""
-    settings = RoleRun(rollout=name, dtype=dtype, generation=Generation(**{"max_new_tokens": LIMIT, "batch_rows": 64,
-                                                                           **TRAITS[name].generation,
-                                                                           **generation}))
+    settings = RoleRun(rollout=name, dtype=dtype, lora=lora, generation=Generation(
+        **{"max_new_tokens": LIMIT, "batch_rows": 64, **TRAITS[name].generation, **generation}))
     tokenizer = build_tokenizer(["one two three"], vocab_size=VOCABULARY)
     return engine_class(ROLLOUTS[name]).build(model, tokenizer, settings, mesh, 0, ENDS)

@@ -25,7 +25,6 @@ from distflow.errors import EngineError
 from workers.engines.devices import NAMES
 from workers.engines.rollout import SampledRow
 from workers.engines.sglang import weights as arrival
-from workers.engines.sglang.engine import SGLangRollout
 from workers.engines.sglang.server import SGLangServer
 
 if not TRAITS["sglang"].installed:
@@ -117,12 +116,6 @@ def test_an_unknown_version_is_named_with_those_that_were_tested(mesh, monkeypat
     monkeypatch.setenv("DISTFLOW_SGLANG_FLAGS", "--no-such-flag")
     with pytest.warns(UserWarning, match=r"SGLang 7\.1; distflow was tested with 0\.5\."), pytest.raises(EngineError):
         build("sglang", mesh, tiny())
-
-
-def test_adapters_cannot_share_their_base(mesh):
-    model = tiny()
-    with pytest.raises(EngineError, match="rollout: hf"):
-        SGLangRollout.build(model, None, None, mesh, 0, [], shared=model.parameters())
 
 
 @pytest.mark.parametrize(("path", "method"), [("/server_info", "GET"), ("/generate", "POST"),

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from engines.rollouts import build, tiny
 from harness import command, environment, metrics_of
 from ranks import run_ranks
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from distflow.config.run import Lora
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from workers.engines.adapters import attach
 
 pytest.importorskip("vllm")
 
@@ -110,8 +111,6 @@ def test_what_it_cannot_do_is_said(vllm, mesh):
     with pytest.raises(EngineError, match="without .*v_proj"):
         vllm.load([(f"model.layers.0.self_attn.{part}_proj.weight", torch.zeros(size, 64))
                    for part, size in (("q", 64), ("k", 32))], version=1)
-    with pytest.raises(EngineError, match="lora"):
-        type(vllm).build(tiny(), None, None, mesh, 0, [2], shared=[nn.Parameter(torch.zeros(1))])
     with pytest.raises(EngineError, match="experts"):
         build("vllm", mesh, Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=270, hidden_size=64, num_experts=2,
                                                                num_hidden_layers=1)))
@@ -124,6 +123,36 @@ def test_what_it_cannot_do_is_said(vllm, mesh):
     vllm.wake()
     with pytest.raises(EngineError, match="since it slept"):
         session.add(vllm.rows(Ragged.from_rows([torch.arange(5, 9)]), 1, torch.arange(1)))
+
+
+def test_adapters_alone_come_and_give_what_transformers_gives(mesh, prompts):
+    model, ids = tiny(), torch.arange(2 * len(prompts))
+    attach(model, Lora(rank=4), seed=0)
+    adapters = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    engine = build("vllm", mesh, model, lora=Lora(rank=4))
+    with torch.no_grad():
+        for version in range(1, 3):
+            for index, weight in enumerate(adapters.values()):
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(100 * version + index))
+            assert engine.load(adapters.items(), version) == sum(weight.nbytes for weight in adapters.values())
+            theirs, ours = (each.generate(prompts, 2, ids, key=12) for each in (engine, build("hf", mesh, model)))
+            assert theirs.tokens.values.tolist() == ours.tokens.values.tolist()
+            assert theirs.versions.values.unique().tolist() == [version]
+            assert torch.allclose(theirs.logprobs.values, ours.logprobs.values, rtol=0, atol=2e-5)
+    with pytest.raises(EngineError, match="as a whole"):
+        engine.load([*adapters.items()][1:], version=3)
+    engine.sleep()
+    engine.wake()
+    engine.load(adapters.items(), version=3)
+    assert engine.generate(prompts, 2, ids, key=12).tokens.values.tolist() == ours.tokens.values.tolist()
+    engine.close()
+
+
+def test_too_large_a_rank_is_refused(mesh):
+    model = tiny()
+    attach(model, Lora(rank=513), seed=0)
+    with pytest.raises(EngineError, match="rank 512 at most"):
+        build("vllm", mesh, model, lora=Lora(rank=513))
 
 
 def test_a_closed_engine_says_so(mesh):
@@ -172,11 +201,12 @@ def test_ranks_alone_and_together_draw_the_same(mesh):
     run_ranks(2, two_layouts, reference)
 
 
-def run(workspace: Path, ranks: int, name: str, engine: str, more: str = "") -> dict:
+def run(workspace: Path, ranks: int, name: str, engine: str, more: str = "", *overrides: str) -> dict:
     text = (workspace / "tiny.yaml").read_text().replace("kv_heads: 1", "kv_heads: 2")
     (workspace / "own.yaml").write_text(text + more)
     done = subprocess.run(command(ranks, "--dag", "grpo.yaml", "--run-file", "own.yaml", "--name", name, "--set",
-                                  f"roles.actor.rollout={engine}", "--set", "steps=3"),
+                                  f"roles.actor.rollout={engine}", "--set", "steps=3",
+                                  *(word for line in overrides for word in ("--set", line))),
                           cwd=workspace, env=environment(), capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return metrics_of(workspace / "runs" / name)
@@ -185,6 +215,9 @@ def run(workspace: Path, ranks: int, name: str, engine: str, more: str = "") -> 
 def test_a_run_is_the_same_with_either_engine_and_split(workspace):
     """The algorithm does not know: the same samples in every step, which follow from the same weights."""
     ours = run(workspace, 1, "ours", "hf")
+    adapted = run(workspace, 1, "adapted", "vllm", "", "roles.actor.lora={rank: 4}")
+    assert all(line["mismatch/logprob_max"] < 2e-5 for line in adapted.values())
+    assert 0 < adapted[3]["weights/bytes"] < ours[3]["weights/bytes"] / 4
     alone, split = run(workspace, 1, "alone", "vllm"), run(workspace, 2, "split", "vllm", SPLIT)
     for step, line in ours.items():
         for other in (alone, split):

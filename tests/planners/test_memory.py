@@ -192,14 +192,21 @@ def paged(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """`paged(rollout, memory_gib, generation, layouts, **model)`: the plan of 2 ranks where every engine is there."""
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
 
-    def make(rollout: str, memory_gib: float | None, generation: dict, layouts: dict | None = None, **model):
+    def make(rollout: str, memory_gib: float | None, generation: dict, layouts: dict | None = None,
+             lora: dict | None = None, **model):
         actor = {"model": {"architecture": "qwen3", **model}, "rollout": rollout, "micro_batch_tokens": 100,
-                 "generation": {"batch_rows": 1024, "max_new_tokens": 8192, **generation}}
+                 "lora": lora, "generation": {"batch_rows": 1024, "max_new_tokens": 8192, **generation}}
         spec = spec_of(DIAMOND, roles={"actor": actor}, layouts=layouts or {})
         spec.cluster = Cluster(memory_gib=memory_gib)
         return plan(spec, 2)
 
     return make
+
+
+def test_vllm_has_a_base_of_its_own_beside_that_of_adapters(paged: Callable) -> None:
+    whole, adapted = (items_of(paged("vllm", None, {}, lora=lora)) for lora in (None, {"rank": 4}))
+    assert adapted["actor: rollout weights"] == whole["actor: rollout weights"]
+    assert adapted["actor: weights"] == whole["actor: rollout weights"] // 2  # sharded over 2 ranks
 
 
 @pytest.mark.parametrize("rollout", ["vllm", "sglang"])

@@ -23,7 +23,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from workers.engines.fsdp import FSDPEngine
 
-_NAME = "default"  # peft's name of the default adapter
+NAME = "default"  # peft's name of the default adapter
 _PREFIX = "base_model.model."  # prefix of parameter names in peft's wrapper
 
 _HEAD = "score"  # name of the value head in Hugging Face's classifiers
@@ -43,6 +43,11 @@ def attach(model: PreTrainedModel, lora: Lora, seed: int) -> None:
         model.score.requires_grad_(True)  # a value head is new, so it is trained in full
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter."""
+    return ".lora_" in name
+
+
 def base(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
@@ -51,12 +56,12 @@ def base(model: nn.Module) -> list[nn.Parameter]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
-        layer.set_scale(_NAME, 0.0)  # peft's own switch unsets requires_grad, which FSDP has already looked at
+        layer.set_scale(NAME, 0.0)  # peft's own switch unsets requires_grad, which FSDP has already looked at
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_scale(_NAME, 1.0)
+            layer.set_scale(NAME, 1.0)
 
 
 class BaseEngine:
@@ -80,7 +85,7 @@ def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folde
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
     `weights`: whole adapters and value head, by their names after `attach`."""
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
-    missed = wrapped.load_state_dict({_in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
+    missed = wrapped.load_state_dict({in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])
     if odd:
@@ -100,5 +105,6 @@ def _has_value_head(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, _HEAD, None), nn.Linear)
 
 
-def _in_peft(name: str) -> str:
-    return _PREFIX + name.replace(f"{_HEAD}.", f"{_HEAD}.modules_to_save.{_NAME}.")
+def in_peft(name: str) -> str:
+    """Return a parameter's name in peft's wrapper."""
+    return _PREFIX + name.replace(f"{_HEAD}.", f"{_HEAD}.modules_to_save.{NAME}.")

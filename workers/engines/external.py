@@ -45,10 +45,6 @@ class ExternalRollout(Rollout):
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
-        if any(True for _ in shared):
-            raise EngineError(f"{cls.library} keeps weights in a form of its own, so that it cannot share a base model "
-                              "with the trainer of its adapters. Instead:  rollout: hf   or train the whole model, "
-                              "without `lora`")
         engine = cls(model, settings, mesh, seed, end_tokens)
         engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
         return engine

@@ -40,6 +40,8 @@ _PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 class HFRollout(Rollout):
 
+    shares_base = True
+
     def __init__(self, model: PreTrainedModel, generation: Generation, pad_token: int, end_tokens: list[int],
                  shared: Iterable[nn.Parameter] = ()):
         """`shared`: parameters of the model that another engine uses too."""

@@ -64,10 +64,12 @@ class RoleEngines:
         device = meshes.rollout.device_type
         model.set_attn_implementation(attention.NAME)
         self.lora = settings.lora if trained else None
-        frozen = _adapted(model, self.lora, spec.run.seed, settings, device, stream is not None) if self.lora else []
+        rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
+        shares = rollout is not None and rollout.shares_base
+        frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora else []
         self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
-        self.rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout]).build(
+        self.rollout = rollout and rollout.build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
@@ -238,16 +240,16 @@ def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: li
 
 
 def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, device: str,
-             samples: bool) -> list[nn.Parameter]:
+             shares: bool) -> list[nn.Parameter]:
     """Attach adapters to the model. Return its own parameters if the rollout shares them unsharded."""
     from workers.engines import adapters
 
     adapters.attach(model, lora, seed)
     frozen = adapters.base(model)
     convert(frozen, dtype_of(settings, device))  # they are never updated, so that no float32 is needed
-    if samples:
+    if shares:
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-    return frozen if samples else []
+    return frozen if shares else []
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

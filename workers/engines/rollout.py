@@ -221,6 +221,7 @@ class Rollout(Sampler):
     """Engine that samples; its weights are replaced in place. It raises EngineError, whatever its library raises. The
     ranks of a split model make the same calls with the same rows, and get the same tokens."""
 
+    shares_base = False  # whether the base of adapters is one for this engine and the trainer
     dtype: torch.dtype  # of the computation and of the weights to load
     version = -1  # of the weights; -1 if unknown
     paused = False

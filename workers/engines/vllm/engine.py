@@ -16,10 +16,11 @@ from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
-from workers.engines.rollout import SampledRow, weight_mismatch
+from workers.engines.rollout import SampledRow, matching, weight_mismatch
 from workers.engines.vllm.start import shut, start, translated, untied
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -57,7 +58,8 @@ class VLLMSession(RequestSession):
                                 row.limit, self.engine.ends)
             with translated(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
-                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks))
+                    request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks,
+                    lora_request=self.engine.adapter))
             self.turns[request] = _SampledTurn(row)
 
     def _advance(self) -> None:
@@ -94,6 +96,7 @@ def _abandon(core: EngineCoreClient, turns: dict[str, _SampledTurn]) -> None:
 class VLLMRollout(ExternalRollout):
     library, session_type = "vLLM", VLLMSession
     sessions: weakref.WeakSet[VLLMSession]
+    adapter: LoRARequest | None = None  # once its weights have come
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         super().__init__(model, settings, mesh, seed, end_tokens)
@@ -102,7 +105,9 @@ class VLLMRollout(ExternalRollout):
             raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
                               "replaced. Instead:  rollout: hf")
         self.failure, self.copies = "", untied(model, self.device)
-        self.llm = start(model, self.generation, self.dtype, self.device, self.tp, seed)
+        self.adapters = {name: shape for name, shape in self.shapes.items() if ".lora_" in name}
+        self.lora = settings.lora if self.adapters else None
+        self.llm = start(model, self.generation, self.dtype, self.device, self.tp, seed, self.lora)
         self.core = self.llm.engine_core
         """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
@@ -114,21 +119,40 @@ class VLLMRollout(ExternalRollout):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         self.check_health()
-        device = self.llm.vllm_config.device_config.device
-        loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        size = self._load_adapter(weights) if self.lora else self._load_whole(weights)
         with translated("take new weights"):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loader)})
             if not self.cached:
                 self.llm.wake_up(tags=["kv_cache"])
                 self.cached = True
             self.llm.reset_prefix_cache(reset_running_requests=True)
-        loader.check()
         self.version = version
+        return size
+
+    def _load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        device = self.llm.vllm_config.device_config.device
+        loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        with translated("take new weights"):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loader)})
+        loader.check()
         return loader.size
+
+    def _load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Replace the adapter; the base, which is frozen, was read at the start."""
+        from workers.engines.vllm import adapters
+
+        assert self.lora
+        found = {name: tensor.detach().to("cpu", self.dtype, copy=True)
+                 for name, tensor in matching(weights, self.shapes) if name in self.adapters}
+        if missing := sorted(self.adapters.keys() - found):
+            raise EngineError(f"vLLM takes adapters as a whole; {', '.join(missing[:5])} did not come")
+        with translated("take new adapters"):
+            adapters.load(self.core, self.lora, found)
+        self.adapter = adapters.request()
+        return sum(tensor.nbytes for tensor in found.values())
 
     def _release(self) -> None:
         with translated("sleep"):
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.lora else 2)  # a base does not come again: it waits in host memory
         self.cached = False
 
     def wake(self) -> None:

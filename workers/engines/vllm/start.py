@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from distflow.config.run import Generation
+from distflow.config.run import Generation, Lora
 from distflow.data.exchange import gather
 from distflow.errors import EngineError
 from workers.engines.external import cache_on_cpu, torchrun_environment
@@ -51,8 +51,8 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, device: str, tp: int,
-          seed: int) -> LLMEngine:
-    """Start an engine for the model's architecture, with undefined weights."""
+          seed: int, lora: Lora | None = None) -> LLMEngine:
+    """Start an engine for the model's architecture, with undefined weights; with `lora`, those of its frozen base."""
     if device == "cpu" and generation.quantization != "none":
         raise EngineError("vLLM has no FP8 on a CPU. Take  quantization  out of `generation`")
     gpu = torch.cuda.current_device() if device == "cuda" else None
@@ -64,17 +64,15 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
 
         from workers.engines.vllm.sampling import MODE, Drawing
 
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.tie_word_embeddings &= not untied(model, device)
-        config.save_pretrained(folder)
+        config, adapters = _written(model, device, lora, folder)
         engine = LLMEngine.from_engine_args(EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", generation_config="vllm",
+            model=folder, skip_tokenizer_init=True, load_format="auto" if lora else "dummy", generation_config="vllm",
             dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
             max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
             disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if launched else {}),
+            **adapters,
             **(on_cpu(config, generation, dtype) if device == "cpu" else on_gpu(generation))))
         _unlink_shared_memory()
     core = engine.engine_core.engine_core
@@ -84,6 +82,21 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
         raise EngineError(f"vLLM has its weights on the GPUs {sorted(where)}, and this rank's is {gpu}: two engines "
                           "would meet on one. Take a version of vLLM that distflow knows, or  rollout: hf")
     return engine
+
+
+def _written(model: PreTrainedModel, device: str, lora: Lora | None,
+             folder: str) -> tuple[PretrainedConfig, dict[str, object]]:
+    """Write what vLLM reads of a model; return its configuration, and what vLLM is told of adapters."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.tie_word_embeddings &= lora is not None or not untied(model, device)
+    config.save_pretrained(folder)
+    if not lora:
+        return config, {}
+    from workers.engines.vllm.adapters import arguments, write_base  # peft takes seconds to import
+
+    write_base(model, folder)
+    return config, arguments(lora)
 
 
 def launched_outside(tp: int, gpu: int | None) -> dict[str, str]:
