@@ -1,0 +1,144 @@
+"""The training API over real sockets: retries, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import httpx
+import pytest
+
+import distflow
+from distflow.config.training_api import TrainingApi
+from workers.endpoint.messages import RequestRefused
+from workers.training_api.server import TrainingServer
+
+ROW = {"prompt": [1, 2], "response": [3], "logprobs": [-0.5], "advantages": 1.0}
+
+
+class Scripted:
+    """A run of one rank that counts what it is asked for; `held` calls are answered when `release` is set."""
+
+    def __init__(self, folder, step=0):
+        self.server = TrainingServer(TrainingApi(max_body_mib=0.01), folder, step, {"steps": 100})
+        self.step, self.seen, self.release = step, [], threading.Event()
+        self.release.set()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while (call := self.server.calls.get()) is not None:
+            self.seen.append(call.name)
+            self.release.wait()
+            if call.name == "forward_backward" and call.request.loss_fn == "none":
+                call.refuse(RequestRefused("there is no loss `none`"))
+            elif call.name == "optim_step":
+                self.server.confirm(self.step)
+                self.step += 1
+                call.answer({"step": self.step, "metrics": {}, "forward_backward_calls": 1})
+            else:
+                call.answer({"logprobs": [[-0.25]], "metrics": {"loss:sum": 0.25}})
+
+    def die(self):
+        """Answer nothing any more. The next one has another port, which its client finds in the run folder."""
+        self.server.calls.put(None)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Scripted(tmp_path)
+
+
+@pytest.fixture
+def client(run, tmp_path):
+    made = distflow.training_client(tmp_path, seconds=30)
+    yield made
+    made.close()
+
+
+def post(run, name, kind="application/json", **body):
+    call = {"id": "a", "attempt": run.server.attempt, "step": run.step, **body}
+    return httpx.post(f"{run.server.address}/v1/{name}", content=json.dumps(call), timeout=30, headers={
+        "Authorization": f"Bearer {run.server.token}", "Content-Type": kind})
+
+
+def test_a_call_that_is_sent_again_trains_once(run):
+    answers = [post(run, "forward_backward", data=[ROW], loss_fn="ppo").json() for _ in range(3)]
+    assert answers == [{"logprobs": [[-0.25]], "metrics": {"loss:sum": 0.25}}] * 3
+    late = {"id": "b", "attempt": run.server.attempt, "step": 0}
+    assert [post(run, "optim_step", **late).json()["step"] for _ in range(2)] == [1, 1]
+    assert run.seen == ["forward_backward", "optim_step"]
+    other = post(run, "forward", data=[ROW], id="b", step=0)
+    assert other.status_code == 400
+    assert "the id b was of another call" in other.json()["error"]["message"]
+    old = post(run, "forward_backward", data=[ROW], loss_fn="ppo", id="c", step=0)
+    assert (old.status_code, old.json()["step"]) == (409, 1)
+    assert "the run stands at step 1, and the call is of step 0" in old.json()["error"]["message"]
+
+
+def test_retries_share_the_answer_of_a_call_under_way(run):
+    run.release.clear()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(post(run, "forward_backward", data=[ROW], loss_fn="ppo")))
+               for _ in range(3)]
+    for each in threads:
+        each.start()
+    run.release.set()
+    for each in threads:
+        each.join()
+    assert [each.status_code for each in found] == [200] * 3
+    assert run.seen == ["forward_backward"]
+
+
+@pytest.mark.parametrize(("name", "body", "words"), [
+    ("forward_backwards", {}, "Did you mean `forward_backward`?"),
+    ("forward_backward", {"data": [{**ROW, "adventages": 1.0}], "loss_fn": "ppo"}, "Did you mean `advantages`?"),
+    ("forward_backward", {"data": [{**ROW, "response": ["a"]}], "loss_fn": "ppo"}, "`data[0].response[0]`"),
+    ("forward_backward", {"data": [], "loss_fn": "ppo"}, "`data`: List should have at least 1 item"),
+    ("optim_step", {"learning_rate": -1.0}, "`learning_rate`: Input should be greater than 0"),
+    ("sample", {"prompts": ["x" * 20_000]}, "a body may have 10485 bytes"),
+])
+def test_what_is_wrong_is_named(run, name, body, words):
+    assert words in post(run, name, **body).json()["error"]["message"]
+    assert not run.seen
+
+
+def test_a_token_is_needed_and_only_the_owner_reads_it(run, tmp_path):
+    with pytest.raises(distflow.CallRefused, match=r"the token is not this run's"):
+        distflow.training_client(run.server.address, "wrong")
+    assert (tmp_path / "training_api.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_call_that_fails_takes_those_behind_it_with_it(run, client):
+    run.release.clear()
+    first, second = client.forward_backward([ROW], "none"), client.optim_step()
+    run.release.set()
+    with pytest.raises(distflow.CallRefused, match="there is no loss `none`"):
+        first.result()
+    with pytest.raises(distflow.CallRefused, match="was not sent"):
+        second.result()
+    client.forward_backward([ROW], "ppo").result()
+    assert client.optim_step().result().step == client.step == 1
+    assert run.seen == ["forward_backward", "forward_backward", "optim_step"]
+
+
+def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, tmp_path):
+    client.forward_backward([ROW], "ppo").result()
+    run.die()
+    second = Scripted(tmp_path)
+    assert second.server.token == run.server.token
+    with pytest.raises(distflow.StepLost, match="the run stands at step 0: gradients") as lost:
+        client.optim_step().result()
+    assert lost.value.step == client.step == 0
+    assert not second.seen, "no step without its gradient"
+    second.die()
+    third = Scripted(tmp_path)
+    client.forward_backward([ROW], "ppo").result()
+    assert third.seen == ["forward_backward"], "nothing was lost, and nothing needs to be sent again"
+
+
+def test_a_step_whose_answer_is_lost_counts_once(run, client, tmp_path):
+    client.forward_backward([ROW], "ppo").result()
+    run.die()
+    second = Scripted(tmp_path, step=1)
+    assert client.optim_step().result() == (1, {}, 0)
+    assert not second.seen
