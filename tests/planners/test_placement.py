@@ -183,7 +183,7 @@ def test_an_unknown_version_is_told_with_what_was_tested(plan_of: Callable, monk
 
 
 @pytest.mark.parametrize(("key", "settings", "message"), [
-    ("rollout", {"rollout": "vllm", "lora": {}}, "wants `rollout: vllm` and `lora`, which it cannot do"),
+    ("rollout", {"rollout": "sglang", "lora": {}}, "wants `rollout: sglang` and `lora`, which it cannot do"),
     ("engine", {"engine": "megatron", "recompute": True}, "wants `engine: megatron` and `recompute`, which it"),
     ("engine", {"engine": "megatron", "lora": {}}, "wants `engine: megatron` and `lora`, which it cannot do"),
 ])
