@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.heterogeneous import Cell, seconds, stream_rl, stream_rl_as_described, verl, verl_as_shipped
+from benchmarks.heterogeneous import ENGINES, Cell, seconds, stream_rl, stream_rl_as_described, verl, verl_as_shipped
 from planners.heterogeneous.problem import GENERATE
 from planners.heterogeneous.search import search
 
@@ -39,8 +39,10 @@ def test_ours_is_never_slower(tmp_path: Path, scenario: str) -> None:
 
 def test_what_ships_is_no_better_than_what_is_optimised(tmp_path: Path) -> None:
     """Blind to kinds, verl's rollouts and shards wait for the slowest devices and links."""
-    problem = Cell("one zone", "grpo", "sync", "4B").problem(tmp_path)
-    assert verl_as_shipped(problem) > 1.2 * seconds(verl(problem), 1000)
+    cell = Cell("one zone", "grpo", "sync", "4B")
+    problem = cell.problem(tmp_path)
+    optimised = min(seconds(verl(cell.problem(tmp_path, engine)), 1000) for engine in ENGINES)
+    assert verl_as_shipped(problem) > 1.2 * optimised, "with the engine that has pipelines"
     assert stream_rl_as_described(problem) >= seconds(problem, 4000)
     assert verl_as_shipped(CELL.problem(tmp_path)) > 2 * verl_as_shipped(problem), "moves between continents are paid"
 

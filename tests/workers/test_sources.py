@@ -410,6 +410,11 @@ def test_each_prompt_is_trained_on_once_also_by_a_trainer_that_begins_again(empt
     sample(empty, {1: 20, 4: 10, 6: 20, 7: 20})
     trained += step(last, 2) + step(last, 3)
     assert sorted(trained) == [*range(8)]
+    last.release_before(last.state_dict())
+    end = unordered(state=last.state_dict(), attempt=3)
+    end.reconcile()
+    assert end.dock.status()[0]["rows"] == 0, "what was trained on has left"
+    assert not end.open
 
 
 def test_old_prompts_may_be_kept(empty, unordered):
