@@ -168,6 +168,7 @@ class UnorderedSource(AsyncSource):
     another id (`REPEATS`). A draw is leased under as many numbers as it takes to have enough that may be trained on.
     """
 
+    in_order = False
     drops = True  # prompts that are too old, instead of training on them
     trained: Mapping[str, RoleEngines] = {}
 

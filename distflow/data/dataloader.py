@@ -145,6 +145,9 @@ def _rounded(numbers: Sequence[float], total: int) -> tuple[int, ...]:
 class Dataloader:
     """Loads this share's rows of each step; their ids are positions in the stream, unique over the whole run."""
 
+    in_order = True
+    """Whether training takes the prompts in the order of the stream."""
+
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
                  layout: Layout = ONE, balance: LoadBalance | None = None):
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
@@ -224,6 +227,11 @@ class Dataloader:
         return {"position": self.position, **shares, **weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state. Raises InvalidInput: prompts were left over, and this loader takes none of them."""
+        if self.in_order and (left := len(state.get("open", ()))):
+            raise InvalidInput(f"the run left {left} prompts over that later steps were to train on, since it took "
+                               "those first that were done first. Resume it in its own mode and with its own on_stale "
+                               "(drop or keep):  distflow run --resume RUN  without  --set on_stale=…")
         self.position = int(state["position"])
         if self.balance and "balance" in state:
             self.balance.load_state_dict(state["balance"])

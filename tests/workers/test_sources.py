@@ -17,7 +17,7 @@ import torch
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
-from distflow.errors import RewardsFailed
+from distflow.errors import InvalidInput, RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.store.interface import StoreUnavailable
 from distflow.telemetry.events import Events
@@ -200,6 +200,15 @@ def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough)
     colocated.engines = {"actor": SimpleNamespace(was_busy=busy)}
     status = [{"indexes": {TRAINER: {"leases": leases, "ready": ready}}}, {"indexes": {}}]
     assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
+
+
+def test_a_source_in_order_refuses_to_leave_out_what_was_left_over(channel, unordered):
+    made = trainer(channel, steps=1)
+    state = unordered().state_dict()
+    made.load_state_dict({**state, "open": []})
+    with pytest.raises(InvalidInput, match=r"left 2 prompts over .* on_stale"):
+        made.load_state_dict({**state, "open": [[4, 0], [6, 1]]})
+    made.close()
 
 
 @pytest.mark.parametrize(("with_trainer", "without", "fused"), [
