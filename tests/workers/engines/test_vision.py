@@ -72,7 +72,11 @@ def plain(model, prompt: torch.Tensor, images: Ragged, response: torch.Tensor) -
 def test_patches_are_those_of_the_library(tmp_path, image_processor, size):
     image_processor.save(tmp_path)
     assert ImageProcessor.read(tmp_path) == image_processor
-    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(picture(*size, 0), return_tensors="pt")
+    try:
+        library = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    except ImportError as error:  # transformers 5.17 asks for torchvision even so
+        pytest.skip(str(error))
+    theirs = library(picture(*size, 0), return_tensors="pt")
     ours = image_processor.pixels(picture(*size, 0))
     patches, grid = image_processor.patches(ours)
     assert grid == tuple(theirs["image_grid_thw"][0].tolist())
