@@ -179,7 +179,7 @@ def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):
                      "    threading.Timer(1.0, write, ('over',)).start()\n    return True\n\n"
                      "def work(context):\n    lived(context, 3)\n    raise ValueError('a mistake')\n")
     assert code == 0
-    assert "the run is left out, and others sample on" in said
+    assert "the run is left out, and others go on" in said
     event, = events_of(tmp_path, "left out")
     assert event["why"] == "it failed twice in step 3"
 
