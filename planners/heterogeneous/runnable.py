@@ -37,10 +37,16 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few."""
-    found = (_placement(spec, costed, grouping, subsets)
-             for grouping, subsets in run_groups(costed.problem, inference_roles(spec)))
-    return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
+    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. Groups
+    are tried by the least seconds that they may take, until those left cannot be faster than what is found."""
+    groups = enumerate(run_groups(costed.problem, inference_roles(spec)))
+    found: list[tuple[float, int, Placement]] = []
+    for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
+        if found and least > min(found)[0]:
+            break
+        if placement := _placement(spec, costed, *each):
+            found.append((placement.seconds, number, placement))
+    return min(found)[2] if found else None
 
 
 def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:

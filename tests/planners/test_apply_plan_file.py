@@ -14,6 +14,7 @@ from distflow.config.yaml_source import read
 from distflow.errors import InvalidInput
 from distflow.plan import Layout, Plan
 from planners import apply_plan_file, plan
+from planners.heterogeneous import runnable as runnable_plans
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.runnable import ranks_of, run_groups, runnable
@@ -180,6 +181,19 @@ def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: 
                         lambda *given: (each for each in run_groups(*given) if len(each[0]) == 3))
     made = obey("mode=async")
     assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
+
+
+def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Callable, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = {name: {**machine, "count": 3} for name, machine in CLUSTER["machines"].items()}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}))
+    spec = spec_of("mode=async")
+    costed, lay_out, tried = CostedProblem(problem_of(spec)), runnable_plans._placement, []
+    monkeypatch.setattr(runnable_plans, "_placement", lambda *given: tried.append(given) or lay_out(*given))
+    found = runnable(spec, costed)
+    every = [*run_groups(costed.problem, inference_roles(spec))]
+    assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
+    assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
