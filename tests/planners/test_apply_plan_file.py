@@ -173,6 +173,28 @@ def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) ->
         obey("mode=async", change=three_groups, ranks=3)
 
 
+def unequal(said: dict) -> None:
+    three_groups(said)
+    said["tasks"]["reference"]["shares"] = [{"count": 1, "rows": rows, "stages": ["quick"]} for rows in (300, 84)]
+
+
+def test_ranks_that_only_infer_have_no_unequal_shares(obey: Callable) -> None:
+    with pytest.raises(InvalidInput, match="node `reference` has shares of 84, 300 rows, and ranks that only infer"):
+        obey("mode=async", change=unequal)
+
+
+def test_the_best_plan_that_runs_has_none_either(spec_of: Callable) -> None:
+    """Though the reference would be faster on unlike devices with shares by their speeds."""
+    spec = spec_of("mode=async")
+    costed = CostedProblem(problem_of(spec))
+    groups, apart = ((0,), (1,), (2,)), ((1, 0), (1, 1), (0, 1))
+    tasks = [task.name for task in costed.problem.tasks]
+    assert tasks == ["rollout", "reference", "update"]
+    found = runnable_plans._placement(spec, costed, groups, apart)
+    assert found is None or found.layouts[1].strategy.tp > 1
+    assert runnable_plans._placement(spec, costed, groups, ((0, 1), (2, 0), (0, 1)))
+
+
 def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: Callable,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     assert inference_roles(spec_of("mode=async")) == ["reference"]
