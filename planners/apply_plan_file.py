@@ -8,7 +8,7 @@ those that sample, else the order is that of the cluster file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 
@@ -19,6 +19,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
+from planners.heterogeneous.runnable import alike
 from planners.heterogeneous.workload import problem_of
 
 AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --runnable --out FILE"
@@ -111,8 +112,12 @@ def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: Yam
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
                          "samples has all of them", source.location(path, key=True), AGAIN)
         return
+    if apart and task.kind == INFER and width == 1 and not alike([shares.rows for shares in placed.shares]):
+        yield Diagnostic(f"node `{task.name}` has shares of {_listed({shares.rows for shares in placed.shares})} rows, "
+                         "and ranks that only infer divide the rows of a lease evenly",
+                         source.location((*path, "shares"), key=True), AGAIN)
     if apart and width == 1:
-        return  # its ranks take prompts as they get free, whatever shares were expected
+        return  # the others take prompts as they get free, whatever shares were expected
     if len(set(placed.layers)) > 1:
         yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
                          "engine has as many in each", source.location((*path, "layers"), key=True), AGAIN)
@@ -261,5 +266,5 @@ def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
     return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

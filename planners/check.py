@@ -19,7 +19,7 @@ from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.contracts.templates import with_template_columns
 from distflow.errors import Diagnostic, did_you_mean, listing, nearest
-from distflow.plan import TRAINER, Task
+from distflow.plan import INFERENCE, TRAINER, Task
 from planners.columns import NodeColumns
 from planners.learning import learning_notes
 from planners.settings import setting_value
@@ -303,6 +303,10 @@ def check_faults(spec: Spec, groups: Mapping[str, range]) -> list[Diagnostic]:
 
 def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tuple[str, str, str]]:
     """Yield the key that is wrong, what is wrong with it, and what to write instead."""
+    if fault.group == INFERENCE and not groups.get(INFERENCE) and spec.run.mode != "sync":
+        yield "group", "no role has ranks of its own that only infer: the run has no `groups.inference`", \
+            "Take the fault out, or name a role that is only read, as  groups: {inference: {reference: 1}}"
+        return
     if fault.group not in groups:
         yield "group", f"mode {spec.run.mode} has no group `{fault.group}`: all ranks are the trainer's", \
             "Take `group` out, or write  mode: async"

@@ -126,8 +126,9 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
     width, mistakes = model.dp * model.width, []
     if asked.rows or (model.dp > 1 and model.width > 1):
         key = "rows" if asked.rows else "dp"
-        why = "its ranks take prompts as they get free" if asked.rows else \
-            "ranks that only infer either shard a model (dp) or split it, which also divides its memory"
+        why = ("ranks that only infer either shard a model (dp) or split it, which also divides its memory"
+               if not asked.rows else "ranks that shard a model divide the rows of a lease evenly" if model.dp > 1
+               else "its ranks take prompts as they get free")
         mistakes.append(Diagnostic(f"node `{node}` says `{key}`, and {why}",
                                    spec.run_source.location(("layouts", node, key)), f"Leave `{key}` out of it."))
     if ranks % width:

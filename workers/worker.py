@@ -226,7 +226,7 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
 def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, store: Store,
            ready: Callable[[], None]) -> None:
     """Run the inference loop of this rank."""
-    spec, group, rank = context.spec, context.group, context.store.rank
+    spec, group, rank, ranks = context.spec, context.group, context.store.rank, context.restart_group.ranks
     assert group is not None
     events.current().open(context.path / "events.jsonl", rank)
     names = {task.role for task in group.plan.chain(0)}
@@ -234,7 +234,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     role, prompted = roles[min(names)], prompted_role(spec, context.plan.groups[0].plan.chain(0))
     tokenizer = tokenizer_of(spec, prompted, role)
     executor = InferenceExecutor(group.plan, _load_functions(spec, group.plan), roles, dist.get_rank(),
-                                 RankStatus(store, dist.get_rank(), dist.get_world_size()), spec.run.seed)
+                                 RankStatus(store, dist.get_rank(), len(ranks), ranks.start), spec.run.seed)
     loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer=tokenizer)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
 from distflow.errors import InvalidInput, did_you_mean
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 from distflow.recovery.restarts import Failure
 
 When = Literal["on_failure", "on_leave", "before_restart", "after_restart", "on_join"]
@@ -41,11 +42,12 @@ HOOKS: dict[str, list[tuple[str | None, Hook]]] = {when: [] for when in get_args
 
 
 def hook(*, when: When, role: str | None = None) -> Callable[[H], H]:
-    """Register a hook; `role`: `trainer`, `rollout`, or None for both. Raises InvalidInput: no such moment or role."""
+    """Register a hook; `role`: `trainer`, `rollout`, `inference`, or None for all. Raises InvalidInput: no such moment
+    or role."""
     if when not in HOOKS:
         raise InvalidInput(f"@hook(when={when!r}): there is no such moment. {did_you_mean(when, HOOKS)}")
-    if role not in (None, "trainer", "rollout"):
-        raise InvalidInput(f"@hook(role={role!r}): give `trainer` or `rollout`, or leave it out for both")
+    if role not in (None, TRAINER, ROLLOUT, INFERENCE):
+        raise InvalidInput(f"@hook(role={role!r}): give `trainer`, `rollout` or `inference`, or leave it out for all")
 
     def register(function: H) -> H:
         HOOKS[when].append((role, function))

@@ -25,10 +25,14 @@ def absent_ranks(store: Store, ranks: Iterable[int]) -> str:
 
 
 class RankStatus:
-    """A rank's published activity, and its view of the others'. Each change costs one message to the store."""
+    """A rank's published activity, and its view of the others'. Each change costs one message to the store.
 
-    def __init__(self, store: Store, rank: int, ranks: int):
-        self.store, self.rank, self.ranks = store, rank, ranks
+    Args:
+        rank: torch's number of this rank; ranks: how many restart together; first: number of torch's rank 0.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, first: int = 0):
+        self.store, self.rank, self.ranks = store, first + rank, range(first, first + ranks)
         self.activity = ""
 
     def set(self, doing: str, phase: Phase = "waiting", node: str = "") -> None:
@@ -43,11 +47,11 @@ class RankStatus:
     def missing(self) -> str:
         """Return which ranks do something else than this one, and for how long; empty if that is unknown."""
         try:
-            found = self.store.get_all([f"status/{rank}" for rank in range(self.ranks)])
-            elsewhere = [line for rank, status in enumerate(found) if (line := self._elsewhere(rank, status))]
+            found = self.store.get_all([f"status/{rank}" for rank in self.ranks])
+            elsewhere = [line for rank, status in zip(self.ranks, found) if (line := self._elsewhere(rank, status))]
         except StoreUnavailable:
             return ""  # the store ended with the machine that hosted it
-        elsewhere += [text] if (text := absent_ranks(self.store, range(self.ranks))) else []
+        elsewhere += [text] if (text := absent_ranks(self.store, self.ranks)) else []
         if not elsewhere:
             return "no rank says that it is elsewhere: all had come as far as this one when one ended or was cut off"
         more = f"; and {len(elsewhere) - _SHOWN} more" if len(elsewhere) > _SHOWN else ""

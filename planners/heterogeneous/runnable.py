@@ -37,10 +37,16 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few."""
-    found = (_placement(spec, costed, grouping, subsets)
-             for grouping, subsets in run_groups(costed.problem, inference_roles(spec)))
-    return min((placement for placement in found if placement), key=lambda placement: placement.seconds, default=None)
+    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. Groups
+    are tried by the least seconds that they may take, until those left cannot be faster than what is found."""
+    groups = enumerate(run_groups(costed.problem, inference_roles(spec)))
+    found: list[tuple[float, int, Placement]] = []
+    for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
+        if found and least > min(found)[0]:
+            break
+        if placement := _placement(spec, costed, *each):
+            found.append((placement.seconds, number, placement))
+    return min(found)[2] if found else None
 
 
 def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
@@ -113,9 +119,10 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
     problem, layouts = costed.problem, {}
     for group, subset in zip(grouping, subsets):
         turns = shared(problem, group)
+        even = len(grouping) > 1 and all(problem.tasks[task].kind == INFER for task in group)
         for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
             best = _engine(spec, costed, [task for task in group if problem.tasks[task].memory_item == memory_item],
-                           subset, sum(map(sum, subsets)) - sum(subset), turns)
+                           subset, sum(map(sum, subsets)) - sum(subset), turns, even)
             if best is None:
                 return None
             layouts |= best
@@ -123,9 +130,9 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset, others: int,
-            turns: bool) -> dict[int, TaskLayout] | None:
+            turns: bool, even: bool) -> dict[int, TaskLayout] | None:
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
-    micro-batches of the best size, which is one setting of its role."""
+    micro-batches of the best size, which is one setting of its role. `even`: ranks that shard it have equal rows."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
         if not all(can_split(spec, costed.problem, task, subset, others, tp, pp) for task in tasks):
@@ -135,11 +142,17 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
                  for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
         for micro in list(sizes)[: 1 if rollout else None]:
-            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))}
+            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))
+                       and (not even or tp * pp > 1 or alike(layout.rows))}
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             if len(layouts) == len(tasks) and seconds < least:
                 least, best = seconds, layouts
     return best
+
+
+def alike(rows: Sequence[int]) -> bool:
+    """Return whether shares have equally many rows, but for rounding."""
+    return max(rows) - min(rows) <= 1
 
 
 def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, others: int, tp: int, pp: int) -> bool:

@@ -14,6 +14,7 @@ from distflow.config.yaml_source import read
 from distflow.errors import InvalidInput
 from distflow.plan import Layout, Plan
 from planners import apply_plan_file, plan
+from planners.heterogeneous import runnable as runnable_plans
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.runnable import ranks_of, run_groups, runnable
@@ -172,6 +173,28 @@ def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) ->
         obey("mode=async", change=three_groups, ranks=3)
 
 
+def unequal(said: dict) -> None:
+    three_groups(said)
+    said["tasks"]["reference"]["shares"] = [{"count": 1, "rows": rows, "stages": ["quick"]} for rows in (300, 84)]
+
+
+def test_ranks_that_only_infer_have_no_unequal_shares(obey: Callable) -> None:
+    with pytest.raises(InvalidInput, match="node `reference` has shares of 84, 300 rows, and ranks that only infer"):
+        obey("mode=async", change=unequal)
+
+
+def test_the_best_plan_that_runs_has_none_either(spec_of: Callable) -> None:
+    """Though the reference would be faster on unlike devices with shares by their speeds."""
+    spec = spec_of("mode=async")
+    costed = CostedProblem(problem_of(spec))
+    groups, apart = ((0,), (1,), (2,)), ((1, 0), (1, 1), (0, 1))
+    tasks = [task.name for task in costed.problem.tasks]
+    assert tasks == ["rollout", "reference", "update"]
+    found = runnable_plans._placement(spec, costed, groups, apart)
+    assert found is None or found.layouts[1].strategy.tp > 1
+    assert runnable_plans._placement(spec, costed, groups, ((0, 1), (2, 0), (0, 1)))
+
+
 def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: Callable,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     assert inference_roles(spec_of("mode=async")) == ["reference"]
@@ -180,6 +203,19 @@ def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: 
                         lambda *given: (each for each in run_groups(*given) if len(each[0]) == 3))
     made = obey("mode=async")
     assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
+
+
+def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Callable, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = {name: {**machine, "count": 3} for name, machine in CLUSTER["machines"].items()}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}))
+    spec = spec_of("mode=async")
+    costed, lay_out, tried = CostedProblem(problem_of(spec)), runnable_plans._placement, []
+    monkeypatch.setattr(runnable_plans, "_placement", lambda *given: tried.append(given) or lay_out(*given))
+    found = runnable(spec, costed)
+    every = [*run_groups(costed.problem, inference_roles(spec))]
+    assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
+    assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

@@ -142,8 +142,15 @@ def test_what_cannot_have_ranks_of_its_own_is_refused_with_the_reason(case, dag_
     assert "groups.inference" in str(error.value) or "--ranks" in str(error.value)
 
 
+def test_a_fault_of_ranks_that_only_infer_needs_some():
+    with pytest.raises(InvalidInput) as error:
+        planned("grpo.yaml", 5, "faults=[{kind: kill, group: inference, step: 1}]")
+    assert "the run has no `groups.inference`" in str(error.value)
+
+
 @pytest.mark.parametrize(("overrides", "said"), [
     (("layouts.reference.rows=[2]",), "take prompts as they get free"),
+    (("layouts.reference={dp: 2, rows: [3, 1]}",), "divide the rows of a lease evenly"),
     (("layouts.reference={dp: 2, tp: 2}", "roles.actor.model.kv_heads=2"), "either shard a model (dp) or split it"),
     (("layouts.reference.dp=2",), "Instead:  groups: {inference: {reference: 2}}"),
     (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),
