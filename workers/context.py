@@ -19,6 +19,7 @@ from distflow.config.load import Spec, reload
 from distflow.config.run import RoleRun
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
+from distflow.data.dataset import filter_digest
 from distflow.data.exchange import gather
 from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
@@ -195,6 +196,9 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     store = RunStore(limit, elastic.store, elastic.poll, elastic.present) if elastic else RunStore(limit)
     store.agree("plan", " ".join([plan.digest, *spec.hub_commits]),
                 "Its DAG or run file, its model folder or its version of distflow differs.")
+    if spec.run.data.filter and not alone:
+        store.agree("filtered data", filter_digest(spec.run.data, spec.data_path),
+                    "Its files of training data differ, or a function in `data.filter` is not the same each time.")
     path = Path(store.broadcast("folder", str(folder)))
     if elastic:
         elastic.announce(path)

@@ -289,8 +289,9 @@ class Data(Document):
     `data/records_skipped` of the metrics and events.jsonl say so."""
     filter: Texts = []
     """Records to train on: an expression over a record's fields, as len(question) < 400 and level in [3, 4], or a
-    function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. All records
-    are read when the run starts, which says how many each drops. Validation data is not filtered."""
+    function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. Each rank
+    reads all records once as the run starts, which says how many each filter drops; ranks that keep other records than
+    rank 0 end the run. Validation data is not filtered."""
     columns: list[str] = []
     """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
     by them: name the field that says where a record comes from."""

@@ -87,6 +87,7 @@ class Mixture:
         self.shares = [count / sum(turns) for count in turns]  # of prompts, before they are rounded to turns
         self.starts = [0, *itertools.accumulate(map(len, sets))]
         self.since, self.taken = 0, [0] * len(sets)  # position of the first round; of each dataset before it
+        self.owed = [0.0] * len(sets)  # turns that each has had too few, since they are whole numbers
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -109,37 +110,42 @@ class Mixture:
 
     def reweigh(self, weights: Mapping[str, float], position: int, seed: int, batch: int) -> None:
         """Take by other weights from `position` on, in rounds of `batch`. The datasets that are named divide what they
-        have had together; the others keep their shares. Raises InvalidInput: there is no such dataset, a weight is no
-        number of at least 0, or all are 0."""
+        have had together, as before if all weights are 0; the others keep their shares. Raises InvalidInput: there is
+        no such dataset, or a weight is no number of at least 0."""
         if unknown := [name for name in weights if name not in self.names]:
             raise InvalidInput(f"`{unknown[0]}` is given a weight, and is no training set. "
                                f"{did_you_mean(unknown[0], self.names, 'There are')}")
-        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights.values()) or not any(weights.values()):
-            raise InvalidInput(f"weights of training sets must be numbers of at least 0, and one above it: {weights}")
+        if any(not (math.isfinite(weight) and weight >= 0) for weight in weights.values()):
+            raise InvalidInput(f"weights of training sets must be numbers of at least 0: {weights}")
         round_, turn = divmod(position - self.since, sum(self.turns))
         order = _order_of_turns(self.turns, seed, round_ + self.since)[:turn]
         self.taken = [taken + round_ * turns + int((order == number).sum())
                       for number, (taken, turns) in enumerate(zip(self.taken, self.turns))]
-        both = [(share, weights.get(name)) for name, share in zip(self.names, self.shares)]
-        free = sum(share for share, weight in both if weight is not None) / sum(weights.values())
-        self.shares = [share if weight is None else free * weight for share, weight in both]
-        self.since, self.turns = position, _rounded([share * batch for share in self.shares], batch)
+        if any(weights.values()):
+            both = [(share, weights.get(name)) for name, share in zip(self.names, self.shares)]
+            free = sum(share for share, weight in both if weight is not None) / sum(weights.values())
+            self.shares = [share if weight is None else free * weight for share, weight in both]
+        due = [share * batch + owed for share, owed in zip(self.shares, self.owed)]
+        self.since, self.turns = position, _whole_turns(self.shares, due, batch)
+        self.owed = [each - turns for each, turns in zip(due, self.turns)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"since": self.since, "taken": [*self.taken], "turns": [*self.turns], "shares": [*self.shares]}
+        return {"since": self.since, "taken": [*self.taken], "turns": [*self.turns], "shares": [*self.shares],
+                "owed": [*self.owed]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.since, self.taken = int(state["since"]), [*state["taken"]]
-        self.turns, self.shares = tuple(state["turns"]), [*state["shares"]]
+        self.turns, self.shares, self.owed = tuple(state["turns"]), [*state["shares"]], [*state["owed"]]
 
 
-def _rounded(numbers: Sequence[float], total: int) -> tuple[int, ...]:
-    """Return whole numbers that add up to `total`, as near as possible to `numbers`, whose sum it is."""
-    whole = [int(number + 1e-9) for number in numbers]
-    by_rest = sorted(range(len(numbers)), key=lambda index: (round(whole[index] - numbers[index], 9), index))
-    for index in by_rest[: total - sum(whole)]:
-        whole[index] += 1
-    return tuple(whole)
+def _whole_turns(shares: Sequence[float], due: Sequence[float], total: int) -> tuple[int, ...]:
+    """Return how many of `total` turns each dataset has: the whole ones of its share, and of those that are left one
+    after the other to the dataset to which most are due. A share of 0 has none."""
+    turns = [int(share * total + 1e-9) for share in shares]
+    shared = [number for number, share in enumerate(shares) if share]
+    for _ in range(total - sum(turns)):
+        turns[max(shared, key=lambda number: round(due[number] - turns[number], 9))] += 1
+    return tuple(turns)
 
 
 class Dataloader:
@@ -173,19 +179,21 @@ class Dataloader:
         return Batch(ids, {**columns, "group": ids})
 
     def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-        """Take from the next step on by the weights that nodes have reported in this one, on all ranks."""
+        """Take from the next step on by the weights that nodes have reported in this one, on all ranks; by the same if
+        they report none, each set the turns that it is still owed."""
         sums: dict[str, list[tuple[float, float]]] = {}
         for name, pair in ((name, pair) for rank in reported for name, pair in rank.items()):
             if name.startswith(SOURCE_WEIGHT):
                 sums.setdefault(name.removeprefix(SOURCE_WEIGHT), []).append(pair)
-        if not sums:
-            return
         if not isinstance(self.records, Mixture):
+            if not sums:
+                return
             raise InvalidInput(f"a node sets weights of {', '.join(sums)}, and there is one training set. Name "
                                "several:  data: {train: {easy.jsonl: 1, hard.jsonl: 1}}")
         means = {name: sum(total for total, _ in pairs) / max(sum(count for _, count in pairs), 1)
                  for name, pairs in sums.items()}
-        self.records.reweigh(means, self.position, self.seed, self.batch)
+        if sums or self.records.since:
+            self.records.reweigh(means, self.position, self.seed, self.batch)
 
     def take_results(self) -> tuple[()]:
         return ()

@@ -6,6 +6,7 @@ Opening reads an index only; a record is read when it is asked for. Images are f
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -109,7 +110,7 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
     found: dict[str, Records] = {name: open_records(path) for name, path in paths.items()}
     if data.filter:
-        found = {name: Filtered(records, data.filter) for name, records in found.items()}
+        found = {name: _filtered(records, data.filter, paths[name]) for name, records in found.items()}
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
@@ -122,15 +123,20 @@ _FILTER_FAILS = (TypeError, ValueError, LookupError, NameError, ArithmeticError,
 
 
 class Filtered:
-    """Records that all filters keep, by an index that is made when the set is opened. Raises InvalidInput: a filter
-    fails, or keeps none."""
+    """Records that all filters keep, by an index that is made when the set is opened, unless `index` has it, and how
+    many records each filter drops. Raises InvalidInput: a filter fails, or keeps none."""
 
-    def __init__(self, records: Records, filters: Sequence[str]):
-        self.records, self.dropped = records, dict.fromkeys(filters, 0)
+    def __init__(self, records: Records, filters: Sequence[str],
+                 index: tuple[numpy.ndarray, dict[str, int]] | None = None):
+        self.records = records
+        if index:
+            self.kept, self.dropped = index
+            return
+        self.dropped = dict.fromkeys(filters, 0)
         keeps = {text: record_filter(text) for text in filters}
-        kept = [index for index, record in read_blocks(records) if self._keeps(index, record, keeps)]
-        self.kept = numpy.array(kept, dtype=numpy.int64)
-        if not kept:
+        kept = (number for number, record in read_blocks(records) if self._keeps(number, record, keeps))
+        self.kept = numpy.fromiter(kept, numpy.int64)
+        if not len(self.kept):
             raise InvalidInput(Diagnostic(f"`data.filter` keeps none of its {len(records):,} records "
                                           f"({self.said()})", records.where(0)))
 
@@ -148,9 +154,10 @@ class Filtered:
 
     def _keeps(self, index: int, record: Record, keeps: dict[str, Callable[[Record], Any]]) -> bool:
         for text, keep in keeps.items():
+            fails = Exception if OWN_FILTER.fullmatch(text) else _FILTER_FAILS
             try:
                 kept = bool(keep(record))
-            except _FILTER_FAILS as error:
+            except fails as error:
                 raise _failed(text, error, record, self.records.where(index)) from error
             if not kept:
                 self.dropped[text] += 1
@@ -158,9 +165,28 @@ class Filtered:
         return True
 
 
+_indices: dict[tuple[Any, ...], tuple[numpy.ndarray, dict[str, int]]] = {}  # which forked workers have too
+
+
+def _filtered(records: Records, filters: Sequence[str], path: Path) -> Filtered:
+    state = path.stat()
+    key = (path, state.st_size, state.st_mtime_ns, *filters)
+    found = Filtered(records, filters, _indices.get(key))
+    _indices[key] = found.kept, found.dropped
+    return found
+
+
+def filter_digest(data: Data, path_of: Callable[[str], Path | None]) -> str:
+    """Return a digest of which records the filters of a run keep, in which all ranks must agree."""
+    state = hashlib.sha256()
+    for found in filter(None, map(filtered, open_training_sets(data, path_of).values())):
+        state.update(found.kept.tobytes())
+    return state.hexdigest()[:16]
+
+
 def _failed(text: str, error: Exception, record: Record, where: Location) -> InvalidInput:
     what = f"`data.filter`: `{text}` fails: {type(error).__name__}: {error}"
-    if not isinstance(error, NameError):
+    if not isinstance(error, NameError) or OWN_FILTER.fullmatch(text):
         return InvalidInput(Diagnostic(what, where))
     return InvalidInput(Diagnostic(f"`data.filter`: the record has no field `{error.name}`, as `{text}` asks for",
                                    where, did_you_mean(error.name or "", record, "It has")))

@@ -11,7 +11,7 @@ import pytest
 from distflow.config.expressions import expression
 from distflow.config.load import load
 from distflow.data.checks import check_data
-from distflow.data.dataset import Filtered, open_records, open_training_sets
+from distflow.data.dataset import Filtered, filter_digest, open_records, open_training_sets
 from distflow.errors import InvalidInput
 
 RECORDS = [{"question": f"What is {number}?", "answer": str(number), "level": number % 5,
@@ -60,6 +60,17 @@ def test_filters_that_fail_or_keep_nothing(file, text, says):
     assert all(part in str(caught.value) for part in says)
 
 
+def test_what_ones_own_filter_raises_names_filter_and_record(file, tmp_path, monkeypatch):
+    (tmp_path / "bad_filters.py").write_text(
+        "def full(record):\n    if record['answer'] == '3':\n        raise RuntimeError('disk full')\n    return True\n"
+        "def unknown(record):\n    return levl > 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for text, says in (("bad_filters:full", "some.jsonl:4: .*`bad_filters:full` fails: RuntimeError: disk full"),
+                       ("bad_filters:unknown", "some.jsonl:1: .*`bad_filters:unknown` fails: NameError")):
+        with pytest.raises(InvalidInput, match=says):
+            Filtered(open_records(file), [text])
+
+
 def test_a_run_says_what_its_filters_drop_and_its_functions_are_ones_own(file, tmp_path, monkeypatch):
     (tmp_path / "my_filters.py").write_text("def odd(record):\n    return int(record['answer']) % 2\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -68,6 +79,15 @@ def test_a_run_says_what_its_filters_drop_and_its_functions_are_ones_own(file, t
     assert [each["answer"] for each in records.get(range(len(records)))] == ["3", "7", "9", "13", "17", "19"]
     (note,) = [note for note in check_data(spec) if "filter" in note]
     assert f"`data.filter` keeps 6 of the 20 records of {file}: `my_filters:odd` drops 10, `level > 1` drops 4" == note
+    (tmp_path / "my_filters.py").write_text("odd = None\n")
     sys.modules.pop("my_filters")
+    (again,) = open_training_sets(spec.run.data, spec.data_path).values()  # as a forked worker does
+    assert len(again) == 6
+    kept = filter_digest(spec.run.data, spec.data_path)
+    file.write_text("".join(f"{json.dumps({**each, 'level': 4})}\n" for each in RECORDS))
+    (tmp_path / "my_filters.py").write_text("def odd(record):\n    return int(record['answer']) % 2\n")
+    sys.modules.pop("my_filters", None)
+    assert filter_digest(spec.run.data, spec.data_path) != kept
+    sys.modules.pop("my_filters", None)
     with pytest.raises(InvalidInput, match="must be|is no expression"):
         load("sft", None, [f"data.train={file}", "data.filter=level >"])

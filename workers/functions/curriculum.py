@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pydantic import NonNegativeFloat
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from distflow import node, source_weight
@@ -11,7 +11,7 @@ from distflow.telemetry.metrics import current
 
 
 @node(keep_together="group")
-def weigh_by_difficulty(rewards: Tensor, group: Tensor, source: list[str], *, least: NonNegativeFloat = 0.05) -> None:
+def weigh_by_difficulty(rewards: Tensor, group: Tensor, source: list[str], *, least: PositiveFloat = 0.05) -> None:
     """Weigh each training set by the variance of rewards among the answers to a prompt, the mean over its prompts, plus
     `least`. What is always solved or never teaches nothing; with rewards of 0 and 1 the variance is p (1 - p) (Foster &
     Foerster 2025, "Learning to Reason at the Frontier of Learnability")."""

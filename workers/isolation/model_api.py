@@ -11,6 +11,7 @@ import os
 import random
 import sqlite3
 import ssl
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +46,7 @@ class ModelAPI:
         `kind`: what the answer must be, for messages. Raises ValueError if `read` finds no text."""
         headers = self._headers()
         key = hashlib.sha256(json.dumps([self.address, body]).encode()).hexdigest()
-        known = _cache(self.cache).execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone() \
-            if self.cache else None
+        known = _query(self.cache, "SELECT text FROM answers WHERE key = ?", key)[1] if self.cache else None
         if known:
             return known[0]
         reply = await self._ask_with_pauses(path, body, headers)
@@ -57,7 +57,7 @@ class ModelAPI:
         if not isinstance(answer, str):
             raise ValueError(f"the {self.name}'s answer is no {kind}: {reply[:300]}")
         if self.cache:
-            _cache(self.cache).execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+            _query(self.cache, "INSERT OR REPLACE INTO answers VALUES (?, ?)", key, answer)
         return answer
 
     def _headers(self) -> dict[str, str]:
@@ -89,8 +89,8 @@ class ModelAPI:
         if not self.cache:
             raise InvalidInput("`max_calls` needs the file that counts them:  max_calls: 1000, cache: calls.sqlite")
         count = "INSERT INTO spent VALUES (1, 1) ON CONFLICT DO UPDATE SET calls = calls + 1 WHERE calls < ?"
-        counted = _cache(self.cache).execute(count, (self.max_calls,))
-        if not counted.rowcount:
+        counted, _ = _query(self.cache, count, self.max_calls)
+        if not counted:
             raise InvalidInput(f"the {self.max_calls} calls that `max_calls` allows are spent, as {self.cache} counts "
                                "them. To go on:  distflow resume runs/NAME --set nodes.…max_calls=NUMBER")
 
@@ -112,10 +112,20 @@ class ModelAPI:
         return reply.text
 
 
+_lock = threading.Lock()  # modes run node functions in threads, new ones in each step
+
+
+def _query(path: str, text: str, *values: Any) -> tuple[int, tuple[str, ...] | None]:
+    """Return how many rows of a file's tables a statement has changed, and the first that it finds. Thread-safe."""
+    with _lock:
+        cursor = _cache(path).execute(text, values)
+        return cursor.rowcount, cursor.fetchone()
+
+
 @functools.cache
 def _cache(path: str) -> sqlite3.Connection:
     """Return a file's tables: answers by the hash of their requests, and the number of requests made."""
-    tables = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+    tables = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
     tables.execute("PRAGMA journal_mode = WAL")
     tables.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT)")
     tables.execute("CREATE TABLE IF NOT EXISTS spent (id INTEGER PRIMARY KEY, calls INTEGER)")

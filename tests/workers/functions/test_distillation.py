@@ -174,6 +174,9 @@ def test_teachers_of_unlike_k_and_weights_of_another_number_are_refused():
                             weights=[1.0, 2.0])
 
 
-def test_a_rank_without_rows_takes_part():
+@pytest.mark.parametrize("own", [torch.empty(0), torch.empty(0, 3)])
+def test_a_rank_without_rows_takes_part(own):
     none = Ragged(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    for column in beside(none, none, none.with_values(own.int()), none.with_values(own)):
+        assert len(column) == len(column.values) == 0
     distillation_update(Table(), none, none, none, none, torch.empty(0, dtype=torch.int64), weights=[0.5, 0.5])
