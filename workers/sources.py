@@ -276,8 +276,10 @@ def source_of(ctx: TrainContext) -> Dataloader:
                           ctx.balance)
 
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
-    if channel is None:
-        return loader()
+    if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
+        source = loader()
+        source.in_order = run.mode == "sync" or run.on_stale == "wait"
+        return source
     colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None

@@ -16,6 +16,7 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
+from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
@@ -28,7 +29,7 @@ from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
-from workers.sources import AsyncSource, UnorderedSource
+from workers.sources import AsyncSource, UnorderedSource, source_of
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -209,6 +210,19 @@ def test_a_source_in_order_refuses_to_leave_out_what_was_left_over(channel, unor
     with pytest.raises(InvalidInput, match=r"left 2 prompts over .* on_stale"):
         made.load_state_dict({**state, "open": [[4, 0], [6, 1]]})
     made.close()
+
+
+@pytest.mark.parametrize(("mode", "on_stale", "refused"), [
+    ("async", "drop", False), ("semi_sync", "keep", False), ("async", "wait", True), ("sync", "drop", True)])
+def test_a_checkpoint_with_prompts_left_over_can_be_exported(monkeypatch, mode, on_stale, refused):
+    """An export joins without a dock, and trains on nothing."""
+    monkeypatch.setattr("workers.sources.dataloader", lambda *_: Dataloader([{}] * 8, None, PROMPTS, 0))
+    source = source_of(SimpleNamespace(
+        channel=None, plan=SimpleNamespace(source=SimpleNamespace(share=lambda rank: None)), roles={"actor": None},
+        prompted="actor", rank=0, balance=None, spec=SimpleNamespace(run=SimpleNamespace(mode=mode, on_stale=on_stale))))
+    with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
+        source.load_state_dict({"position": 4, "open": [[1, 0]]})
+        assert source.position == 4
 
 
 @pytest.mark.parametrize(("with_trainer", "without", "fused"), [
