@@ -219,7 +219,8 @@ def test_a_checkpoint_with_prompts_left_over_can_be_exported(monkeypatch, mode, 
     monkeypatch.setattr("workers.sources.dataloader", lambda *_: Dataloader([{}] * 8, None, PROMPTS, 0))
     source = source_of(SimpleNamespace(
         channel=None, plan=SimpleNamespace(source=SimpleNamespace(share=lambda rank: None)), roles={"actor": None},
-        prompted="actor", rank=0, balance=None, spec=SimpleNamespace(run=SimpleNamespace(mode=mode, on_stale=on_stale))))
+        prompted="actor", rank=0, balance=None,
+        spec=SimpleNamespace(run=SimpleNamespace(mode=mode, on_stale=on_stale))))
     with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
         source.load_state_dict({"position": 4, "open": [[1, 0]]})
         assert source.position == 4
@@ -438,6 +439,40 @@ def test_each_prompt_is_trained_on_once_also_by_a_trainer_that_begins_again(empt
     end.reconcile()
     assert end.dock.status()[0]["rows"] == 0, "what was trained on has left"
     assert not end.open
+
+
+def test_a_state_of_another_mode_releases_what_was_trained_on(unordered):
+    """As of an async run with `on_stale: wait`, or of a sync one, without checkpoints."""
+    source = unordered(state={"position": 2 * PROMPTS})
+    source.release_before({"position": 2 * PROMPTS})
+    assert source.dock.status()[0]["rows"] == 0
+
+
+def test_a_prompt_that_is_sampled_again_has_a_whole_wait_limit(empty, unordered, monkeypatch):
+    source, renewed, old = unordered(), [], [[True] * ROWS + [False] * ROWS, [False] * ROWS]
+    source._are_old = lambda rows: torch.tensor(old.pop(0))
+    source._enqueue_prompts(0)
+    sample(empty, {0: 0, 1: 0, 2: 0})
+    renew = Patience.renew
+    monkeypatch.setattr(Patience, "renew", lambda patience: renew(patience) or renewed.append(source.taken))
+    assert step(source, 0) == [1, 2]
+    assert renewed == [0, 0, 1], "at the beginning of the draw, and whenever a lease has come"
+
+
+def test_a_full_dock_lets_trained_steps_go_but_the_newest_two(empty, unordered):
+    """However many leases a step took; no checkpoint is written meanwhile."""
+    source, held = unordered(), []
+    source.draws, source.staleness, lease = None, 0, source._leased
+    source.dock.configure(source.dock.layout.consumers, 1)
+    source._leased = lambda taken, patience, prompts: lease(taken, patience, 1)
+    for number in range(6):
+        prompts = [*range(number * PROMPTS, (number + 1) * PROMPTS)]
+        source._enqueue_prompts(number)
+        sample(empty, dict.fromkeys(prompts, 10 * number))
+        assert step(source, number) == prompts
+        held.append(source.dock.status()[0]["rows"] // (PROMPTS * ROWS))
+    assert (source.taken, held) == (6 * PROMPTS, [1, 2, 2, 2, 2, 2])
+    assert source.dock.rollback(TRAINER, source.ends[0]) == 2 * PROMPTS * ROWS
 
 
 def test_old_prompts_may_be_kept(empty, unordered):
