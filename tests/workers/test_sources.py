@@ -199,7 +199,8 @@ def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough)
     colocated = ColocatedSource({}, None, None, enough=4, limit=10.0)
     colocated.draws, colocated.ready, colocated.changed = 1, 3, time.monotonic() - silent
     colocated.engines = {"actor": SimpleNamespace(was_busy=busy)}
-    status = [{"indexes": {TRAINER: {"leases": leases, "ready": ready}}}, {"indexes": {}}]
+    status = [{"indexes": {TRAINER: {"leases": leases, "committed": 8, "leased": 2}}},
+              {"indexes": {ROLLOUT: {"committed": 10 + ready}}}]
     assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
 
 
