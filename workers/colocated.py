@@ -14,7 +14,7 @@ from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockClient
 from distflow.errors import RankMissing
-from distflow.plan import TRAINER
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import current
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
@@ -114,8 +114,11 @@ class ColocatedSource:
 
     def _have_enough(self, dock: DockClient) -> bool:
         """Return whether to stop: there is enough, another trainer rank has leased its share, or no more rows come."""
-        consumers = [each["indexes"][TRAINER] for each in dock.status() if TRAINER in each["indexes"]]
-        ready, now = sum(each["ready"] for each in consumers), time.monotonic()
+        shards = dock.status()
+        consumers = [each["indexes"][TRAINER] for each in shards if TRAINER in each["indexes"]]
+        sampled = sum(each["indexes"][ROLLOUT]["committed"] for each in shards if ROLLOUT in each["indexes"])
+        taken = sum(each["committed"] + each["leased"] for each in consumers)
+        ready, now = sampled - taken, time.monotonic()  # groups that infer may not have read them yet
         if ready != self.ready or any(engine.was_busy for engine in self.engines.values()):
             self.ready, self.changed = ready, now
         return ready >= self.enough or sum(each["leases"] for each in consumers) > self.draws or \

@@ -176,6 +176,7 @@ class UnorderedSource(AsyncSource):
         super().__init__(*given, **named)
         self.open: dict[int, int] = {}  # how often each prompt was enqueued again, by its position
         self.taken = 0  # leases
+        self.ends: list[int] = []  # leases that were taken by the end of each of the last steps
         self.again = True  # this process has not enqueued anything yet
         self.oldest: dict[str, list[int]] = {}  # versions that the last steps began with, by role
         self.columns = [(f"{task.node}/versions", task.role) for task in self.plan.tasks if "versions" in task.writes]
@@ -202,10 +203,23 @@ class UnorderedSource(AsyncSource):
         if prompts and self.rank == 0:
             self.channel.enqueue_prompts(self.dock, torch.tensor(prompts))
 
+    def finish(self) -> None:
+        """Commit the rows of a step. Where the dock is full, release those of trained steps, but never of the newest
+        two, since the last state's copies may be incomplete. No rollout asks for that: none waits for room here."""
+        super().finish()
+        self.ends = [*self.ends[-2:], self.taken]
+        limit = self.dock.layout.max_bytes
+        if self.rank > 0 or limit is None or len(self.ends) < 3:
+            return
+        shards = self.dock.status()
+        if sum(each["bytes"] for each in shards) > limit * len(shards):
+            self.dock.release_before(TRAINER, self.ends[0])
+
     def _receive(self, number: int, patience: Patience) -> Batch:
         parts, missing = [], self.batch
         while missing:
             rows = self._leased(self.taken, patience, missing)
+            patience.renew()  # what is missing now is sampled again from its beginning
             self.taken += 1
             prompts = rows.ids // self.channel.rows
             good = self._taken(prompts, self._are_old(rows))
@@ -255,7 +269,7 @@ class UnorderedSource(AsyncSource):
 
     def release_before(self, state: dict[str, Any]) -> None:
         if self.rank == 0:
-            self.dock.release_before(TRAINER, state["taken"])
+            self.dock.release_before(TRAINER, state.get("taken", state["position"] // self.batch))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "open": sorted(map(list, self.open.items())), "enqueued": self.enqueued,
@@ -276,8 +290,10 @@ def source_of(ctx: TrainContext) -> Dataloader:
                           ctx.balance)
 
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
-    if channel is None:
-        return loader()
+    if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
+        source = loader()
+        source.in_order = run.mode == "sync" or run.on_stale == "wait"
+        return source
     colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None

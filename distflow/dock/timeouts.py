@@ -93,7 +93,7 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
         "received": state.received + sum(each.received for each in connections),
         "sent": state.sent + sum(each.sent for each in connections),
         "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),
-                           "leases": len(each.leases)}
+                           "leases": len(each.leases), "leased": each.n_leased}
                     for name, each in state.indexes.items()},
         "clients": [[client.who, client.activity, now - client.active_at]
                     for session, client in state.clients.items() if client.connections and session]}

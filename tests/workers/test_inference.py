@@ -12,6 +12,7 @@ from distflow.dock import TimedOut
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
+from workers.colocated import ColocatedSource
 from workers.rollout_channel import REPORT, RolloutChannel, consumers_of, report_column, report_of
 
 ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"
@@ -26,7 +27,7 @@ def channel():
         with channel.dock("trainer 0") as dock:
             apart = {READS: (["rollout/responses"], ["reference/logprobs"])}
             dock.configure(consumers_of(["rollout/responses"], ROWS, COUNT, 8, apart), 1)
-            channel.enqueue_prompts(dock, 0, 2 * PROMPTS - 1)
+            channel.enqueue_prompts(dock, torch.arange(2 * PROMPTS))
         yield channel
 
 
@@ -50,6 +51,22 @@ def test_the_trainer_waits_for_what_its_rows_lack_and_is_told_who_writes_it(chan
         put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
         rows = dock.fetch(dock.lease(TRAINER, COUNT, step=0))
         assert set(rows.columns) == {"rollout/responses", REPORT, "reference/logprobs", report_of(READS)}
+
+
+def test_trainer_ranks_stop_sampling_once_enough_is_sampled_whoever_reads_it_still(channel):
+    colocated = ColocatedSource({}, None, None, enough=COUNT, limit=1000.0)
+    colocated.draws = colocated.ready = colocated.changed = 0
+    with channel.dock("any") as dock:
+        sampled(dock)
+        assert not colocated._have_enough(dock)
+        sampled(dock)
+        assert colocated._have_enough(dock), "though the reference has read none of it"
+        put(dock, dock.lease(READS, COUNT), "reference/logprobs", READS)
+        colocated.draws = 1
+        lease = dock.lease(TRAINER, COUNT, step=0)
+        assert not colocated._have_enough(dock), "the trainer has it already"
+        dock.commit(lease)
+        assert not colocated._have_enough(dock)
 
 
 def test_only_rollouts_wait_for_room_so_that_what_is_sampled_can_leave(channel):

@@ -16,6 +16,7 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
+from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
@@ -28,7 +29,7 @@ from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
 from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
-from workers.sources import AsyncSource, UnorderedSource
+from workers.sources import AsyncSource, UnorderedSource, source_of
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
 
@@ -198,7 +199,8 @@ def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough)
     colocated = ColocatedSource({}, None, None, enough=4, limit=10.0)
     colocated.draws, colocated.ready, colocated.changed = 1, 3, time.monotonic() - silent
     colocated.engines = {"actor": SimpleNamespace(was_busy=busy)}
-    status = [{"indexes": {TRAINER: {"leases": leases, "ready": ready}}}, {"indexes": {}}]
+    status = [{"indexes": {TRAINER: {"leases": leases, "committed": 8, "leased": 2}}},
+              {"indexes": {ROLLOUT: {"committed": 10 + ready}}}]
     assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
 
 
@@ -209,6 +211,20 @@ def test_a_source_in_order_refuses_to_leave_out_what_was_left_over(channel, unor
     with pytest.raises(InvalidInput, match=r"left 2 prompts over .* on_stale"):
         made.load_state_dict({**state, "open": [[4, 0], [6, 1]]})
     made.close()
+
+
+@pytest.mark.parametrize(("mode", "on_stale", "refused"), [
+    ("async", "drop", False), ("semi_sync", "keep", False), ("async", "wait", True), ("sync", "drop", True)])
+def test_a_checkpoint_with_prompts_left_over_can_be_exported(monkeypatch, mode, on_stale, refused):
+    """An export joins without a dock, and trains on nothing."""
+    monkeypatch.setattr("workers.sources.dataloader", lambda *_: Dataloader([{}] * 8, None, PROMPTS, 0))
+    source = source_of(SimpleNamespace(
+        channel=None, plan=SimpleNamespace(source=SimpleNamespace(share=lambda rank: None)), roles={"actor": None},
+        prompted="actor", rank=0, balance=None,
+        spec=SimpleNamespace(run=SimpleNamespace(mode=mode, on_stale=on_stale))))
+    with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
+        source.load_state_dict({"position": 4, "open": [[1, 0]]})
+        assert source.position == 4
 
 
 @pytest.mark.parametrize(("with_trainer", "without", "fused"), [
@@ -424,6 +440,40 @@ def test_each_prompt_is_trained_on_once_also_by_a_trainer_that_begins_again(empt
     end.reconcile()
     assert end.dock.status()[0]["rows"] == 0, "what was trained on has left"
     assert not end.open
+
+
+def test_a_state_of_another_mode_releases_what_was_trained_on(unordered):
+    """As of an async run with `on_stale: wait`, or of a sync one, without checkpoints."""
+    source = unordered(state={"position": 2 * PROMPTS})
+    source.release_before({"position": 2 * PROMPTS})
+    assert source.dock.status()[0]["rows"] == 0
+
+
+def test_a_prompt_that_is_sampled_again_has_a_whole_wait_limit(empty, unordered, monkeypatch):
+    source, renewed, old = unordered(), [], [[True] * ROWS + [False] * ROWS, [False] * ROWS]
+    source._are_old = lambda rows: torch.tensor(old.pop(0))
+    source._enqueue_prompts(0)
+    sample(empty, {0: 0, 1: 0, 2: 0})
+    renew = Patience.renew
+    monkeypatch.setattr(Patience, "renew", lambda patience: renew(patience) or renewed.append(source.taken))
+    assert step(source, 0) == [1, 2]
+    assert renewed == [0, 0, 1], "at the beginning of the draw, and whenever a lease has come"
+
+
+def test_a_full_dock_lets_trained_steps_go_but_the_newest_two(empty, unordered):
+    """However many leases a step took; no checkpoint is written meanwhile."""
+    source, held = unordered(), []
+    source.draws, source.staleness, lease = None, 0, source._leased
+    source.dock.configure(source.dock.layout.consumers, 1)
+    source._leased = lambda taken, patience, prompts: lease(taken, patience, 1)
+    for number in range(6):
+        prompts = [*range(number * PROMPTS, (number + 1) * PROMPTS)]
+        source._enqueue_prompts(number)
+        sample(empty, dict.fromkeys(prompts, 10 * number))
+        assert step(source, number) == prompts
+        held.append(source.dock.status()[0]["rows"] // (PROMPTS * ROWS))
+    assert (source.taken, held) == (6 * PROMPTS, [1, 2, 2, 2, 2, 2])
+    assert source.dock.rollback(TRAINER, source.ends[0]) == 2 * PROMPTS * ROWS
 
 
 def test_old_prompts_may_be_kept(empty, unordered):
