@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import wait
 
 import httpx
+import numpy as np
 import pytest
 
 import distflow
@@ -119,6 +121,27 @@ def test_a_call_that_fails_takes_those_behind_it_with_it(run, client):
     client.forward_backward([ROW], "ppo").result()
     assert client.optim_step().result().step == client.step == 1
     assert run.seen == ["forward_backward", "forward_backward", "optim_step"]
+
+
+def test_a_failure_that_was_not_read_stops_the_step(run, client):
+    client.forward_backward([ROW], "ppo")
+    refused = client.forward_backward([ROW], "none")
+    wait([refused])  # over, and nothing has asked how it went
+    late = client.optim_step()
+    with pytest.raises(distflow.CallRefused, match="was not sent, since a call before it failed: .*no loss `none`"):
+        late.result()
+    client.forward_backward([ROW], "ppo")
+    unsendable = client.forward_backward([{**ROW, "advantages": object()}], "ppo")
+    assert isinstance(client.optim_step().exception(), distflow.CallRefused)
+    assert isinstance(unsendable.exception(), TypeError)
+    assert "optim_step" not in run.seen
+    assert client.optim_step().result().step == 1, "what went wrong is known, and the step is the caller's"
+
+
+def test_numbers_of_arrays_are_sent(run, client):
+    client.forward_backward([{**ROW, "response": np.array([3]), "advantages": [np.float32(1.0)]}], "ppo").result()
+    client.sample([[np.int64(1), 2]]).exception()
+    assert run.seen == ["forward_backward", "sample"]
 
 
 def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, tmp_path):
