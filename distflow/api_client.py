@@ -31,7 +31,8 @@ _UPDATES = ("optim_step", "load_state")  # each ends a step
 
 
 class CallRefused(DistflowError):
-    """A call that the run refuses, with the reason. Only where a gradient was not finite has anything changed: it is gone."""
+    """A call that the run refuses, with the reason. Nothing has changed, unless the gradient was not finite: it is gone
+    then."""
 
 
 class StepLost(DistflowError):
@@ -128,6 +129,8 @@ class TrainingClient:
         self._http = httpx.Client(timeout=httpx.Timeout(_READ_SECONDS, connect=5.0))
         self._sender = ThreadPoolExecutor(1, "training client")
         self._failures = self.failures_read = 0  # what was submitted before a failure was read is not sent after it
+        self._session = uuid.uuid4().hex
+        self._sampled = 0  # rows sampled in this step
         self._trained = False  # whether the run has a gradient of this client's that is not applied
         self._failed: _Pending | None = None
         info = self._reach("GET", "info", b"", time.monotonic() + seconds)
@@ -138,7 +141,7 @@ class TrainingClient:
         return f"<training client of {self._address}, step {self.step}>"
 
     def get_info(self) -> dict[str, Any]:
-        """Return the run's step, model, roles, losses and limits."""
+        """Return the run's step, model, roles, losses and limits, and how many passes are not applied."""
         return self._reach("GET", "info", b"", time.monotonic() + self._seconds)
 
     def forward_backward(self, data: Iterable[Mapping[str, Any]], loss_fn: str,
@@ -162,6 +165,10 @@ class TrainingClient:
         return self._submit("optim_step", lambda found: OptimStepOutput(
             found["step"], found.get("metrics", {}), found.get("forward_backward_calls", 0)),
             learning_rate=learning_rate)
+
+    def zero_grad(self) -> Future[int]:
+        """Discard the gradient that is not applied, another client's too; return how many passes it was of."""
+        return self._submit("zero_grad", lambda found: found["forward_backward_calls"])
 
     def sample(self, prompts: Sequence[str | Sequence[int] | DataPrompt], num_samples: int = 1,
                max_tokens: int | None = None, greedy: bool = False) -> Future[list[list[SampledSequence]]]:
@@ -210,10 +217,19 @@ class TrainingClient:
         if name == "forward_backward":
             self._trained = True
         elif name in _UPDATES:
-            self._trained, self.step = False, int(found["step"])
+            self._stand_at(int(found["step"]))
+        elif name == "zero_grad":
+            self._trained = False
+        elif name == "sample":
+            self._sampled += sum(len(group["sequences"]) for group in found)
         result = read(found)
         self._failures -= 1
         return result
+
+    def _stand_at(self, step: int) -> None:
+        if step != self.step:
+            self._sampled = 0
+        self.step, self._trained = step, False
 
     def _answered(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return the answer to a call. Raises StepLost: the gradient that it belongs to is lost."""
@@ -221,16 +237,19 @@ class TrainingClient:
             raise CallRefused(f"the run has made its {self.step} steps, and ends. Start it with more:  --set steps=N")
         id, until = uuid.uuid4().hex, time.monotonic() + self._seconds
         while True:
-            body = {"id": id, "attempt": self._attempt, "step": self.step, **arguments}
+            sent = self._attempt
+            body = {"id": id, "session": self._session, "attempt": sent, "step": self.step, **arguments}
+            if name == "sample":
+                body["sampled"] = self._sampled
             try:
                 return self._reach("POST", name, msgpack.packb(body) or b"", until)
             except _Elsewhere as error:
                 self._attempt = error.attempt
-                if error.step == self.step and not self._trained:
+                if error.step == self.step and (not self._trained or name == "zero_grad"):
                     continue  # the new worker has all that this call builds on
-                if name in _UPDATES and error.step == self.step + 1:
-                    return {"step": error.step}  # it was done, and its answer was lost
-                self.step, self._trained = error.step, False
+                if name in _UPDATES and error.step == self.step + 1 and error.attempt != sent:
+                    return {"step": error.step}  # it was done, and its answer was lost with the worker
+                self._stand_at(error.step)
                 raise StepLost(f"`{name}`: {error}. Send again all that belongs to step {error.step}",
                                error.step) from None
 
