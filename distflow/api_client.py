@@ -4,8 +4,9 @@
     client.forward_backward(rows, "importance_sampling")
     client.optim_step().result()
 
-Each call returns a future at once, and calls are made in their order. One that fails makes those behind it fail too, so
-that no step is taken without the gradient that it was meant for. Names are those of Thinking Machines' Tinker.
+Each call returns a future at once, and calls are made in their order. One that fails makes all fail that are submitted
+before its failure is read from a future, so that no step is taken without the gradient that it was meant for. Names are
+those of Thinking Machines' Tinker.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _UPDATES = ("optim_step", "load_state")  # each ends a step
 
 
 class CallRefused(DistflowError):
-    """A call that the run refuses, with the reason; nothing has changed."""
+    """A call that the run refuses, with the reason. Nothing has changed, unless the gradient was not finite: it is gone
+    then."""
 
 
 class StepLost(DistflowError):
@@ -94,6 +96,30 @@ def training_client(run: Any, token: str | None = None, *, seconds: float = 600.
     return TrainingClient(getattr(run, "folder", run), token, seconds)
 
 
+class _Pending(Future[Any]):
+    """Future of a call, which says of a failure that it was read. `failures`: how many there were with this one."""
+
+    def __init__(self, client: TrainingClient):
+        super().__init__()
+        self._client, self.failures = client, 0
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if error is not None:
+            self._client.failures_read = max(self._client.failures_read, self.failures)
+        return error
+
+    def settle(self, made: Future[Any]) -> None:
+        if error := made.exception():
+            self.set_exception(error)
+        elif not self.cancelled():
+            self.set_result(made.result())
+
+
 class TrainingClient:
     """Client of one run; thread-safe. `step`: how many optimizer steps the run has made, as far as is known here."""
 
@@ -102,9 +128,11 @@ class TrainingClient:
         self._address, self._token, self._seconds = str(run), token or "", seconds
         self._http = httpx.Client(timeout=httpx.Timeout(_READ_SECONDS, connect=5.0))
         self._sender = ThreadPoolExecutor(1, "training client")
-        self._epoch = 0  # failures so far: what was submitted before one is not sent after it
+        self._failures = self.failures_read = 0  # what was submitted before a failure was read is not sent after it
+        self._session = uuid.uuid4().hex
+        self._sampled = 0  # rows sampled in this step
         self._trained = False  # whether the run has a gradient of this client's that is not applied
-        self._failure: DistflowError | None = None
+        self._failed: _Pending | None = None
         info = self._reach("GET", "info", b"", time.monotonic() + seconds)
         self.info: dict[str, Any] = info
         self.step, self._attempt = int(info["step"]), str(info["attempt"])
@@ -113,7 +141,7 @@ class TrainingClient:
         return f"<training client of {self._address}, step {self.step}>"
 
     def get_info(self) -> dict[str, Any]:
-        """Return the run's step, model, roles, losses and limits."""
+        """Return the run's step, model, roles, losses and limits, and how many passes are not applied."""
         return self._reach("GET", "info", b"", time.monotonic() + self._seconds)
 
     def forward_backward(self, data: Iterable[Mapping[str, Any]], loss_fn: str,
@@ -138,12 +166,15 @@ class TrainingClient:
             found["step"], found.get("metrics", {}), found.get("forward_backward_calls", 0)),
             learning_rate=learning_rate)
 
+    def zero_grad(self) -> Future[int]:
+        """Discard the gradient that is not applied, another client's too; return how many passes it was of."""
+        return self._submit("zero_grad", lambda found: found["forward_backward_calls"])
+
     def sample(self, prompts: Sequence[str | Sequence[int] | DataPrompt], num_samples: int = 1,
                max_tokens: int | None = None, greedy: bool = False) -> Future[list[list[SampledSequence]]]:
         """Return `num_samples` responses to each prompt, sampled with the newest weights as the run's `generation`
         says. A text is a question by the model's chat template."""
-        asked = [each.tokens if isinstance(each, DataPrompt) else each if isinstance(each, str) else _plain(each)
-                 for each in prompts]
+        asked = [each.tokens if isinstance(each, DataPrompt) else _plain(each) for each in prompts]
         return self._submit("sample", lambda found: [
             [SampledSequence(group["prompt"], **each) for each in group["sequences"]] for group in found],
             prompts=asked, num_samples=num_samples, max_tokens=max_tokens, greedy=greedy)
@@ -167,25 +198,38 @@ class TrainingClient:
         self._http.close()
 
     def _submit(self, name: str, read: Any, **arguments: Any) -> Future[Any]:
-        return self._sender.submit(self._call, self._epoch, name, read, arguments)
+        pending = _Pending(self)
+        made = self._sender.submit(self._call, pending, self.failures_read, name, read, arguments)
+        made.add_done_callback(pending.settle)
+        return pending
 
-    def _call(self, epoch: int, name: str, read: Any, arguments: dict[str, Any]) -> Any:
+    def _call(self, pending: _Pending, failures_read: int, name: str, read: Any, arguments: dict[str, Any]) -> Any:
         """Make a call, in the sender's thread, which alone changes `step`."""
-        if epoch != self._epoch and self._failure is not None:
-            kind = StepLost(str(self._failure), self.step) if isinstance(self._failure, StepLost) else \
-                CallRefused(f"`{name}` was not sent, since a call before it failed: {self._failure}")
-            raise kind
-        try:
-            found = self._answered(name, arguments)
-        except (DistflowError, TimeoutError) as error:
-            self._epoch += 1
-            self._failure = error if isinstance(error, DistflowError) else CallRefused(str(error))
-            raise
+        if not pending.set_running_or_notify_cancel():
+            return None
+        if failures_read < self._failures and self._failed:
+            pending.failures, failure = self._failures, Future.exception(self._failed)
+            raise StepLost(str(failure), self.step) if isinstance(failure, StepLost) else \
+                CallRefused(f"`{name}` was not sent, since a call before it failed: {failure}")
+        self._failures += 1  # until it has succeeded: whatever is raised counts
+        self._failed, pending.failures = pending, self._failures
+        found = self._answered(name, arguments)
         if name == "forward_backward":
             self._trained = True
         elif name in _UPDATES:
-            self._trained, self.step = False, int(found["step"])
-        return read(found)
+            self._stand_at(int(found["step"]))
+        elif name == "zero_grad":
+            self._trained = False
+        elif name == "sample":
+            self._sampled += sum(len(group["sequences"]) for group in found)
+        result = read(found)
+        self._failures -= 1
+        return result
+
+    def _stand_at(self, step: int) -> None:
+        if step != self.step:
+            self._sampled = 0
+        self.step, self._trained = step, False
 
     def _answered(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return the answer to a call. Raises StepLost: the gradient that it belongs to is lost."""
@@ -193,16 +237,19 @@ class TrainingClient:
             raise CallRefused(f"the run has made its {self.step} steps, and ends. Start it with more:  --set steps=N")
         id, until = uuid.uuid4().hex, time.monotonic() + self._seconds
         while True:
-            body = {"id": id, "attempt": self._attempt, "step": self.step, **arguments}
+            sent = self._attempt
+            body = {"id": id, "session": self._session, "attempt": sent, "step": self.step, **arguments}
+            if name == "sample":
+                body["sampled"] = self._sampled
             try:
                 return self._reach("POST", name, msgpack.packb(body) or b"", until)
             except _Elsewhere as error:
                 self._attempt = error.attempt
-                if error.step == self.step and not self._trained:
+                if error.step == self.step and (not self._trained or name == "zero_grad"):
                     continue  # the new worker has all that this call builds on
-                if name in _UPDATES and error.step == self.step + 1:
-                    return {"step": error.step}  # it was done, and its answer was lost
-                self.step, self._trained = error.step, False
+                if name in _UPDATES and error.step == self.step + 1 and error.attempt != sent:
+                    return {"step": error.step}  # it was done, and its answer was lost with the worker
+                self._stand_at(error.step)
                 raise StepLost(f"`{name}`: {error}. Send again all that belongs to step {error.step}",
                                error.step) from None
 
@@ -249,4 +296,6 @@ def _rows(data: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _plain(value: Any) -> Any:
     """Return numbers as Python's, where they are an array's or a tensor's."""
-    return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, tuple) else value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

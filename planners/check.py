@@ -179,6 +179,12 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
         if "MODEL_TRAIN" in types:
             what += " that has a vocabulary to answer with"
         return [Diagnostic(what, spec.run_source.location(("validation",), key=True), "Take `validation` out.")]
+    if spec.run.training_api and spec.run.roles:
+        for name, settings in spec.run.roles.items():
+            if settings.generation.routing_replay:
+                what = "`generation.routing_replay` has no effect with `training_api`, whose rows have no experts"
+                at = ("roles", name, "generation", "routing_replay")
+                return [Diagnostic(what, spec.run_source.location(at, key=True), "Take `routing_replay` out.")]
     if spec.run.training_api and (spec.run.mode != "sync" or not answering):
         what = "needs  mode: sync" if answering else "needs a DAG that trains a role with a vocabulary, as grpo or sft"
         return [Diagnostic(f"`training_api` {what}", spec.run_source.location(("training_api",), key=True))]

@@ -218,7 +218,7 @@ class Checkpoints:
         passed_over: dict[Path, str] = {}
         names = self._seen()
         for checkpoint in (self.folder / name for name in names):
-            wrong = self._wrong(checkpoint)
+            wrong = self.damage_in(checkpoint)
             if not wrong:
                 if dist.get_rank() == 0:
                     _set_aside(passed_over)
@@ -232,7 +232,7 @@ class Checkpoints:
             return None
         raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
 
-    def _wrong(self, checkpoint: Path) -> str:
+    def damage_in(self, checkpoint: Path) -> str:
         """Return what any rank finds damaged in a checkpoint; empty if nothing is. Collective."""
         wrong, unread, seal = "", "", ""
         try:

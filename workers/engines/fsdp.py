@@ -231,8 +231,11 @@ class FSDPEngine(Trainer):
                 group.update(lr=rate, betas=tuple(self.settings.betas),
                              weight_decay=self.settings.weight_decay if group["decays"] else 0.0)
             self.optimizer.step()
-        self.policy.zero_grad()
+        self.zero_grad()
         return norm
+
+    def zero_grad(self) -> None:
+        self.policy.zero_grad()
 
     def _forward(self, micro: Batch, temperature: float, top: int = 0) -> tuple[Tensor, Tensor]:
         heartbeat.current().tick()

@@ -97,6 +97,10 @@ class Trainer(ABC):
         return {"grad_norm": norm, "learning_rate": rate}
 
     @abstractmethod
+    def zero_grad(self) -> None:
+        """Discard the gradient that is not applied."""
+
+    @abstractmethod
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         """Compute the gradient of the sum of all losses."""
 

@@ -38,6 +38,7 @@ from workers.training_api.requests import (
     Prompts,
     Sample,
     TrainingRow,
+    ZeroGrad,
 )
 from workers.training_api.server import TrainingCall, TrainingServer
 
@@ -54,6 +55,7 @@ class TrainingCalls:
         self.ctx, self.name = ctx, ctx.prompted
         self.role = ctx.roles[ctx.prompted]
         self.passes = self.sampled = 0  # calls of forward_backward, and rows sampled, in this step
+        self.session = ""  # of the client whose passes these are; on rank 0
         self.update: tuple[TrainingCall, Any] | None = None  # call that has ended the step, with its result; on rank 0
         self.server = None
         for layout in (ctx.plan.layout_of(role, False) for role in ctx.roles):
@@ -139,6 +141,9 @@ class TrainingCalls:
             if call:
                 call.refuse(RequestRefused(str(error), "failed", 422))
             return False
+        finally:
+            if self.server:
+                self.server.passes = self.passes
         if name in UPDATES:
             self.update = (call, result) if call else None
             return True
@@ -150,6 +155,10 @@ class TrainingCalls:
     # What rank 0 checks. Each returns the arguments that all ranks get; None: rank 0 has answered by itself.
 
     def _checked(self, call: TrainingCall) -> Any:
+        builds_on = isinstance(call.request, ForwardBackward | OptimStep)
+        if self.passes and builds_on and call.request.session != self.session:
+            raise RequestRefused(f"the gradient of {self.passes} calls of forward_backward of another client is not "
+                                 "applied: discard it with  zero_grad , and send your own again")
         match request := call.request:
             case ForwardBackward():
                 return self._checked_pass(request)
@@ -157,6 +166,7 @@ class TrainingCalls:
                 if request.role is not None and request.role not in self.ctx.roles:
                     raise RequestRefused(f"there is no role `{request.role}` with a model. "
                                          f"{did_you_mean(request.role, self.ctx.roles, 'Roles')}")
+                self._check_head(request.role or self.name)
                 self._check_rows(request.data)
                 return [request.role or self.name, *_columns(request.data)]
             case OptimStep():
@@ -165,12 +175,14 @@ class TrainingCalls:
                 return [request.learning_rate]
             case Sample():
                 return self._checked_sample(request)
+            case ZeroGrad():
+                return []
             case Prompts():
                 call.answer(self._prompts())
                 return None
         if self.passes:
             raise RequestRefused(f"the gradient of {self.passes} calls of forward_backward is not applied, and no "
-                                 f"checkpoint has it: call optim_step before {call.name}")
+                                 f"checkpoint has it: call optim_step or zero_grad before {call.name}")
         return self._checkpoint_of(request) if isinstance(request, LoadState) else []
 
     def _checked_pass(self, request: ForwardBackward) -> Any:
@@ -179,10 +191,22 @@ class TrainingCalls:
         if self.passes and not self.role.engine.accumulates:
             raise RequestRefused("this engine sums gradients over ranks in each pass, and cannot add another: send all "
                                  "rows of a step in one forward_backward")
+        if not self.passes:
+            self.session = request.session
+        for index, row in enumerate(request.data):
+            if row.advantages is not None and not needs_policy(request.loss_fn):
+                raise RequestRefused(f"`data[{index}].advantages` has no effect in the loss `{request.loss_fn}`: give "
+                                     "`weights`, or take another loss")
         return [request.loss_fn, request.loss_fn_config, *_columns(request.data),
                 [_per_token(row.weights, row) for row in request.data],
                 [_per_token(0.0 if row.advantages is None else row.advantages, row) for row in request.data],
                 [row.logprobs or [0.0] * len(row.response) for row in request.data]]
+
+    def _check_head(self, role: str) -> None:
+        if self.ctx.roles[role].head != "lm":
+            able = [name for name, each in self.ctx.roles.items() if each.head == "lm"]
+            raise RequestRefused(f"role `{role}` has a {self.ctx.roles[role].head} head, and gives no "
+                                 f"log-probabilities. Roles that do: {', '.join(able)}")
 
     def _check_rows(self, rows: Sequence[TrainingRow], policy_loss: str | bool = False) -> None:
         for index, row in enumerate(rows):
@@ -212,6 +236,9 @@ class TrainingCalls:
         if self.role.rollout is None:
             raise RequestRefused(f"role `{self.name}` has no engine that samples, since no node of the DAG "
                                  f"`{self.ctx.spec.dag.name}` does. Start the run with a DAG that samples, as grpo")
+        if self.passes and not self.role.engine.accumulates:
+            raise RequestRefused("a gradient is not applied, and this engine loses it where it samples: call "
+                                 "optim_step or zero_grad before sample")
         most = self.role.settings.generation.max_new_tokens
         if (request.max_tokens or 0) > most:
             raise RequestRefused(f"`max_tokens` is {request.max_tokens}, and the run's generation.max_new_tokens is "
@@ -221,7 +248,7 @@ class TrainingCalls:
             self._check_tokens(f"prompts[{index}]", prompt)
             self._check_tokens(f"prompts[{index}] with max_tokens", prompt[:1], len(prompt) - 1 +
                                (request.max_tokens or most))
-        return [prompts, request.num_samples, request.max_tokens, request.greedy]
+        return [prompts, request.num_samples, request.max_tokens, request.greedy, max(self.sampled, request.sampled)]
 
     def _encoded(self, question: str) -> list[int]:
         data = self.ctx.spec.run.data
@@ -293,10 +320,15 @@ class TrainingCalls:
             current().maximum(name, value)
         return {"metrics": result, "forward_backward_calls": passes}
 
+    def _zero_grad(self, _: Any) -> Any:
+        passes, self.passes = self.passes, 0
+        self.role.engine.zero_grad()
+        return {"forward_backward_calls": passes}
+
     def _sample(self, arguments: Any) -> Any:
-        prompts, repeats, max_tokens, greedy = arguments
+        prompts, repeats, max_tokens, greedy, first = arguments
         _, mine = self._share(self.name, [len(prompt) for prompt in prompts], samples=True)
-        first, self.sampled = self.sampled, self.sampled + len(prompts) * repeats
+        self.sampled = first + len(prompts) * repeats
         ids = torch.tensor([first + prompt * repeats + each for prompt in mine for each in range(repeats)],
                            dtype=torch.int64)
         samples = self.role.generate(_ragged([prompts[row] for row in mine]), ids, repeats, max_tokens,
@@ -326,8 +358,10 @@ class TrainingCalls:
     def _load_state(self, checkpoint: int) -> Any:
         state = self.ctx.state
         state.finish()
+        path = state.folder / f"step-{checkpoint:08d}"
+        if damage := state.checkpoints.damage_in(path):
+            raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
-        path = next(each for each in complete_checkpoints(state.folder) if step_of(each) == checkpoint)
         state.checkpoints.load({name: role.engine for name, role in state.trained.items()}, path)
         events.record("state loaded", of_step=checkpoint)
         return {"checkpoint": checkpoint}

@@ -6,27 +6,40 @@ import json
 from typing import Annotated, Any
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from distflow.errors import did_you_mean
 from workers.endpoint.messages import RequestRefused
 
 PACKED = "application/msgpack"
+MOST_SAMPLES = 65_536  # rows of one call
 Tokens = Annotated[list[NonNegativeInt], Field(min_length=1)]
 
 
 class Request(BaseModel):
-    """`id` is the same in a retry; `attempt` and `step` say where the client believes the run to stand."""
+    """`id` is the same in a retry; `attempt` and `step` say where the client believes the run to stand; `session` is
+    the client's, whose gradients are not mixed with another's."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     id: str = Field(min_length=1, max_length=64)
     attempt: str
     step: NonNegativeInt
+    session: str = Field(default="", max_length=64)
 
 
 class TrainingRow(BaseModel):
-    """A prompt and what follows it. `weights`, `advantages` and `logprobs` have a number for each response token; one
-    number holds for all of them."""
+    """A prompt and what follows it. `weights`, `advantages` and `logprobs` have a number for each response token; of
+    the first two, one number holds for all of them."""
 
     model_config = Request.model_config
     prompt: Tokens
@@ -52,16 +65,31 @@ class OptimStep(Request):
 
 
 class Sample(Request):
-    """Texts are questions by the chat template; tokens are taken as they are."""
+    """Texts are questions by the chat template; tokens are taken as they are. `sampled`: rows that the client has had
+    in this step, whose draws are not repeated after a restart."""
 
     prompts: list[str | Tokens] = Field(min_length=1)
     num_samples: PositiveInt = 1
+    sampled: NonNegativeInt = Field(default=0, lt=2**31)
     max_tokens: PositiveInt | None = None
     greedy: bool = False
 
 
+    @field_validator("num_samples")
+    @classmethod
+    def _bounded(cls, number: int, others: ValidationInfo) -> int:
+        rows = number * len(others.data.get("prompts", ()))
+        if rows > MOST_SAMPLES:
+            raise ValueError(f"{rows} rows are asked for, and a call may have {MOST_SAMPLES}: make several calls")
+        return number
+
+
 class Prompts(Request):
     """The step's prompts of the run's data."""
+
+
+class ZeroGrad(Request):
+    """Discards the gradient that is not applied, whichever client's it is."""
 
 
 class SaveState(Request):
@@ -73,8 +101,8 @@ class LoadState(Request):
 
 
 CALLS: dict[str, type[Request]] = {
-    "forward_backward": ForwardBackward, "forward": Forward, "optim_step": OptimStep, "sample": Sample,
-    "prompts": Prompts, "save_state": SaveState, "load_state": LoadState}
+    "forward_backward": ForwardBackward, "forward": Forward, "optim_step": OptimStep, "zero_grad": ZeroGrad,
+    "sample": Sample, "prompts": Prompts, "save_state": SaveState, "load_state": LoadState}
 UPDATES = ("optim_step", "load_state")
 """Calls that change the weights: each ends a step of the run."""
 

@@ -29,7 +29,7 @@ from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
 
 ADDRESS = "training_api.json"
 _ANSWER_SECONDS = 20.0  # after which a client that waits is told to ask again
-_MAX_ANSWERS = 4096  # that are kept for retries
+_KEPT_BYTES = 256 * 2**20  # of answers, for retries
 _BODY_SECONDS = 300.0
 
 
@@ -49,11 +49,20 @@ class TrainingCall:
 class _Answer:
     """Answer of a call, awaited by its request and by retries of it."""
 
-    def __init__(self, step: int, digest: bytes, loop: asyncio.AbstractEventLoop):
-        self.step, self.digest, self.future = step, digest, loop.create_future()
+    def __init__(self, step: int, digest: bytes, packed: bool, loop: asyncio.AbstractEventLoop):
+        self.step, self.digest, self.packed, self.size = step, digest, packed, 0
+        self.future: asyncio.Future[tuple[Reply | None, RequestRefused | None]] = loop.create_future()
 
     def settle(self, result: Any, error: RequestRefused | None) -> None:
-        self.future.set_result((result, error))
+        reply = _encoded(HTTPStatus.OK, result, self.packed) if error is None else None
+        self.size = len(reply[2]) if reply else 0
+        self.future.set_result((reply, error))
+
+    def drop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Forget the answer, but not that it was given: requests that wait for it have the future."""
+        self.size, self.future = 0, loop.create_future()
+        self.future.set_result((None, RequestRefused("the call was made, and its answer is not kept any longer: other "
+                                                     "calls came after it", "answer_dropped", 410)))
 
 
 class TrainingServer(HttpServer):
@@ -63,6 +72,7 @@ class TrainingServer(HttpServer):
 
     def __init__(self, settings: TrainingApi, folder: Path, step: int, facts: dict[str, Any]):
         self.facts, self.step, self.attempt = facts, step, secrets.token_hex(8)
+        self.passes = 0  # calls of forward_backward whose gradient is not applied
         self.calls: queue.SimpleQueue[TrainingCall] = queue.SimpleQueue()
         self.answers: dict[str, _Answer] = {}  # by the call's id
         self.max_body = int(settings.max_body_mib * 2**20)
@@ -95,7 +105,8 @@ class TrainingServer(HttpServer):
                                  "Authorization: Bearer TOKEN", "invalid_api_key", 401)
         packed = headers.get("content-type", "") == PACKED
         if (method, path) == ("GET", "/v1/info"):
-            return _encoded(HTTPStatus.OK, {**self.facts, "attempt": self.attempt, "step": self.step}, packed)
+            return _encoded(HTTPStatus.OK, {**self.facts, "attempt": self.attempt, "step": self.step,
+                                            "forward_backward_calls": self.passes}, packed)
         content = await body()
         if method != "POST" or not path.startswith("/v1/"):
             raise RequestRefused(f"there is no {method} {path[:100]} here, only POST /v1/CALL and GET /v1/info",
@@ -103,12 +114,13 @@ class TrainingServer(HttpServer):
         answer = self._taken_up(path.removeprefix("/v1/"), content, PACKED if packed else "")
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                result, error = await asyncio.shield(answer.future)
+                reply, error = await asyncio.shield(answer.future)
         except TimeoutError:
             return _encoded(HTTPStatus.ACCEPTED, {"pending": True}, packed)
-        if error is not None:
+        if reply is None:
+            assert error
             raise error
-        return _encoded(HTTPStatus.OK, result, packed)
+        return reply
 
     def refused(self, sender: str | None, error: RequestRefused) -> Reply:
         standing = {} if sender is None else {"attempt": self.attempt, "step": self.step}
@@ -123,12 +135,18 @@ class TrainingServer(HttpServer):
                 raise RequestRefused(f"the id {request.id} was of another call: give each its own", "id_reused")
             return answer
         self.check_standing(request)
-        answer = self.answers[request.id] = _Answer(request.step, digest, self.loop)
-        if len(self.answers) > _MAX_ANSWERS:
-            del self.answers[next(iter(self.answers))]
-        settle = answer.settle
-        self.calls.put(TrainingCall(name, request, lambda *outcome: self.call_in(settle, *outcome)))
+        answer = self.answers[request.id] = _Answer(request.step, digest, kind == PACKED, self.loop)
+        self.calls.put(TrainingCall(name, request, lambda *outcome: self.call_in(self._settle, answer, *outcome)))
         return answer
+
+    def _settle(self, answer: _Answer, result: Any, error: RequestRefused | None) -> None:
+        """Answer a call, and drop the oldest answers where all together have become too large."""
+        answer.settle(result, error)
+        excess = sum(each.size for each in self.answers.values()) - _KEPT_BYTES
+        for each in self.answers.values():
+            if excess > 0 and each is not answer and each.size:
+                excess -= each.size
+                each.drop(self.loop)
 
     def check_standing(self, request: Request) -> None:
         """Raise OutOfStep if a client does not know of a restart or of another client's step."""

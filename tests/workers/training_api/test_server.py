@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import wait
 
 import httpx
+import numpy as np
 import pytest
 
 import distflow
 from distflow.config.training_api import TrainingApi
 from workers.endpoint.messages import RequestRefused
+from workers.training_api import server
 from workers.training_api.server import TrainingServer
 
 ROW = {"prompt": [1, 2], "response": [3], "logprobs": [-0.5], "advantages": 1.0}
+
+SAMPLED = {"tokens": [5], "logprobs": [-0.5], "text": "a", "finished": True}
 
 
 class Scripted:
@@ -21,7 +26,7 @@ class Scripted:
 
     def __init__(self, folder, step=0):
         self.server = TrainingServer(TrainingApi(max_body_mib=0.01), folder, step, {"steps": 100})
-        self.step, self.seen, self.release = step, [], threading.Event()
+        self.step, self.seen, self.drawn, self.release = step, [], [], threading.Event()
         self.release.set()
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -35,6 +40,10 @@ class Scripted:
                 self.server.confirm(self.step)
                 self.step += 1
                 call.answer({"step": self.step, "metrics": {}, "forward_backward_calls": 1})
+            elif call.name == "sample":
+                self.drawn.append(call.request.sampled)
+                call.answer([{"prompt": prompt, "sequences": [SAMPLED] * call.request.num_samples}
+                             for prompt in call.request.prompts])
             else:
                 call.answer({"logprobs": [[-0.25]], "metrics": {"loss:sum": 0.25}})
 
@@ -95,6 +104,7 @@ def test_retries_share_the_answer_of_a_call_under_way(run):
     ("forward_backward", {"data": [{**ROW, "response": ["a"]}], "loss_fn": "ppo"}, "`data[0].response[0]`"),
     ("forward_backward", {"data": [], "loss_fn": "ppo"}, "`data`: List should have at least 1 item"),
     ("optim_step", {"learning_rate": -1.0}, "`learning_rate`: Input should be greater than 0"),
+    ("sample", {"prompts": ["a", "b"], "num_samples": 10**9}, "2000000000 rows are asked for"),
     ("sample", {"prompts": ["x" * 20_000]}, "a body may have 10485 bytes"),
 ])
 def test_what_is_wrong_is_named(run, name, body, words):
@@ -121,6 +131,27 @@ def test_a_call_that_fails_takes_those_behind_it_with_it(run, client):
     assert run.seen == ["forward_backward", "forward_backward", "optim_step"]
 
 
+def test_a_failure_that_was_not_read_stops_the_step(run, client):
+    client.forward_backward([ROW], "ppo")
+    refused = client.forward_backward([ROW], "none")
+    wait([refused])  # over, and nothing has asked how it went
+    late = client.optim_step()
+    with pytest.raises(distflow.CallRefused, match="was not sent, since a call before it failed: .*no loss `none`"):
+        late.result()
+    client.forward_backward([ROW], "ppo")
+    unsendable = client.forward_backward([{**ROW, "advantages": object()}], "ppo")
+    assert isinstance(client.optim_step().exception(), distflow.CallRefused)
+    assert isinstance(unsendable.exception(), TypeError)
+    assert "optim_step" not in run.seen
+    assert client.optim_step().result().step == 1, "what went wrong is known, and the step is the caller's"
+
+
+def test_numbers_of_arrays_are_sent(run, client):
+    client.forward_backward([{**ROW, "response": np.array([3]), "advantages": [np.float32(1.0)]}], "ppo").result()
+    client.sample([[np.int64(1), 2]]).result()
+    assert run.seen == ["forward_backward", "sample"]
+
+
 def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, tmp_path):
     client.forward_backward([ROW], "ppo").result()
     run.die()
@@ -134,6 +165,39 @@ def test_a_restart_is_told_where_gradients_are_lost_and_only_there(run, client, 
     third = Scripted(tmp_path)
     client.forward_backward([ROW], "ppo").result()
     assert third.seen == ["forward_backward"], "nothing was lost, and nothing needs to be sent again"
+
+
+def test_draws_go_on_after_a_restart(run, client, tmp_path):
+    client.sample([[1], [2]], 3).result()
+    run.die()
+    second = Scripted(tmp_path)
+    client.sample([[1]]).result()
+    client.forward_backward([ROW], "ppo")
+    client.optim_step().result()
+    client.sample([[1]]).result()
+    assert (run.drawn, second.drawn) == ([0], [6, 0])
+
+
+def test_a_step_of_another_client_is_not_taken_for_ones_own(run, client, tmp_path):
+    other = distflow.training_client(tmp_path, seconds=30)
+    other.forward_backward([ROW], "ppo")
+    assert other.optim_step().result().step == 1
+    with pytest.raises(distflow.StepLost, match="stands at step 1, and the call is of step 0"):
+        client.load_state(0).result()
+    assert client.step == 1
+    assert "load_state" not in run.seen
+    other.close()
+
+
+def test_a_call_whose_answer_is_dropped_is_not_made_again(run, monkeypatch):
+    size = len(post(run, "forward", data=[ROW], id="0").content)
+    monkeypatch.setattr(server, "_KEPT_BYTES", 2 * size)
+    kept = [post(run, "forward", data=[ROW], id=str(number)).status_code for number in range(4)]
+    again = [post(run, "forward", data=[ROW], id=str(number)) for number in range(4)]
+    assert kept == [200] * 4
+    assert [each.status_code for each in again] == [410, 410, 200, 200]
+    assert "its answer is not kept" in again[0].json()["error"]["message"]
+    assert run.seen == ["forward"] * 4
 
 
 def test_a_step_whose_answer_is_lost_counts_once(run, client, tmp_path):

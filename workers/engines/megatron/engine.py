@@ -99,12 +99,15 @@ class MegatronEngine(Trainer):
         if any("candidates" in micro.columns for micro in micros):
             raise EngineError("the Megatron engine trains on the log-probabilities of the responses' own tokens alone. "
                               "Give this role  engine: fsdp")
-        self.optimizer.zero()
+        self.zero_grad()
         found = self._passes(micros, temperature, loss_of)
         if not self.last:  # what a loss reports of its rows is to be known on every rank of the share
             for micro, outputs in zip(micros, found):
                 if not is_placeholder(micro):
                     loss_of(outputs[0], outputs[1], micro)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero()
 
     def _step(self, rate: float) -> float:
         return self.optimizer.step(rate)
