@@ -78,7 +78,9 @@ class InferenceContext:
             renewal.start()
         try:
             with recording(self.metrics):
+                self.dock.epochs.clear()
                 self.arrived.fill(self.dock, lease.ids, lease.tokens)
+                self.epochs = self._agreed_epochs()
                 yield self.arrived.buffer
         finally:
             done.set()
@@ -89,22 +91,37 @@ class InferenceContext:
             while not done.wait(lease.seconds / 3):
                 dock.renew(lease)
 
+    def _agreed_epochs(self) -> dict[int, int]:
+        """Return the epochs of the shards that any rank has fetched from, since another rank may put what was computed
+        of it; 0, which no process has, of one that was replaced between two fetches. Collective."""
+        found: dict[int, int] = {}
+        for part in gather(msgpack.packb([*self.dock.epochs.items()]) or b""):
+            for shard, epoch in msgpack.unpackb(part):
+                found[shard] = epoch if found.get(shard, epoch) == epoch else 0
+        return found
+
     def put(self, lease: Lease, buffer: Databuffer) -> None:
-        """Put what others need of the rows into the dock, and give up the lease once all ranks have put theirs."""
+        """Put what others need of the rows into the dock, and give up the lease once all ranks have put theirs. Rows
+        that a shard has lost since they were fetched get nothing: they are leased again with other tokens."""
         self.dock.report_activity("putting results")
         self.metrics.maximum(f"waiting/{self.role}", self.waited)
-        rows = rows_for_others(self.plan, buffer, self.channel.rows)
+        rows, lost = rows_for_others(self.plan, buffer, self.channel.rows), b""
         if len(rows) and self.chain[0].layout.leads(self.rank):
             self.metrics.add(f"inference/{self.role}/rows", len(rows))
             reports = [self.metrics.take(), *[b""] * (len(rows) // self.channel.rows - 1)]
             rows = rows.with_columns({report_of(self.group.name): report_column(reports, self.channel.rows)})
             with timeline.current().span(timeline.TRANSFERS, "put results", self.executor.step + 1, rows=len(rows)):
-                self.dock.put(rows)
-        gather(b"")
+                try:
+                    self.dock.put(rows, epochs=self.epochs)
+                except LeaseLost as error:
+                    lost = str(error).encode()
+        lost = next(filter(None, gather(lost)), b"")
         if self.rank == 0:
             try:
+                if lost:
+                    raise LeaseLost(lost.decode())
                 self.dock.commit(lease)
-            except LeaseLost as error:  # the rows are there all the same: the new holder's are duplicates
+            except LeaseLost as error:  # what was put is there all the same: the new holder's are duplicates
                 events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
         heartbeat.current().finish()
 

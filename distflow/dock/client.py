@@ -7,8 +7,9 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -49,6 +50,7 @@ class DockClient:
         self.directory = directory
         self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all,
                                    directory.seconds if directory else math.inf)
+        self.epochs: dict[int, int] = {}  # of the shards' processes that rows were fetched from last, by number
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
         self.known: DockLayout | None = None
@@ -74,7 +76,8 @@ class DockClient:
         """Set what this process is doing now; it is sent with the next request."""
         self.pool.activity = activity
 
-    def put(self, batch: Batch, *, version: Tensor | int | None = None, turn: int | None = None) -> int:
+    def put(self, batch: Batch, *, version: Tensor | int | None = None, turn: int | None = None,
+            epochs: Mapping[int, int] = MappingProxyType({})) -> int:
         """Store rows, or columns of stored rows; return how many were new (a row that came again is dropped).
 
         Columns that are made together, and the rows of a group, must be put together. `turn` marks unfinished rows: the
@@ -82,6 +85,8 @@ class DockClient:
 
         Args:
             version: [rows] int64, or one number for all; None leaves what is known of a row.
+            epochs: `self.epochs` after the fetch of what the columns were computed from. A shard whose process is
+                another one by now stores none of them and raises `LeaseLost`: its rows may have other tokens.
         """
         ids = batch.ids.to("cpu", torch.int64).numpy()
         versions = numpy.empty(0, numpy.int64) if version is None else _column(version, len(ids))
@@ -90,7 +95,8 @@ class DockClient:
             spans = spans_of(positions, [0], [whole])
             schema, buffers = pack(ids[positions], [(name, spans) for name in batch.columns])
             header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn,
-                      "versions": versions[positions if len(versions) else slice(0)].tobytes()}
+                      "versions": versions[positions if len(versions) else slice(0)].tobytes(),
+                      "epoch": epochs.get(number)}
             requests.append((self.layout.addresses[number], header, buffers))
         return sum(reply["stored"] for reply, _ in self.pool.ask_all(requests))
 
@@ -216,8 +222,10 @@ class DockClient:
         if not len(ids):
             return Batch(ids), ids
         numbers = ids.to("cpu", torch.int64).numpy()
+        parted = [*self.layout.split(numbers)]
         replies = self.pool.ask_all([(self.layout.addresses[shard], request | {"ids": numbers[positions].tobytes()}, ())
-                                     for shard, positions in self.layout.split(numbers)])
+                                     for shard, positions in parted])
+        self.epochs |= {shard: reply["epoch"] for (shard, _), (reply, _) in zip(parted, replies) if "epoch" in reply}
         parts = [unpack(reply["rows"], reply["columns"], data) for reply, data in replies]
         turns = torch.cat([read_tensor(reply.get("turns", b"")) for reply, _ in replies])
         filled = [part for part in parts if len(part)] or parts[:1]

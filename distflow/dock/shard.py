@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.directory import Fence, ShardDirectory
-from distflow.dock.index import ConsumerIndex
+from distflow.dock.errors import LeaseLost
+from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
@@ -149,6 +150,10 @@ class StorageShardServer:
         batch = unpack(len(ids), header["columns"], payload)
         with self.state.lock:
             self.state.configured()
+            if header.get("epoch") not in (None, self.state.epoch):
+                raise LeaseLost("these columns were computed from rows of an earlier process of shard "
+                                f"{self.state.storage.number}, which has ended with them: rows {ids[:SHOWN].tolist()} "
+                                "may have been sampled again since. Throw away what was made of them")
             known = len(self.state.storage.rows)
             stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
             self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
@@ -185,7 +190,7 @@ class StorageShardServer:
         ids = read_ids(request.header["ids"])
         with self.state.lock:
             schema, buffers = self.state.storage.read(ids, request.header["columns"])
-        return {"rows": len(ids), "columns": schema}, buffers
+        return {"rows": len(ids), "columns": schema, "epoch": self.state.epoch}, buffers
 
     def saved(self, request: ClientRequest) -> Reply:
         with self.state.lock:

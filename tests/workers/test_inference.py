@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing
+from types import SimpleNamespace
 
+import msgpack
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.metrics import Metrics
 from workers.colocated import ColocatedSource
+from workers.inference import InferenceContext
 from workers.rollout_channel import REPORT, RolloutChannel, consumers_of, report_column, report_of
 
 ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"
@@ -103,3 +106,53 @@ def test_rows_stay_until_the_trainer_cannot_take_them_back(channel):
         dock.commit(lease)
         dock.release_before(TRAINER, 1)
         assert dock.status()[0]["rows"] == COUNT, "those of the step that nobody has sampled"
+
+
+@pytest.mark.parametrize("sampled_again", [False, True])
+def test_columns_of_tokens_that_a_shard_has_lost_never_meet_other_tokens(sampled_again, monkeypatch):
+    """A replica has fetched rows when their shard ends; it puts what it made of them into the one that replaces it."""
+    computed, reasons = {"reference/logprobs": torch.zeros(ROWS)}, []
+    monkeypatch.setattr("workers.inference.rows_for_others", lambda *_: Batch(lease.ids, computed))
+    monkeypatch.setattr("workers.inference.gather", lambda payload: [payload])
+    monkeypatch.setattr("workers.inference.events.record", lambda event, **more: reasons.append(more["reason"]))
+    consumers = consumers_of(["rollout/responses"], ROWS, COUNT, 8, {READS: (["rollout/responses"], [*computed])})
+    service = StorageShardServer(TOKEN)
+    channel = RolloutChannel(None, TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 3)
+    context = replica(channel)
+    with closing(context.dock), channel.dock("trainer 0") as dock:
+        dock.configure(consumers)
+        channel.enqueue_prompts(dock, torch.arange(1))
+        sampled(dock)
+        lease = context.dock.lease(READS, ROWS)
+        with context.computing(lease) as buffer:
+            service.close()
+            with closing(StorageShardServer(TOKEN, port=service.address[1])) as again:
+                again.start()
+                dock.configure(consumers)
+                if sampled_again:
+                    channel.enqueue_prompts(dock, torch.arange(1))
+                    sampled(dock)
+                context.put(lease, buffer)
+                assert "may have been sampled again" in reasons[0]
+                assert dock.status()[0]["rows"] == (ROWS if sampled_again else 0)
+                if sampled_again:
+                    put(dock, dock.lease(READS, ROWS), "reference/logprobs", READS)
+                    assert dock.fetch(dock.lease(TRAINER, ROWS, step=0))["reference/logprobs"].tolist() == [1.0] * ROWS
+
+
+def test_ranks_that_fetched_before_and_after_a_restart_put_nothing(monkeypatch):
+    context = InferenceContext.__new__(InferenceContext)
+    context.dock = SimpleNamespace(epochs={0: 7, 1: 5})
+    monkeypatch.setattr("workers.inference.gather", lambda payload: [payload, msgpack.packb([[0, 7], [1, 6], [2, 9]])])
+    assert context._agreed_epochs() == {0: 7, 1: 0, 2: 9}
+
+
+def replica(channel) -> InferenceContext:
+    """Return what `infer` needs on the one rank of a replica, without a model."""
+    context = InferenceContext.__new__(InferenceContext)
+    context.channel, context.dock, context.who = channel, channel.dock("inference reference 0"), "inference reference 0"
+    context.rank, context.role, context.waited, context.plan = 0, "reference", 0.0, None
+    context.group, context.executor = SimpleNamespace(name=READS), SimpleNamespace(step=0)
+    context.chain = [SimpleNamespace(layout=SimpleNamespace(leads=lambda rank: True))]
+    context.arrived = SimpleNamespace(buffer=None, fill=lambda dock, ids, _: dock.fetch(ids, ["rollout/responses"]))
+    return context
