@@ -38,7 +38,7 @@ def served_top_logprobs(
 
     A row without an answer leaves the step. `temperature` is 1, that of the server's log-probabilities; the student's
     must be too. `key_variable`, `seconds`, `attempts`, `cache`, `max_calls`: as those of the reward `judge`. Raises
-    InvalidInput if the server has another tokenizer; RewardsFailed if a rank has asked in vain for `patience` steps.
+    InvalidInput if the server has another tokenizer; RewardsFailed if a rank has had no answer for `patience` steps.
     """
     api = ModelAPI("teacher", address, key_variable, seconds, attempts, cache, max_calls)
     bodies = [{"model": model, "prompt": [*prompt.tolist(), *response.tolist()], "max_tokens": 1, "temperature": 0.0,
