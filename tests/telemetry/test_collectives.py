@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import time
 
 import pytest
 import torch
@@ -29,14 +30,15 @@ def stand(late: int, other: bool) -> tuple[str, str]:
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=whole)
     if rank in dist.get_process_group_ranks(group):
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=6), group)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=15), group)
     status = RankStatus(below, rank, 3)
     status.set("computing node `update`", "training")
     with CollectiveMonitor(lambda text: below.put(f"{COLLECTIVES}/{rank}", text), 0, limit=1.0):
         if rank == late or not (other or rank):
             assert below.wait([f"{COLLECTIVES}/{each}" for each in range(3)], 60.0)
-            while not (text := absent_ranks(below, range(3))):
-                continue
+            until = time.monotonic() + 120
+            while not (text := absent_ranks(below, range(3))) and time.monotonic() < until:
+                below.wait(["nothing"], 0.1)  # the others need the processor
             store.wait(["over"])
             return text, ""
         with contextlib.suppress(RuntimeError):
