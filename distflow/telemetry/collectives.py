@@ -4,8 +4,9 @@
     CollectiveMonitor  publishes it while this process makes no progress: who waits in a collective cannot answer
     absent             who has not entered what, by all that was published
 
-The recorder is torch's own, of NCCL and gloo alike; it keeps the last `TORCH_FR_BUFFER_SIZE` (2,000) collectives. Where
-NCCL times out, torch ends the process by SIGABRT: what its rank has published is then read by its supervisor.
+The recorders are torch's own, of gloo, and one of NCCL where torch has it (not run yet). They keep the last
+`TORCH_FR_BUFFER_SIZE` (2,000) collectives. Where NCCL times out, torch ends the process by SIGABRT: what its rank has
+published is then read by its supervisor.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ def entered(first: int = 0) -> dict[str, Collective]:
     import torch.distributed as dist
     from torch._C import _distributed_c10d as recorder
 
-    dump = getattr(recorder, "_dump_fr_trace_json")  # noqa: B009 - its stubs do not know it
+    dumps = [getattr(recorder, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+             if hasattr(recorder, name)]
     groups = {group.group_name: sorted(ranks) for group, ranks in [*dist.distributed_c10d._world.pg_group_ranks.items()]
               if isinstance(group, dist.ProcessGroup) and len(ranks) > 1}
     found: dict[str, Collective] = {}
-    for entry in json.loads(dump(True, False)).get("entries", ()):
+    for entry in (entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", ())):
         name, description = entry["process_group"]
         if name in groups and not entry["is_p2p"]:
-            found[f"{first}/{name}"] = Collective(
-                entry["collective_seq_id"], entry["profiling_name"].partition(":")[2], description or name,
+            backend, _, operation = entry["profiling_name"].partition(":")  # each backend of a group counts for itself
+            found[f"{first}/{backend}/{name}"] = Collective(
+                entry["collective_seq_id"], operation, description or name,
                 [first + rank for rank in groups[name]], entry["time_created_ns"] / 1e9)
     return found
 
