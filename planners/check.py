@@ -346,6 +346,9 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
               for key in _GROUP_KEYS if spec.run.mode == "sync" and getattr(spec.run,
                                                                             key) != Run.model_fields[key].default]
+    if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
+        notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
+                     "Set  mode: semi_sync")
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

@@ -232,6 +232,12 @@ def test_what_only_other_modes_need_is_noted():
     assert any("`staleness` changes nothing in mode sync" in note for note in made.notes)
 
 
+def test_a_share_at_which_nobody_stops_sampling_is_noted():
+    made = plan(load("grpo", overrides=["mode=async", "switch_at=auto"]), 2)
+    assert any("`switch_at` changes nothing in mode async" in note for note in made.notes)
+    assert not any("switch_at" in note for note in plan(load("grpo", overrides=["mode=async"]), 2).notes)
+
+
 REFUSED = {
     "old samples as if they were new": (("grpo.yaml", 4, "on_stale=keep"), "has no node that corrects for old weights"),
     "ages that nobody sees": (("online_dpo.yaml", 4, "on_stale=drop"), "reads `versions`"),
