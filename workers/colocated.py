@@ -52,7 +52,8 @@ _LOWER, _LEAST = 0.1, 0.1  # a step towards less where there is no wait; the lea
 class ColocatedSource:
     """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer. `loop` is None on
     a rank that follows the first of its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or
-    after `limit` seconds without new rows if none are under way here. With a `share` that is so much of `step_rows`."""
+    after `limit` seconds without new rows if none are under way here. Where there is a `share`, enough is that of
+    `step_rows`."""
 
     def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
                  tp_group: dist.ProcessGroup | None, enough: float, limit: float, share: AdaptiveShare | None = None,
@@ -77,7 +78,7 @@ class ColocatedSource:
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         switch_at, prompts = spec.run.switch_at, spec.run.data.batch
         share = AdaptiveShare() if switch_at == "auto" else None
-        enough = math.ceil((0.5 if switch_at == "auto" else switch_at) * prompts) * channel.rows
+        enough = 0 if switch_at == "auto" else math.ceil(switch_at * prompts) * channel.rows
         return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, share, prompts * channel.rows)
 
     def sample(self, draws: int) -> None:

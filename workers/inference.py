@@ -121,7 +121,7 @@ class InferenceContext:
                 if lost:
                     raise LeaseLost(lost.decode())
                 self.dock.commit(lease)
-            except LeaseLost as error:  # what was put is there all the same: the new holder's are duplicates
+            except LeaseLost as error:  # of a lease that ran out the rows were put: the new holder's are duplicates
                 events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
         heartbeat.current().finish()
 

@@ -169,11 +169,11 @@ class UnorderedSource(AsyncSource):
     """
 
     in_order = False
-    drops = True  # prompts that are too old, instead of training on them
-    trained: Mapping[str, RoleEngines] = {}
 
-    def __init__(self, *given: Any, **named: Any):
+    def __init__(self, *given: Any, drops: bool, trained: Mapping[str, RoleEngines], **named: Any):
+        """`drops`: prompts that are too old, instead of training on them."""
         super().__init__(*given, **named)
+        self.drops, self.trained = drops, trained
         self.open: dict[int, int] = {}  # how often each prompt was enqueued again, by its position
         self.taken = 0  # leases
         self.ends: list[int] = []  # leases that were taken by the end of each of the last steps
@@ -300,6 +300,4 @@ def source_of(ctx: TrainContext) -> Dataloader:
     given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt)
     if run.on_stale == "wait":
         return AsyncSource(*given)
-    source = UnorderedSource(*given)
-    source.drops, source.trained = run.on_stale == "drop", ctx.trained
-    return source
+    return UnorderedSource(*given, drops=run.on_stale == "drop", trained=ctx.trained)

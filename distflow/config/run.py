@@ -471,7 +471,8 @@ class Run(Document):
     dock_gib: PositiveFloat = 16.0
     """GiB of samples that each machine that trains should store in its host memory (modes async and semi_sync). Where
     they are full, ranks that sample begin no prompts but those of the step that the trainer waits for, until it has
-    released others. The trainer itself never waits for room."""
+    released others. The trainer itself never waits for room. With `on_stale` drop or keep no rank waits: the trainer
+    releases the rows of trained steps."""
     layouts: dict[str, Parallel] = {}
     """How a node's ranks split its work, by node."""
     validation: Validation | None = None

@@ -21,7 +21,7 @@ from distflow.errors import Diagnostic, InvalidInput
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
-_COMPARED = 50_000
+_COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
 _PASSES = 100
 _ROWS = 1_000_000

@@ -36,6 +36,7 @@ from distflow.recovery.checkpoint_files import (
     FILES,
     GENERATION,
     PROGRESS,
+    checkpoint_of,
     checksum,
     complete_checkpoints,
     damage,
@@ -125,7 +126,7 @@ class Checkpoints:
                 untouched.
             Superseded: on every rank, if a newer trainer has claimed the folder.
         """
-        final = self.folder / f"step-{step:08d}"
+        final = checkpoint_of(self.folder, step)
         partial = generations.partial(final, self.generation)
         try:
             self._require_none("" if sharded is not None else f"{final} could not be written: the copy of it in the "

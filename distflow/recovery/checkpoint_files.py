@@ -24,6 +24,10 @@ _NAME = re.compile(r"step-\d+")
 _PART = 16 << 20  # bytes of one read
 
 
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
 def finished(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since. Raises
     CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing."""

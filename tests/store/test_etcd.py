@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from servers import serving
 
 from distflow.errors import InvalidInput
 from distflow.store import etcd as module
@@ -161,13 +162,7 @@ def test_a_member_that_cannot_check_a_user_now_is_passed_over(etcd, monkeypatch,
             self.end_headers()
             self.wfile.write(text.encode())
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Unable) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever)
-        thread.start()
-        try:
-            store = EtcdStore(f"etcd://127.0.0.1:{proxy.server_port},127.0.0.1:{etcd.clients[0]}/run", 60.0)
-            store.put("key", "1")
-            assert store.get("key") == "1"
-        finally:
-            proxy.shutdown()
-            thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Unable)) as proxy:
+        store = EtcdStore(f"etcd://127.0.0.1:{proxy.server_port},127.0.0.1:{etcd.clients[0]}/run", 60.0)
+        store.put("key", "1")
+        assert store.get("key") == "1"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import serving
 
 from distflow.cli import main
 from distflow.errors import InvalidInput
@@ -198,12 +198,8 @@ def test_a_collector_gets_the_spans_with_their_own_times(folder) -> None:
 
         def log_message(self, *_: object) -> None: ...
 
-    with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(HTTPServer(("127.0.0.1", 0), Collector)) as server:
         sent = perfetto.send_spans(timeline.read(folder), f"http://127.0.0.1:{server.server_port}/v1/traces", "run")
-        server.shutdown()
-        thread.join()
     assert sent == 2
     requests = [message.ExportTraceServiceRequest.FromString(body) for body in bodies]
     spans = {span.name: span for request in requests for resource in request.resource_spans

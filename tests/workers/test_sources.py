@@ -365,9 +365,9 @@ def unordered(empty):
     def make(drops: bool = True, state=None, attempt: int = 0) -> UnorderedSource:
         task = SimpleNamespace(node="rollout", role="actor", writes=("versions",), arrives=False, out_fan=())
         plan = SimpleNamespace(tasks=(task,), source=None, ranks=1)
-        source = UnorderedSource(Loader(0), empty, plan, 0, 1, 4, 1.0, attempt=attempt)
+        source = UnorderedSource(Loader(0), empty, plan, 0, 1, 4, 1.0, attempt=attempt, drops=drops,
+                                 trained={"actor": SimpleNamespace(version=0)})
         source.at = lambda prompts: prompts
-        source.drops, source.trained = drops, {"actor": SimpleNamespace(version=0)}
         if state:
             source.load_state_dict(state)
         made.append(source)

@@ -22,7 +22,7 @@ from distflow.data.exchange import gather_values, pack, peer_errors, unpack
 from distflow.data.problems import messages_of
 from distflow.errors import CheckpointError, EngineError, InvalidInput, did_you_mean
 from distflow.plan import Layout
-from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
+from distflow.recovery.checkpoint_files import checkpoint_of, complete_checkpoints, step_of
 from distflow.telemetry import events, heartbeat
 from distflow.telemetry.metrics import current
 from workers.endpoint.messages import RequestRefused
@@ -358,7 +358,7 @@ class TrainingCalls:
     def _load_state(self, checkpoint: int) -> Any:
         state = self.ctx.state
         state.finish()
-        path = state.folder / f"step-{checkpoint:08d}"
+        path = checkpoint_of(state.folder, checkpoint)
         if damage := state.checkpoints.damage_in(path):
             raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()

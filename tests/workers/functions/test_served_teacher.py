@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from servers import serving
 
 from distflow.config.load import load
 from distflow.data.batch import Ragged
@@ -72,13 +72,8 @@ def best(last: int, count: int) -> list[tuple[int, float]]:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with serving(Server()) as made:
+        yield made
 
 
 def ask(server: Server, responses: list[list[int]], **settings):

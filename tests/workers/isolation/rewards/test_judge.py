@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 from harness import ROOT
+from servers import serving
 
 from distflow.errors import EngineError, InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
@@ -79,14 +80,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.stop.set()
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    with serving(Server()) as made:
+        yield made
+        made.stop.set()
 
 
 def ask(server: Server, completion: str, **settings) -> float:
