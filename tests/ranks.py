@@ -50,6 +50,13 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
         raise
 
 
+def end_processes() -> None:
+    """End all ranks' processes, so that the next are new: torch's flight recorder keeps what it has recorded of groups
+    that are gone, and their names come again."""
+    while _pool:
+        _end(*_pool.pop())
+
+
 def _results(used: list[tuple[multiprocessing.Process, Connection]]) -> list[Any]:
     results: dict[int, Any] = {}
     lines = {line: rank for rank, (_, line) in enumerate(used)}

@@ -34,7 +34,8 @@ class Collective(NamedTuple):
 
 
 def entered(first: int = 0) -> dict[str, Collective]:
-    """Return the newest collective of each group that this process has entered. `first`: number of torch's rank 0."""
+    """Return the newest collective of each group that this process has entered. `first`: number of torch's rank 0. Of a
+    process that makes its groups once: torch keeps records of groups that are gone, and their names come again."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as recorder
 

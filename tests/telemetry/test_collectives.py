@@ -10,28 +10,31 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import end_processes, run_ranks
 from stores import client
 
 from distflow.recovery.rank_status import COLLECTIVES, RankStatus, absent_ranks
 from distflow.telemetry.collectives import Collective, CollectiveMonitor, absent, entered
 
 
-def stand(late: int) -> tuple[str, str]:
-    """Let all but rank `late` enter a collective; return what is said while they wait, and after their time-out."""
+def stand(late: int, other: bool) -> tuple[str, str]:
+    """Let all but rank `late` enter a collective of ranks 1 and 2 or, with `other`, of all; return what is said of it
+    while they wait, and after their time-out."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     underlying = store
     while isinstance(underlying, dist.PrefixStore):
         underlying = underlying.underlying_store
     below = client(underlying.port).below("who stands")
-    group = dist.new_group(group_desc="whole")
+    pair, whole = dist.new_group([1, 2], group_desc="pair"), dist.new_group(group_desc="whole")
+    group = whole if other else pair
     for _ in range(3):
-        dist.all_reduce(torch.ones(1), group=group)
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=15), group)
+        dist.all_reduce(torch.ones(1), group=whole)
+    if rank in dist.get_process_group_ranks(group):
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=15), group)
     status = RankStatus(below, rank, 3)
     status.set("computing node `update`", "training")
     with CollectiveMonitor(lambda text: below.put(f"{COLLECTIVES}/{rank}", text), 0, limit=1.0):
-        if rank == late:
+        if rank == late or not (other or rank):
             assert below.wait([f"{COLLECTIVES}/{each}" for each in range(3)], 60.0)
             until = time.monotonic() + 120
             while not (text := absent_ranks(below, range(3))) and time.monotonic() < until:
@@ -46,11 +49,13 @@ def stand(late: int) -> tuple[str, str]:
         return "", missing
 
 
-def test_the_rank_that_has_not_come_is_named_while_others_wait_and_when_they_give_up():
-    said = run_ranks(3, stand, 2)
+@pytest.mark.parametrize(("other", "group", "number", "inside"), [(True, "whole", 4, r"0, 1"), (False, "pair", 1, "1")])
+def test_the_rank_that_has_not_come_is_named_while_others_wait_and_when_they_give_up(other, group, number, inside):
+    end_processes()
+    said = run_ranks(3, stand, 2, other)
     for text in (said[2][0], said[1][1]):
         assert text.startswith("rank 2 has not "), text
-        assert "4 of group `whole`, where rank 0, 1 waits for " in text
+        assert f"{number} of group `{group}`, where rank {inside} waits for " in text
         assert "all_reduce" in text
     assert "no rank says that it is elsewhere" not in said[1][1]
 
