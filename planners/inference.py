@@ -109,11 +109,13 @@ def _waits_for(nodes: Mapping[str, list[str]], role: str, spec: Spec, flows: Map
 
 
 def _ordered(waits_for: dict[str, set[str]]) -> tuple[list[str], list[str]]:
-    """Return the roles in an order in which none waits for a later one, and those that wait for each other."""
-    order: list[str] = []
-    while free := [role for role in waits_for if role not in order and waits_for[role] <= set(order)]:
-        order += free
-    return order, [role for role in waits_for if role not in order]
+    """Return the roles in an order in which none waits for a later one, or those that wait for each other."""
+    import networkx as nx
+
+    graph = nx.DiGraph((other, role) for role, others in waits_for.items() for other in sorted(others))
+    graph.add_nodes_from(waits_for)
+    circle = next((sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1), [])
+    return [*waits_for] if circle else [*nx.lexicographical_topological_sort(graph, [*waits_for].index)], circle
 
 
 def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagnostic]]:
