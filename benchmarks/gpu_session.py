@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ import torch
 from benchmarks.gpu import RESULTS, Report, description
 from benchmarks.modes import ROOT
 from benchmarks.ratio import Spread, options, parsed, summary
+from benchmarks.shapes import SHAPES
 from distflow.plan import MemoryItem
 from distflow.telemetry.ettr import account, read
 from distflow.telemetry.run_reader import RunReader
@@ -83,7 +85,8 @@ class Session:
         self.report, self.kind, self.work = report, kind, work
         self.until = time.monotonic() + 60 * minutes
         self.outcomes: dict[str, str] = {}
-        self.environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        searched = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = os.environ | {"PYTHONPATH": searched, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if kind == "cpu":
             self.environment["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -93,7 +96,7 @@ class Session:
         if limit < LEAST:
             self.outcomes[name] = "no time left"
             return False
-        began, output = time.monotonic(), self.work / "output.txt"
+        began, output = time.monotonic(), self.work / f"{name}.txt"
         with output.open("w") as out:
             ending = ended(subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=out,
                                             stderr=subprocess.STDOUT, start_new_session=True), limit)
@@ -175,17 +178,20 @@ def session(given: argparse.Namespace, work: Path) -> None:
     report = Report(given.output)
     say_versions(report, given.device)
     each = Session(report, given.device, given.minutes, work)
-    python, shapes = [sys.executable, "-m"], ["0.5B", "7B"] if given.device == "cuda" else ["tiny"]
+    python, shapes = [sys.executable, "-m"], given.shape if given.device == "cuda" else ["tiny"]
     figures = work / "figures.txt"
     measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
     runs = [run for run in RUNS if run.name in QUICK or not given.quick]
-    each.run(runs[0])
-    if given.device == "cuda":
-        each.part("tests", 280, [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"], keep=True)
-    each.part(f"figures {shapes[0]}", 240, [*measured, "--shape", shapes[0]], keep=True)
-    for run in runs[1:]:
-        each.run(run)
-    for shape in shapes[1:]:
+    with ThreadPoolExecutor(given.together) as together:
+        alone = [together.submit(each.run, run) for run in runs if not run.resumes]
+        if given.device == "cuda":
+            tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
+            alone.insert(0, together.submit(each.part, "tests", 280, tests, keep=True))
+        for each_run in alone:
+            each_run.result()
+        for run in (run for run in runs if run.resumes):
+            together.submit(each.run, run)
+    for shape in shapes:
         each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
     for name, ending in each.outcomes.items():
         if ending != PASSED:
@@ -198,6 +204,8 @@ def session(given: argparse.Namespace, work: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--together", type=int, default=1, help="tests and runs at a time, which blurs their seconds")
+    parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["0.5B", "7B"], help="models; default 0.5B 7B")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
     parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
                         "results, with --device cpu none")

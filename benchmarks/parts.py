@@ -91,8 +91,7 @@ class Bench:
 
     def _model(self, shape: Shape) -> torch.nn.Module:
         model = shape.build(self.kind)
-        if self.kind == "cpu":
-            model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.NAME)
         return model
 
     def _rollout_of(self, model: torch.nn.Module) -> HFRollout:

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from harness import metrics_of
 
+from distflow.config.run import Generation
+from distflow.data.batch import Ragged
 from distflow.weights.host_copy import STAGE, HostCopy
+from workers.engines import attention
+from workers.engines.devices import choose
+from workers.engines.embedded import build_model
+from workers.engines.hf import HFRollout
 from workers.engines.packing import Packing
 
 pytestmark = [pytest.mark.gpu,
@@ -65,3 +71,23 @@ def test_tensors_of_a_gpu_arrive_as_they_were_at_the_moment():
     for _ in copier.copy([(target, source)], moment):
         source.zero_()
     assert torch.equal(target.view(torch.int64), expected)
+
+
+def test_captured_steps_sample_as_computed_ones_do():
+    choose("cuda")
+    model = build_model(270, 0, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32).cuda()
+    model.set_attn_implementation(attention.NAME)
+    prompts = Ragged.from_rows([torch.arange(5, 5 + length) for length in (6, 2, 40, 9)])
+    found = []
+    for captures in (True, False):
+        rollout = HFRollout(model, Generation(max_new_tokens=60, batch_rows=6, cuda_graphs=captures), 0, [2, 7])
+        assert rollout.captures == captures
+        found.append(rollout.generate(prompts, 4, torch.arange(16), key=5))
+        weights = {name: weight.clone() for name, weight in rollout.weight_buffers().items()}
+        rollout.sleep()
+        rollout.wake()  # perhaps elsewhere
+        rollout.load(weights.items(), 1)
+        found.append(rollout.generate(prompts, 4, torch.arange(16), key=5))
+    for other in found[1:]:
+        assert torch.equal(found[0].tokens.values, other.tokens.values)
+        assert torch.allclose(found[0].logprobs.values, other.logprobs.values, atol=1e-4)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distflow.errors import EngineError
+from workers.engines.context_parallel import has_windows
 
 NAME = "distflow"
 NO_MASK = (1, 1, 0, 0)
@@ -45,6 +46,14 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
     weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)
     return (weights @ value).reshape(rows, 1, heads, size), None
+
+
+def sees_all_before(model: PreTrainedModel) -> bool:
+    """Return whether every layer attends to all tokens before, through `attend`, and to no image."""
+    config = model.config.get_text_config()
+    full = {*(getattr(config, "layer_types", None) or ["full_attention"])} == {"full_attention"}
+    return full and not has_windows(config) and config._attn_implementation == NAME and \
+        model._supports_attention_backend and not getattr(model, "image_processor", None)
 
 
 AttentionInterface.register(NAME, attend)

@@ -26,6 +26,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.chat import pad_token
+from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import Past, Slots, prefixes
 from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
@@ -49,6 +50,8 @@ class HFRollout(Rollout):
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
+        self.captures = generation.cuda_graphs and model.device.type == "cuda" and can_be_captured(model)
+        self.wakes = 0
         self.routers = Routers(model) if generation.routing_replay else None
         if self.routers:
             self.routers.records = True
@@ -95,7 +98,7 @@ class HFRollout(Rollout):
     def wake(self) -> None:
         for parameter in self._alone():
             parameter.data.untyped_storage().resize_(parameter.nbytes)
-        self.version = -1
+        self.version, self.wakes = -1, self.wakes + 1
 
     def _alone(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter not in self.shared]
@@ -119,6 +122,8 @@ class Decoding(Session):
         self.rows: list[SampledRow | None] = []  # row of each slot
         self.live = 0  # number of occupied slots
         self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
+        self.graph: DecodeGraph | None = None
+        self.wakes = engine.wakes
         if engine.routers:
             self.state["experts"] = torch.zeros(0, 0, 0, 0, dtype=engine.routers.routing.dtype, device=self.device)
 
@@ -199,15 +204,27 @@ class Decoding(Session):
         if not self.unread and not self.ready and (len(self.rows) - self.live) * _FRACTION >= len(self.rows):
             chosen = self._compact(chosen)
         self.slots.grow()
-        width, length = self.slots.width + 1, self.state["length"]
-        mask = torch.arange(width, device=self.device) >= width - 1 - length[:, None]
-        output = self.model(chosen[:, None], attention_mask=mask, position_ids=(length + self.state["shift"])[:, None],
-                            past_key_values=self.slots, use_cache=True)
-        self.state["logits"] = output.logits[:, -1]
+        length = self.state["length"]
+        read = self._captured if self.engine.captures else self._computed
+        self.state["logits"] = read(chosen, length + self.state["shift"], length)
         if self.engine.routers:
             slot = torch.arange(len(self.rows), device=self.device)
             self.state["experts"][slot, self.state["count"] - 1] = self.engine.routers.take()
         length += 1
+
+    def _computed(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        """Return the logits [B, V] after `tokens` [B], which have `lengths` [B] tokens before them."""
+        width = self.slots.width + 1
+        mask = torch.arange(width, device=self.device) >= width - 1 - lengths[:, None]
+        return self.model(tokens[:, None], attention_mask=mask, position_ids=positions[:, None],
+                          past_key_values=self.slots, use_cache=True).logits[:, -1]
+
+    def _captured(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        if self.wakes != self.engine.wakes:  # the weights lie elsewhere
+            self.graph, self.wakes = None, self.engine.wakes
+        if self.graph is None or self.graph.resized != self.slots.resized:
+            self.graph = DecodeGraph(self.model, self.slots, self.graph)
+        return self.graph.step(tokens, positions, lengths)
 
     def _compact(self, chosen: Tensor) -> Tensor:
         kept = self.state["live"].nonzero().squeeze(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +40,36 @@ class Slots(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.count = 0
+        self.resized = 0  # how often the buffers were replaced
 
     @property
     def width(self) -> int:
         return self.layers[0].keys.shape[2] if self.layers else 0
+
+    @property
+    def room(self) -> int:
+        """Columns of the buffers, spare ones too."""
+        return self.layers[0].buffers[0].shape[2]
+
+    @property
+    def end(self) -> int:
+        """The column of the next token."""
+        return self.layers[0].end
+
+    @contextlib.contextmanager
+    def whole(self, column: Tensor) -> Iterator[None]:
+        """Let the model see all columns, spare ones too, and write to `column` [1]: shapes then stay until the buffers
+        are replaced."""
+        for layer in self.layers:
+            layer.column = column
+        yield
+        for layer in self.layers:
+            layer.column = None
+
+    def advance(self) -> None:
+        """Take the column that was written while all were seen into the window."""
+        for layer in self.layers:
+            layer.show(layer.start, layer.end + 1)
 
     def show(self, width: int) -> None:
         """Narrow the window to the last `width` columns: no row is longer."""
@@ -57,6 +85,7 @@ class Slots(Cache):
         for layer in self.layers:
             layer.keep(kept, count, width)
         self.count = count
+        self.resized += 1
 
     def put(self, slots: Tensor, pasts: list[Past]) -> None:
         for index, batch, chosen in _by_batch(pasts, slots.device):
@@ -65,6 +94,7 @@ class Slots(Cache):
                 where = slice(int(where[0]), int(where[-1]) + 1)  # a slice copies faster
             if not self.layers:
                 self.layers = [_Window(*layer, self.count, self.width_of(pasts)) for layer in batch]
+                self.resized += 1
             for layer, (keys, values) in zip(self.layers, batch):
                 width = min(keys.shape[2], layer.keys.shape[2])
                 layer.keys[where, :, -width:] = keys[chosen, :, -width:]
@@ -83,6 +113,7 @@ class _Window(DynamicLayer):
 
     keys: Tensor
     values: Tensor
+    column: Tensor | None = None
 
     def __init__(self, keys: Tensor, values: Tensor, count: int, width: int):
         super().__init__()
@@ -106,11 +137,15 @@ class _Window(DynamicLayer):
             buffer = old.new_empty(count, old.shape[1], _room(width), old.shape[3])
             buffer[: len(part), :, width - shared : width] = part
             # A masked column must hold finite numbers: NaN would spread.
-            buffer[len(part) :, :, :width], buffer[:, :, : width - shared] = 0, 0
+            buffer[len(part) :], buffer[:, :, : width - shared], buffer[:, :, width:] = 0, 0, 0
             self.buffers[index] = buffer
         self.show(0, width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.column is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states)):
+                buffer.index_copy_(2, self.column, states)
+            return self.buffers[0], self.buffers[1]
         end = self.end + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             buffer[:, :, self.end : end] = states
@@ -119,7 +154,7 @@ class _Window(DynamicLayer):
 
 
 def _room(width: int) -> int:
-    return width + max(_SPARE, width // 4)
+    return -(-(width + max(_SPARE, width // 4)) // _SPARE) * _SPARE  # masks of other widths are copied by a kernel
 
 
 def prefixes(pasts: list[Past | None], lengths: Tensor) -> KeysValues:

@@ -52,11 +52,13 @@ class Packing:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Return [1, T, H, D]. query [1, H, T, D]; key, value [1, K, T, D]."""
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-        if query.is_cuda and query.dtype != torch.float32 and _HAS_GROUPS:
+        if query.is_cuda and query.dtype != torch.float32:
             queries, keys, longest, places = self._cumulated
-            output = varlen_attn(query, key.index_select(0, places), value.index_select(0, places), queries, keys,
-                                 *longest, scale=scale, window_size=(-1, 0),
-                                 enable_gqa=query.shape[1] != key.shape[1])
+            seen, shared = [key.index_select(0, places), value.index_select(0, places)], query.shape[1] // key.shape[1]
+            if not _HAS_GROUPS:  # up to torch 2.11
+                seen = [part.repeat_interleave(shared, 1) for part in seen]
+            grouped = {"enable_gqa": shared > 1} if _HAS_GROUPS else {}
+            output = varlen_attn(query, *seen, queries, keys, *longest, scale=scale, window_size=(-1, 0), **grouped)
             return cast(Tensor, output)[None]
         return torch.cat([_attend(block, query, key, value, scale) for block in self._blocks]).index_select(
             0, self._back)[None]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
-from workers.engines.attention import NAME, NO_MASK
-from workers.engines.context_parallel import ContextParallelCache, has_windows
+from workers.engines.attention import NO_MASK, sees_all_before
+from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import likeliest, likeliest_of, score, scored
@@ -39,7 +39,7 @@ class SharedPrompt(nn.Module):
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()
         self.model, self.chunks, self.context = model, chunks, context
-        self.packs = context is None and _can_pack(model)
+        self.packs = context is None and sees_all_before(model)
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         """Return the head's input at each token [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
@@ -114,14 +114,6 @@ class SharedPrompt(nn.Module):
         rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
                            past_key_values=cache)
         return torch.cat([first, rest], 1)
-
-
-def _can_pack(model: PreTrainedModel) -> bool:
-    """Return whether every layer attends to all tokens before, through `attention.attend`, and to no image."""
-    config = model.config.get_text_config()
-    full = {*(getattr(config, "layer_types", None) or ["full_attention"])} == {"full_attention"}
-    return full and not has_windows(config) and config._attn_implementation == NAME and \
-        model._supports_attention_backend and not getattr(model, "image_processor", None)
 
 
 def _forward_packed(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,

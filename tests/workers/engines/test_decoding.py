@@ -21,8 +21,11 @@ def prompts() -> Ragged:
     return Ragged.from_rows([torch.randint(5, 260, (length,), generator=generator) for length in (6, 2, 19, 4, 11)])
 
 
-def engine(model, batch_rows: int = 512) -> HFRollout:
-    return HFRollout(model, Generation(max_new_tokens=9, batch_rows=batch_rows), pad_token=0, end_tokens=ENDS)
+def engine(model, batch_rows: int = 512, captures: bool = False) -> HFRollout:
+    """`captures`: with the fixed shapes of a captured step, which is computed as it is here."""
+    made = HFRollout(model, Generation(max_new_tokens=9, batch_rows=batch_rows), pad_token=0, end_tokens=ENDS)
+    made.captures = captures
+    return made
 
 
 def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: int = 3, each: int = 4,
@@ -50,11 +53,12 @@ def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: i
     return {"rows": rows, "said": list(said.values())}
 
 
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize(("batch_rows", "keep_cache"), [(512, True), (7, True), (7, False), (1, True)])
-def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache):
+def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache, captures):
     model.double()
     alone = conversation(engine(model), prompts, keep_cache=False)["said"]
-    company = conversation(engine(model, batch_rows), prompts, keep_cache)["said"]
+    company = conversation(engine(model, batch_rows, captures), prompts, keep_cache)["said"]
     for row, other in zip(alone, company, strict=True):
         assert [turn[0] for turn in row] == [turn[0] for turn in other]
         for turn, same in zip(row, other, strict=True):

@@ -172,7 +172,7 @@ def on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype)
 def on_gpu(generation: Generation) -> dict[str, object]:
     quantized = {"quantization": "fp8_per_tensor"} if generation.quantization == "fp8" else {}
     return {"max_model_len": -1, "enable_sleep_mode": True, "gpu_memory_utilization": generation.memory_share,
-            **quantized}
+            "enforce_eager": not generation.cuda_graphs, **quantized}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,72 @@
+"""A decoding step of fixed shapes, captured as a CUDA graph: one launch in place of some twenty for each layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distflow.errors import EngineError
+from workers.engines.attention import sees_all_before
+from workers.engines.kv_slots import Slots
+
+_RECOMPUTED = ("dynamic", "longrope")
+"""Rotary embeddings that read positions back from the device."""
+
+
+def can_be_captured(model: PreTrainedModel) -> bool:
+    """Return whether a step of this model is the same kernels whatever the tokens are."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    mixture = any(hasattr(module, "experts") for module in model.modules())
+    return sees_all_before(model) and not mixture and rope.get("rope_type") not in _RECOMPUTED
+
+
+class DecodeGraph:
+    """Reads one token of every slot, for as long as the slots have the same buffers and the model its weights' places.
+    The first step is computed as it is, which loads kernels; the second is captured, without a GPU it is not."""
+
+    def __init__(self, model: PreTrainedModel, slots: Slots, former: DecodeGraph | None):
+        """`former`: the graph whose memory is used again."""
+        self.model, self.slots, self.former = model, slots, former
+        self.resized, self.warm = slots.resized, False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.tokens, self.positions, self.lengths = torch.zeros(
+            3, slots.count, 1, dtype=torch.int64, device=model.device)
+        self.columns = torch.arange(slots.room, device=model.device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=model.device)
+
+    def step(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+        """Return the logits [B, V] after `tokens` [B], which have `lengths` [B] tokens before them."""
+        for mine, given in ((self.tokens, tokens), (self.positions, positions), (self.lengths, lengths)):
+            mine.copy_(given[:, None])
+        self.column.fill_(self.slots.end)
+        if self.graph is None and self.warm and torch.cuda.is_available():
+            self._capture()
+        if self.graph is None:
+            self.logits = self._forward()
+        else:
+            self.graph.replay()
+        self.warm = True
+        self.slots.advance()
+        return self.logits
+
+    def _forward(self) -> Tensor:
+        seen = (self.columns >= self.column - self.lengths) & (self.columns <= self.column)
+        with self.slots.whole(self.column):
+            return self.model(self.tokens, attention_mask=seen[:, None, None], position_ids=self.positions,
+                              past_key_values=self.slots, use_cache=True).logits[:, -1]
+
+    def _capture(self) -> None:
+        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        memory = self.former.graph.pool() if self.former and self.former.graph else None
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(memory, "thread_local")  # other threads copy weights meanwhile
+                self.logits = self._forward()
+                graph.capture_end()
+        except RuntimeError as error:
+            raise EngineError(f"a decoding step of {type(self.model).__name__} cannot be captured as a CUDA graph: "
+                              f"{error}. Set  generation: {{cuda_graphs: false}}  for its role") from error
+        current.wait_stream(stream)
+        self.graph, self.former = graph, None
