@@ -43,6 +43,8 @@ LEAST, GRACE = 15.0, 40.0  # seconds without which no part begins; that one has 
 PASSED, QUICK = "passed", ("plain", "resume", "kill")
 MODEL = ("roles.actor.model={architecture: qwen2, layers: %d, hidden: 896, heads: 14, kv_heads: 2, head_dim: 64, "
          "max_positions: 1024}")
+FILLED = ("roles.actor.generation.max_new_tokens=128", "roles.actor.dtype=bfloat16",
+          "roles.actor.micro_batch_tokens=2048")  # so that micro-batches are as full as the plan counts them
 COMMON = ("steps=3", "data.batch=8", "checkpoint.every=2", "validation=null", "report=false",
           "nodes.reward.with.reward={length: {target: 100}}")  # by which samples of random weights differ
 
@@ -109,7 +111,7 @@ class Session:
 
     def run(self, run: Run) -> None:
         folder = self.work / (run.resumes or run.name)
-        model = (MODEL % 8, "roles.actor.generation.max_new_tokens=128") if run.large and self.kind == "cuda" else ()
+        model = (MODEL % 8, *FILLED) if run.large and self.kind == "cuda" else ()
         given = ["--resume", str(folder), "--set", "steps=5"] if run.resumes else [
             "--dag", run.dag, "--name", run.name,
             *(word for line in (f"output={self.work}", *COMMON, *model, *run.settings) for word in ("--set", line))]

@@ -34,6 +34,7 @@ from workers.engines.devices import peak_of
 from workers.engines.embedded import build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
+from workers.engines.norms import fuse_norms
 from workers.engines.rollout import SampledRow
 
 GIB = 1024**3
@@ -92,6 +93,8 @@ class Bench:
     def _model(self, shape: Shape) -> torch.nn.Module:
         model = shape.build(self.kind)
         model.set_attn_implementation(attention.NAME)
+        if self.kind == "cuda":
+            fuse_norms(model)
         return model
 
     def _rollout_of(self, model: torch.nn.Module) -> HFRollout:

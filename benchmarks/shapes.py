@@ -19,8 +19,9 @@ TRAINING = 3
 """Forward passes that a training step is worth."""
 _STATE = 16
 """Bytes of weights, gradients and Adam's state of each parameter, in float32."""
-_ROOM = 0.92
-"""Of a device's memory, what they may take; the rest is for activations, and a layer in bfloat16 with its gradients."""
+_COMPUTING = 16e9
+"""Bytes that the 7B takes while it computes: two layers and what is outside of layers, in bfloat16 with float32
+gradients, logits and activations."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Shape:
     def trainable(self, memory: float) -> Shape:
         """With as many of its layers, at least one, as can be trained in so many bytes over all devices."""
         others = self.parameters - self.layers * self.matrices
-        fitting = int((_ROOM * memory / _STATE - others) // self.matrices)
+        fitting = int(((memory - _COMPUTING) / _STATE - others) // self.matrices)
         return replace(self, layers=max(1, min(self.layers, fitting)))
 
     def flops(self, prompt: int, response: int, samples: int = 1) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.config.run import RoleRun
@@ -49,6 +49,13 @@ def dimension(mesh: DeviceMesh, name: str) -> int:
 def device_of(mesh: DeviceMesh) -> torch.device:
     on_gpu = mesh.device_type == "cuda"
     return torch.device(mesh.device_type, torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`; it does not wait for what the device does, as a copy of pageable memory
+    would."""
+    pinned = device.type == "cuda" and torch.cuda.is_available() and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
 
 def shard_mesh(mesh: DeviceMesh, replicas: int = 1) -> DeviceMesh:

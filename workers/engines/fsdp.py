@@ -29,7 +29,7 @@ from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
-from workers.engines.devices import convert, dimension, is_half, shard_mesh
+from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
 from workers.engines.routing import Routers, alike_before, packed_choices
 from workers.engines.tensor_parallel import decoder_layers
@@ -244,14 +244,17 @@ class FSDPEngine(Trainer):
         routed: Ragged | None = micro.columns.get("routed_experts")  # pyright: ignore[reportAssignmentType]
         if routed is not None and self.routers:
             same = alike_before(routed, micro["prompts"].lengths)
-        inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, self.device, same)
+        inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, torch.device("cpu"), same)
         if self.routers:
             self.routers.replayed = None if routed is None else packed_choices(
                 routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
         more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1])}
         if images is None:
-            return self.policy(*inputs, **more)
+            on_gpu = self.device.type == "cuda" and self.policy.packs
+            packed = self.policy.pack(*inputs, device=self.device) if on_gpu else None
+            return self.policy(*(on_device(part, self.device) for part in inputs), packed=packed, **more)
         pixels = image_inputs(self.policy.model, images.select(first_rows(inputs[2])))
+        inputs = tuple(part.to(self.device) for part in inputs)
         if not pixels:
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}

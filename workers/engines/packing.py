@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-_HAS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+from workers.engines.devices import on_device
+
+_ASKS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped queries unasked
 _WASTE = 2  # padded scores of a block, as a multiple of those that are needed
 _FEW, _MANY = 2**16, 2**24  # scores of a block: up to which waste does not count, and at most
 Sequences = list[tuple[range, range]]
@@ -47,18 +49,16 @@ class Packing:
 
     def positions(self) -> Tensor:
         """Return [T]: the position of each token in its row."""
-        return torch.cat([torch.arange(len(own)) + len(before) for before, own in self.sequences]).to(self.device)
+        return torch.cat([torch.arange(len(before), len(before) + len(own)) for before, own in self.sequences])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Return [1, T, H, D]. query [1, H, T, D]; key, value [1, K, T, D]."""
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
         if query.is_cuda and query.dtype != torch.float32:
             queries, keys, longest, places = self._cumulated
-            seen, shared = [key.index_select(0, places), value.index_select(0, places)], query.shape[1] // key.shape[1]
-            if not _HAS_GROUPS:  # up to torch 2.11
-                seen = [part.repeat_interleave(shared, 1) for part in seen]
-            grouped = {"enable_gqa": shared > 1} if _HAS_GROUPS else {}
-            output = varlen_attn(query, *seen, queries, keys, *longest, scale=scale, window_size=(-1, 0), **grouped)
+            groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _ASKS else {}
+            output = varlen_attn(query, key.index_select(0, places), value.index_select(0, places), queries, keys,
+                                 *longest, scale=scale, window_size=(-1, 0), **groups)
             return cast(Tensor, output)[None]
         return torch.cat([_attend(block, query, key, value, scale) for block in self._blocks]).index_select(
             0, self._back)[None]
@@ -67,10 +67,10 @@ class Packing:
     def _cumulated(self) -> tuple[Tensor, Tensor, tuple[int, int], Tensor]:
         own = [len(own) for _, own in self.sequences]
         seen = [len(before) + len(own) for before, own in self.sequences]
-        cumulated = [torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=self.device)
+        cumulated = [on_device(torch.tensor([0, *accumulate(sizes)], dtype=torch.int32), self.device)
                      for sizes in (own, seen)]
-        places = torch.cat([torch.tensor([*before, *own]) for before, own in self.sequences])
-        return cumulated[0], cumulated[1], (max(own), max(seen)), places.to(self.device)
+        places = torch.cat([torch.arange(part.start, part.stop) for parts in self.sequences for part in parts])
+        return cumulated[0], cumulated[1], (max(own), max(seen)), on_device(places, self.device)
 
     @cached_property
     def _cuts(self) -> list[Sequences]:

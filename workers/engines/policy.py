@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 from distflow.data.batch import Ragged
 from workers.engines.attention import NO_MASK, sees_all_before
 from workers.engines.context_parallel import ContextParallelCache
+from workers.engines.devices import on_device
 from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import likeliest, likeliest_of, score, scored
@@ -28,6 +30,18 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 """Settings of models that do something to logits after the head."""
 Read = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 _PADDING = 1.25  # computed tokens for each true one, from which on packing is faster on a CPU
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """How padded rows are packed into one, by indices on the model's device."""
+
+    packing: Packing
+    prompt_tokens: Tensor  # of prompts [P, L], flat
+    response_tokens: Tensor  # of responses with `after_last` columns of padding, flat
+    outputs: Tensor  # packed tokens after which the head is applied
+    asked: Tensor  # what it is asked there, of responses as above, flat
+    positions: Tensor  # [1, T]
 
 
 class SharedPrompt(nn.Module):
@@ -60,7 +74,7 @@ class SharedPrompt(nn.Module):
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
-                candidates: Tensor | None = None, top: int = 0) -> tuple[Tensor, ...]:
+                candidates: Tensor | None = None, top: int = 0, packed: Packed | None = None) -> tuple[Tensor, ...]:
         """Return the values of `read` for all responses back to back, before each token (see `after_last`).
 
         Args:
@@ -69,6 +83,7 @@ class SharedPrompt(nn.Module):
             images: see `vision.image_inputs`.
             candidates: [B, R, K] tokens that are read in place of the responses' own.
             top: read the `top` most probable tokens, by `read_top`.
+            packed: what `pack` has returned for these lengths.
         """
         of_top = {"count": top} if top else {}
         read = functools.partial(self.read_top if top else self.read, temperature=temperature, **of_top)
@@ -78,7 +93,8 @@ class SharedPrompt(nn.Module):
                                        response_lengths, asked, read)
         if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
                                           self._wastes(prompts, prompt_lengths, response_lengths)):
-            return _forward_packed(self, prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read)
+            packed = packed or self.pack(prompts, prompt_lengths, prompt_of, responses, response_lengths)
+            return self._forward_packed(packed, prompts, responses, asked, read)
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
@@ -105,6 +121,34 @@ class SharedPrompt(nn.Module):
         padded = prompts.numel() + sum(len(part) * int(part[-1]) for part in parts)
         return padded > _PADDING * int(prompt_lengths.sum() + response_lengths.sum())
 
+    def pack(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
+             response_lengths: Tensor, device: torch.device | None = None) -> Packed:
+        """Return how rows are packed, see `forward`, for a model on `device` (None: that of the rows). It waits for
+        lengths that are not on the CPU."""
+        device, more = device or prompts.device, self.after_last
+        prompt_lengths, prompt_of, response_lengths = (part.cpu() for part in (
+            prompt_lengths, prompt_of, response_lengths))
+        columns, steps = torch.arange(prompts.shape[1]), torch.arange(responses.shape[1] + more)
+        counts = response_lengths + more
+        rest = (counts - 1).clamp(min=0)
+        last, before = prompt_lengths.cumsum(0)[prompt_of] - 1, int(prompt_lengths.sum()) + rest.cumsum(0) - rest
+        # A response's first value is read at the prompt's end, the others at its own tokens.
+        places = torch.where(steps == 0, last[:, None], before[:, None] + steps - 1)
+        valid = steps < counts[:, None]
+        packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), device)
+        of_prompts, of_responses = columns >= len(columns) - prompt_lengths[:, None], steps < rest[:, None]
+        return Packed(packing, *(on_device(part, device) for part in (
+            _places(of_prompts), _places(of_responses), places[valid], _places(valid), packing.positions()[None])))
+
+    def _forward_packed(self, packed: Packed, prompts: Tensor, responses: Tensor, asked: Tensor,
+                        read: Read) -> tuple[Tensor, ...]:
+        """Compute `forward` without padding, all tokens in one row."""
+        tokens = torch.cat([prompts.flatten().index_select(0, packed.prompt_tokens),
+                            _padded(responses, self.after_last).flatten().index_select(0, packed.response_tokens)])
+        outputs = self.run_packed(packed.outputs, tokens[None], position_ids=packed.positions, packing=packed.packing,
+                                  attention_mask=tokens.new_empty(NO_MASK))
+        return read(outputs, _padded(asked, self.after_last).flatten(0, 1).index_select(0, packed.asked))
+
     def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
                       cache: Cache) -> Tensor:
         """Return [B, R + after_last, D]: the outputs at the prompt's end and at each token, the last one if needed."""
@@ -114,25 +158,6 @@ class SharedPrompt(nn.Module):
         rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
                            past_key_values=cache)
         return torch.cat([first, rest], 1)
-
-
-def _forward_packed(policy: SharedPrompt, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor,
-                    responses: Tensor, response_lengths: Tensor, asked: Tensor, read: Read) -> tuple[Tensor, ...]:
-    """Compute `SharedPrompt.forward` without padding, all tokens in one row."""
-    columns = torch.arange(prompts.shape[1], device=prompts.device)
-    steps = torch.arange(responses.shape[1] + policy.after_last, device=prompts.device)
-    counts = response_lengths + policy.after_last
-    rest = (counts - 1).clamp(min=0)
-    packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), prompts.device)
-    tokens = torch.cat([prompts[columns >= prompts.shape[1] - prompt_lengths[:, None]],
-                        _padded(responses, policy.after_last)[steps < rest[:, None]]])
-    last, before = prompt_lengths.cumsum(0)[prompt_of] - 1, int(prompt_lengths.sum()) + rest.cumsum(0) - rest
-    # A response's first value is read at the prompt's end, the others at its own tokens.
-    places = torch.where(steps == 0, last[:, None], before[:, None] + steps - 1)
-    valid = steps < counts[:, None]
-    outputs = policy.run_packed(places[valid], tokens[None], position_ids=packing.positions()[None], packing=packing,
-                                attention_mask=tokens.new_empty(NO_MASK))
-    return read(outputs, _padded(asked, policy.after_last)[valid])
 
 
 def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, prompts: Tensor, prompt_lengths: Tensor,
@@ -155,6 +180,10 @@ def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, pro
     following = asked.new_zeros(*tokens.shape, *asked.shape[2:])
     following[:, last : last + asked.shape[1]] = asked
     return tuple(context.join(_placed(here, part))[wanted] for part in read(states[here], following[:, own][here]))
+
+
+def _places(where: Tensor) -> Tensor:
+    return where.flatten().nonzero().squeeze(1)
 
 
 def _placed(where: Tensor, values: Tensor) -> Tensor:
@@ -224,7 +253,7 @@ def inputs_of(prompts: Ragged, responses: Ragged, pad_token: int, device: torch.
     tokens = responses.padded(pad_token)
     tokens = nn.functional.pad(tokens, (0, max(0, 2 - tokens.shape[1])), value=pad_token)
     parts = (padded[starts], prompts.lengths[starts], starts.long().cumsum(0) - 1, tokens, responses.lengths)
-    return tuple(part.to(device) for part in parts)
+    return tuple(on_device(part, device) for part in parts)
 
 
 def first_rows(prompt_of: Tensor) -> Tensor:

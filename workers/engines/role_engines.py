@@ -26,8 +26,9 @@ from distflow.errors import EngineError
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
-from workers.engines.devices import convert, dtype_of
+from workers.engines.devices import convert, dimension, dtype_of
 from workers.engines.loading import load_model
+from workers.engines.norms import fuse_norms
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import key_of
@@ -63,6 +64,8 @@ class RoleEngines:
         self._load = functools.partial(load_model, spec, head=self.head)
         device = meshes.rollout.device_type
         model.set_attn_implementation(attention.NAME)
+        if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
+            fuse_norms(model)
         self.lora = settings.lora if trained else None
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base

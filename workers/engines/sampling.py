@@ -37,7 +37,8 @@ def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0,
          top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
     Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k and top-p."""
-    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
+    logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:

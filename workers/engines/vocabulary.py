@@ -94,12 +94,13 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(tokens.shape, device=hidden.device)
         for piece in _pieces(hidden, part):
             logits = _logits(hidden[piece], weight, temperature)
-            top = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), -torch.inf)
+            top = logits.amax(-1).float() if len(weight) else entropies.new_full((len(logits),), -torch.inf)
             _all_reduce(top, dist.ReduceOp.MAX, group)
-            logits.sub_(top[:, None])
+            logits = _less(logits, top)
             numbers = logits.new_zeros(len(logits), asked.shape[1] + 2)
-            rows, places, columns = _local_rows(asked[piece] - first, len(weight))
-            numbers[rows, places] = logits[rows, columns]
+            columns, here = _local_columns(asked[piece] - first, len(weight))
+            if len(weight):
+                numbers[:, :-2] = logits.gather(1, columns) * here
             powers = logits.exp()
             numbers[:, -2] = powers.sum(-1)
             numbers[:, -1] = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
@@ -122,9 +123,10 @@ class _Scores(torch.autograd.Function):
         for piece in _pieces(hidden, ctx.part):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
-            table = logits.sub_(normalizers[piece, None]).exp_().mul_(-scale.sum(1, keepdim=True))
-            rows, places, columns = _local_rows(asked[piece] - ctx.first, len(weight))
-            table.index_put_((rows, columns), scale[rows, places], accumulate=True)
+            table = _less(logits, normalizers[piece]).exp_().mul_(-scale.sum(1, keepdim=True))
+            columns, here = _local_columns(asked[piece] - ctx.first, len(weight))
+            if len(weight):
+                table.scatter_add_(1, columns, scale * here)
             table = table.to(hidden.dtype)
             to_hidden[piece] = table @ weight
             if to_weight is not None and hidden.dtype == torch.float32:
@@ -145,17 +147,23 @@ def _pieces(hidden: Tensor, part: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return nn.functional.linear(hidden, weight).float().div_(temperature)
+    """Return logits [N, V], in the dtype of `hidden` where nothing divides them: each pass over them takes time."""
+    logits = nn.functional.linear(hidden, weight)
+    return logits if temperature == 1.0 else logits.float().div_(temperature)
+
+
+def _less(logits: Tensor, amounts: Tensor) -> Tensor:
+    """Return `logits` [N, V] less `amounts` [N], float32; it is in place where they were."""
+    return logits.sub_(amounts[:, None]) if logits.dtype == amounts.dtype else logits - amounts[:, None]
 
 
 def _by_row(tokens: Tensor) -> Tensor:
     return tokens[:, None] if tokens.ndim == 1 else tokens
 
 
-def _local_rows(columns: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row, place in the row and column of each of `columns` [N, K] that is one of this rank's."""
-    rows, places = ((columns >= 0) & (columns < size)).nonzero(as_tuple=True)
-    return rows, places, columns[rows, places]
+def _local_columns(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return `columns` [N, K] within 0 … `size` - 1, and which of them were: no size waits for the device."""
+    return columns.clamp(0, max(size - 1, 0)).long(), (columns >= 0) & (columns < size)
 
 
 def _joined(own: Tensor, group: dist.ProcessGroup) -> Tensor:

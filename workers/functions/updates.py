@@ -11,6 +11,7 @@ from torch import Tensor
 from distflow import Batch, Ragged, node
 from distflow.contracts.decorators import Loss
 from distflow.telemetry.metrics import current
+from workers.engines.devices import on_device
 from workers.engines.role_engines import RoleEngines
 from workers.engines.trainer import LossOf
 from workers.functions.aggregation import local_totals, token_weights, trained_mask, weighted_sum
@@ -68,10 +69,10 @@ class PolicyLoss:
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         mask = micro["mask"]
         device, trained_S = logprobs_T.device, mask.values.nonzero().squeeze(1)  # _S: trained tokens only
-        columns = {name: micro[name].values[trained_S].to(device)
+        columns = {name: on_device(micro[name].values[trained_S], device)
                    for name in _PER_TOKEN if name in micro.columns}
-        lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, mask.values.long()).to(device)
-        trained_S = trained_S.to(device)
+        lengths_B = torch.zeros_like(mask.lengths).index_add(0, mask.row_of, mask.values.long())
+        trained_S, lengths_B = on_device(trained_S, device), on_device(lengths_B, device)
         logprobs_S, entropy_S = logprobs_T[trained_S], entropy_T[trained_S]
         loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
         if "importance" in columns:
