@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +21,12 @@ def can_be_captured(model: PreTrainedModel) -> bool:
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     mixture = any(hasattr(module, "experts") for module in model.modules())
     return sees_all_before(model) and not mixture and rope.get("rope_type") not in _RECOMPUTED
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """Return the stream of all captures: matrix products have a workspace of 32 MiB for each stream, for good."""
+    return torch.cuda.Stream()
 
 
 class DecodeGraph:
@@ -57,7 +65,7 @@ class DecodeGraph:
                               past_key_values=self.slots, use_cache=True).logits[:, -1]
 
     def _capture(self) -> None:
-        graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        graph, stream, current = torch.cuda.CUDAGraph(), _stream(), torch.cuda.current_stream()
         memory = self.former.graph.pool() if self.former and self.former.graph else None
         stream.wait_stream(current)
         try:

@@ -36,6 +36,8 @@ from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
 """The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled by eighths."""
+_FRACTION_CAPTURED = 2
+"""Where steps are captured, once half of them is: a capture costs as much as some ten steps."""
 _PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 
@@ -201,7 +203,8 @@ class Decoding(Session):
         return stopped
 
     def _advance(self, chosen: Tensor) -> None:
-        if not self.unread and not self.ready and (len(self.rows) - self.live) * _FRACTION >= len(self.rows):
+        fraction = _FRACTION_CAPTURED if self.engine.captures else _FRACTION
+        if not self.unread and not self.ready and (len(self.rows) - self.live) * fraction >= len(self.rows):
             chosen = self._compact(chosen)
         self.slots.grow()
         length = self.state["length"]
