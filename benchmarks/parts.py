@@ -30,11 +30,10 @@ from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.weights.offload import HostOffload
 from workers.engines import attention
-from workers.engines.devices import peak_of
+from workers.engines.devices import fuse_norms, peak_of
 from workers.engines.embedded import build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
-from workers.engines.norms import fuse_norms
 from workers.engines.rollout import SampledRow
 
 GIB = 1024**3

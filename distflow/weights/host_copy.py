@@ -1,4 +1,4 @@
-"""Copies tensors to ordinary host memory; those of a GPU while it computes. It has not run on a GPU."""
+"""Copies tensors to ordinary host memory; those of a GPU while it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Skipped without one; it has not run yet."""
+"""What only a GPU can show. Skipped without one."""
 
 from __future__ import annotations
 

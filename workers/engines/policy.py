@@ -33,7 +33,7 @@ _PADDING = 1.25  # computed tokens for each true one, from which on packing is f
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedRows:
     """How padded rows are packed into one, by indices on the model's device."""
 
     packing: Packing
@@ -74,7 +74,7 @@ class SharedPrompt(nn.Module):
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
-                candidates: Tensor | None = None, top: int = 0, packed: Packed | None = None) -> tuple[Tensor, ...]:
+                candidates: Tensor | None = None, top: int = 0, packed: PackedRows | None = None) -> tuple[Tensor, ...]:
         """Return the values of `read` for all responses back to back, before each token (see `after_last`).
 
         Args:
@@ -95,6 +95,12 @@ class SharedPrompt(nn.Module):
                                           self._wastes(prompts, prompt_lengths, response_lengths)):
             packed = packed or self.pack(prompts, prompt_lengths, prompt_of, responses, response_lengths)
             return self._forward_packed(packed, prompts, responses, asked, read)
+        return self._forward_padded(prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read,
+                                    images)
+
+    def _forward_padded(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
+                        response_lengths: Tensor, asked: Tensor, read: Read,
+                        images: dict[str, Tensor] | None) -> tuple[Tensor, ...]:
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
@@ -122,7 +128,7 @@ class SharedPrompt(nn.Module):
         return padded > _PADDING * int(prompt_lengths.sum() + response_lengths.sum())
 
     def pack(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
-             response_lengths: Tensor, device: torch.device | None = None) -> Packed:
+             response_lengths: Tensor, device: torch.device | None = None) -> PackedRows:
         """Return how rows are packed, see `forward`, for a model on `device` (None: that of the rows). It waits for
         lengths that are not on the CPU."""
         device, more = device or prompts.device, self.after_last
@@ -137,10 +143,10 @@ class SharedPrompt(nn.Module):
         valid = steps < counts[:, None]
         packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), device)
         of_prompts, of_responses = columns >= len(columns) - prompt_lengths[:, None], steps < rest[:, None]
-        return Packed(packing, *(on_device(part, device) for part in (
+        return PackedRows(packing, *(on_device(part, device) for part in (
             _places(of_prompts), _places(of_responses), places[valid], _places(valid), packing.positions()[None])))
 
-    def _forward_packed(self, packed: Packed, prompts: Tensor, responses: Tensor, asked: Tensor,
+    def _forward_packed(self, packed: PackedRows, prompts: Tensor, responses: Tensor, asked: Tensor,
                         read: Read) -> tuple[Tensor, ...]:
         """Compute `forward` without padding, all tokens in one row."""
         tokens = torch.cat([prompts.flatten().index_select(0, packed.prompt_tokens),

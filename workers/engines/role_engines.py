@@ -26,9 +26,8 @@ from distflow.errors import EngineError
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
-from workers.engines.devices import convert, dimension, dtype_of
+from workers.engines.devices import convert, dimension, dtype_of, fuse_norms
 from workers.engines.loading import load_model
-from workers.engines.norms import fuse_norms
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import key_of

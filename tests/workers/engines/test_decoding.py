@@ -9,6 +9,9 @@ from transformers import MistralConfig, MistralForCausalLM
 from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from workers.engines import attention
+from workers.engines.decode_graph import can_be_captured
+from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 
@@ -142,3 +145,17 @@ def test_versions_say_which_weights_sampled_each_token(model, prompts):
         session.step()
     assert [row.versions.tolist() for row in rows] == [[3, 3, 4, 4, 4]] * 2
     assert rows[0].versions.dtype == torch.int32
+
+
+def test_steps_of_dense_models_without_windows_are_captured(model):
+    model.set_attn_implementation(attention.NAME)
+    assert can_be_captured(model)
+    model.config.rope_parameters["rope_type"] = "dynamic"
+    assert not can_be_captured(model)
+    windows = MistralForCausalLM(MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                               num_attention_heads=1, num_key_value_heads=1, sliding_window=8))
+    windows.set_attn_implementation(attention.NAME)
+    assert not can_be_captured(windows)
+    mixture = build_model(270, 0, architecture="qwen3_moe", layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    mixture.set_attn_implementation(attention.NAME)
+    assert not can_be_captured(mixture)

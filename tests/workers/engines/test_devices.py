@@ -8,7 +8,7 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from workers.engines.norms import fuse_norms, is_rms_norm
+from workers.engines.devices import fuse_norms, is_rms_norm
 
 
 def test_a_model_with_fused_norms_gives_the_same_logits_and_gradients(model):
