@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 from dataclasses import dataclass
@@ -101,6 +102,17 @@ def load_environment(name: str) -> type:
         where = f"module `{module}` has" if separator else "there is"
         raise InvalidInput(f"{where} no environment `{own}`. {did_you_mean(own, decorators.ENVIRONMENTS)}")
     return found
+
+
+def live_environment(name: str) -> tuple[type, EnvironmentContract]:
+    """Return the class of an environment and its contract; it is read once."""
+    return _live_environment(name, decorators.ENVIRONMENTS.get(name))
+
+
+@functools.cache
+def _live_environment(name: str, registered: type | None) -> tuple[type, EnvironmentContract]:
+    found = load_environment(name)
+    return found, environment_contract(found)
 
 
 def environment_contract(environment: type) -> EnvironmentContract:

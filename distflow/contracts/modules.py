@@ -7,11 +7,15 @@ import functools
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distflow.errors import Diagnostic, InvalidInput, Location, nearest, shown
+
+_PARSING = threading.Lock()
 
 _OURS = ("distflow", "planners", "workers")
 _DECORATORS = ("node", "reward", "loss", "environment", "detector")
@@ -40,6 +44,13 @@ class Definition:
         return named | ({"*": self.decorator.args[0]} if self.decorator.args else {})
 
 
+def parsed(source: str, mode: str = "exec") -> Any:
+    """Return `ast.parse` of a source. Threads take turns: two that parse at once make that of Python 3.11 raise
+    SystemError, since they share its count of depth."""
+    with _PARSING:
+        return ast.parse(source, mode=mode)
+
+
 def definitions(module: str, decorator: str) -> tuple[Definition, ...]:
     """Return what a module's source has under `@decorator`; nothing if it cannot be read (reported elsewhere)."""
     try:
@@ -55,7 +66,7 @@ def check_syntax(module: str) -> None:
 @functools.cache
 def _body(module: str, path: Path) -> list[ast.stmt]:
     try:
-        return ast.parse(path.read_text(encoding="utf-8")).body
+        return parsed(path.read_text(encoding="utf-8")).body
     except SyntaxError as error:
         location = Location(shown(path), error.lineno or 0, error.offset or 0, 1, (error.text or "").rstrip("\n"))
         raise InvalidInput(Diagnostic(f"module `{module}` is not valid Python: {error.msg}", location)) from None

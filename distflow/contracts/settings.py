@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import AfterValidator, ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
+from distflow.contracts.modules import parsed
 from distflow.errors import did_you_mean, nearest
 
 REQUIRED = "<required>"
@@ -32,7 +33,7 @@ _ORDER = ("ge", "gt", "le", "lt")
 BOUNDS = tuple(_WORDS)
 _FIELD = (*_WORDS, "description")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_ALIASES = {name: ast.parse(f"Annotated[{text}]", mode="eval").body for name, text in {
+_ALIASES = {name: parsed(f"Annotated[{text}]", "eval").body for name, text in {
     "PositiveInt": "int, Field(ge=1)", "NonNegativeInt": "int, Field(ge=0)", "PositiveFloat": "float, Field(gt=0)",
     "NonNegativeFloat": "float, Field(ge=0)"}.items()}
 
@@ -136,7 +137,7 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
     """Return the setting of a parameter. Raises Unreadable: it needs an import, or no value or default fits."""
     text = ast.unparse(argument.annotation) if argument.annotation else ""
     if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
-        text = ast.unparse(_Expansion(aliases).visit(ast.parse(text, mode="eval").body))
+        text = ast.unparse(_Expansion(aliases).visit(parsed(text, "eval").body))
     bare, kind, found = _annotation(text)
     bounds = {name: limit for name, limit in found.items() if name in BOUNDS}
     setting = Setting(argument.arg, bare, ast.unparse(default) if default else REQUIRED, bounds,
@@ -151,7 +152,7 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
 @functools.cache
 def _annotation(text: str) -> tuple[str, Any, dict[str, Any]]:
     """Return an annotation without quotes and bounds, its type, and the arguments of its `Field`."""
-    node = _Expansion(_ALIASES).visit(ast.parse(text, mode="eval").body) if text else None
+    node = _Expansion(_ALIASES).visit(parsed(text, "eval").body) if text else None
     bare, kind = annotation_text(node), _kind(node)
     if "Field(" in text:
         try:
@@ -205,13 +206,13 @@ def annotation_text(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         node = expression(node.value)
     text = "" if node is None else ast.unparse(node)
-    return ast.unparse(_Bare().visit(ast.parse(text, mode="eval").body)) if "Annotated" in text else text
+    return ast.unparse(_Bare().visit(parsed(text, "eval").body)) if "Annotated" in text else text
 
 
 def expression(text: str) -> ast.expr | None:
     """Return a parsed expression; None if the text is none."""
     try:
-        return ast.parse(text, mode="eval").body
+        return parsed(text, "eval").body
     except SyntaxError:
         return None
 

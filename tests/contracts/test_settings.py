@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distflow.contracts.settings import REQUIRED, Setting, Unreadable, check_given, read_setting
+from distflow.contracts.settings import REQUIRED, Setting, Unreadable, check_given, expression, read_setting
 
 
 def setting(parameter: str, aliases: str = "") -> Setting:
@@ -114,3 +117,33 @@ def test_all_given_values_are_checked() -> None:
         "reward `mine` needs the setting `by`"]
     assert wrong[0].hint == "Did you mean `deep`? Settings: by, deep, weight."
     assert wrong[2].hint == "Add it:  reward: {mine: {by: …}}   (float)"
+
+
+class Cyclic:
+    """Garbage whose collection lets another thread go on."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        for _ in range(20):
+            pass
+
+
+def test_threads_may_read_settings_at_once():
+    text = "f((1, (2, (3, [4, 5, {6: 7}]))), x=(1, 2, 3))"
+
+    def read(_: int) -> str:
+        garbage = [Cyclic() for _ in range(3)]
+        del garbage
+        return ast.unparse(expression(text))
+
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert {*pool.map(read, range(4000))} == {text}
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)

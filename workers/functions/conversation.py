@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distflow import Batch, Ragged, Turn, node
 from distflow.contracts.decorators import Environment
-from distflow.contracts.environments import environment_contract, load_environment
+from distflow.contracts.environments import live_environment
 from distflow.errors import RewardsFailed
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current
@@ -56,8 +56,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     failed in several steps in a row."""
     own = engine.settings.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
-    found = load_environment(environment)
-    kind = environment_contract(found)
+    found, kind = live_environment(environment)
     env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                                memory_gib, found.__distflow_together__, found.__distflow_stateless__)
     between = Between(engine.tokenizer, engine.end_tokens, observation_role)
@@ -105,7 +104,7 @@ def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session
 def _first_observations(session: Session, settings: EnvSettings,
                         columns: dict[int, dict[str, str]]) -> Iterator[tuple[int, Turn | EnvFailure]]:
     """Yield what the environment of each row of `columns` shows, or its failure, as they come."""
-    start = getattr(load_environment(settings.kind), "start", None)
+    start = getattr(live_environment(settings.kind)[0], "start", None)
     settings = replace(settings, kind=_FIRST, safe=True, coroutine=inspect.iscoroutinefunction(start),
                        settings={"named": settings.kind, "its_settings": settings.settings})
     with environments_for(session, settings) as pool:
