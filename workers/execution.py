@@ -80,17 +80,11 @@ class Executor:
             timings.current().add(task.node, _node_timing(task, seconds, len(ids), arguments, columns))
         return columns, ids
 
-    @contextlib.contextmanager
-    def _metrics_of(self, task: Task) -> Iterator[None]:
+    def _metrics_of(self, task: Task) -> contextlib.AbstractContextManager[None]:
         """Attribute metrics to the task. Of the ranks that share its rows one reports."""
-        metrics, layout = current(), task.layout
+        layout = task.layout
         reports = self.roles[task.role].engine.reports if task.type == "MODEL_TRAIN" else layout.leads(self.rank)
-        metrics.scope = task.node if task.function in self.shared else ""
-        metrics.muted = layout.width > 1 and not reports
-        try:
-            yield
-        finally:
-            metrics.scope, metrics.muted = "", False
+        return current().attributed(task.node if task.function in self.shared else "", layout.width > 1 and not reports)
 
 
 class TrainExecutor(Executor):

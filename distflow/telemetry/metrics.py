@@ -32,12 +32,19 @@ class Metrics:
         self._values: dict[str, _Entry] = {}
         self._on_device: list[tuple[tuple[str, ...], str, tuple[float | Tensor, ...]]] = []
         self.step = 0  # whose metrics these are; parts of several may come one after the other
-        self.scope = ""  # metrics are also reported as NAME/SCOPE, to tell nodes that run one function apart
-
-        self.muted = False  # whether reports are ignored: of ranks that compute the same, one reports
-
+        self.scope, self.muted = "", False  # see `attributed`
         self.of_ranks: list[dict[str, tuple[float, float]]] = []
         """What each rank had reported by `per_rank` at the last `collect`."""
+
+    @contextlib.contextmanager
+    def attributed(self, scope: str = "", muted: bool = False) -> Iterator[None]:
+        """Report metrics also as NAME/`scope`, to tell nodes that run one function apart. `muted`: ignore them, since
+        of the ranks that compute the same one reports."""
+        self.scope, self.muted = scope, muted
+        try:
+            yield
+        finally:
+            self.scope, self.muted = "", False
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor = 1.0) -> None:
         """Report the mean: `total` is the sum over `weight` items. The mean is over all items of all ranks."""

@@ -111,8 +111,8 @@ def test_what_travels_is_not_pickled():
 def test_nodes_that_run_one_function_are_distinguished():
     metrics = Metrics()
     for scope, value in (("first", 1.0), ("second", 3.0), ("", 5.0)):
-        metrics.scope = scope
-        metrics.mean("reward", value)
+        with metrics.attributed(scope):
+            metrics.mean("reward", value)
     assert metrics.collect(lambda mine: [mine]) == {"reward": 3.0, "reward/first": 1.0, "reward/second": 3.0}
 
 

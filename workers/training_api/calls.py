@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -293,7 +293,7 @@ class TrainingCalls:
             "advantages": _ragged([advantages[row] for row in mine], torch.float32),
             "old": _ragged([logprobs[row] for row in mine], torch.float32)})
         loss, engine = TokenLoss(name, settings), self.role.engine
-        with self._reporting(layout, engine.reports):
+        with current().attributed(muted=layout.width > 1 and not engine.reports):
             current().add("samples", len(mine))
             current().add("tokens", len(tokens.values))
             engine.accumulate(batch, loss, 1.0 if name == "cross_entropy" else self._temperature)
@@ -376,15 +376,6 @@ class TrainingCalls:
         share = layout.share(self.ctx.rank)
         owners = assign(torch.tensor(sizes, dtype=torch.int64), layout.dp)
         return layout, (owners == (-1 if share is None else share)).nonzero().squeeze(1).tolist()
-
-    @contextlib.contextmanager
-    def _reporting(self, layout: Layout, reports: bool) -> Iterator[None]:
-        metrics = current()
-        metrics.muted = layout.width > 1 and not reports
-        try:
-            yield
-        finally:
-            metrics.muted = False
 
 
 class _Undone(Exception):
