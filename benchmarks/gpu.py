@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -85,16 +86,17 @@ class Report:
     """Lines that are shown and kept in a file."""
 
     def __init__(self, file: Path | None):
-        self.file, self.lines = file, []
+        self.file, self.lines, self.lock = file, [], threading.Lock()
 
     def say(self, line: str) -> None:
         print(line, flush=True)
         self.keep(line)
 
     def keep(self, line: str) -> None:
-        self.lines.append(line)
-        if self.file:
-            self.file.write_text("\n".join(self.lines) + "\n")
+        with self.lock:
+            self.lines.append(line)
+            if self.file:
+                self.file.write_text("\n".join(self.lines) + "\n")
 
 
 def run(given: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""One command on a machine with a GPU: its tests, runs of every path, and figures, within a budget of minutes.
+"""One command on a machine with a GPU: its tests, runs of every path, then figures, within a budget of minutes.
 
 Each part is a process with a time limit. What fails or takes too long is said, and the next part begins; what the
 budget has no time for is named at the end. Of each run: seconds of a step, tokens per second, the difference of
@@ -11,6 +11,7 @@ Run by hand:  make gpu   (without a GPU:  python -m benchmarks.gpu_session --dev
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import os
@@ -81,7 +82,7 @@ RUNS = [Run("plain"),
 
 
 class Session:
-    """Parts one after the other, until the time is used up."""
+    """Parts, until the time is used up."""
 
     def __init__(self, report: Report, kind: str, minutes: float, work: Path):
         self.report, self.kind, self.work = report, kind, work
@@ -176,7 +177,7 @@ def say_versions(report: Report, kind: str) -> None:
 
 
 def session(given: argparse.Namespace, work: Path) -> None:
-    """Run all parts, those first of which most is unknown."""
+    """Run all parts, tests and runs before figures."""
     report = Report(given.output)
     say_versions(report, given.device)
     each = Session(report, given.device, given.minutes, work)
@@ -185,14 +186,12 @@ def session(given: argparse.Namespace, work: Path) -> None:
     measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
     runs = [run for run in RUNS if run.name in QUICK or not given.quick]
     with ThreadPoolExecutor(given.together) as together:
-        alone = [together.submit(each.run, run) for run in runs if not run.resumes]
-        if given.device == "cuda":
-            tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
-            alone.insert(0, together.submit(each.part, "tests", 280, tests, keep=True))
-        for each_run in alone:
-            each_run.result()
-        for run in (run for run in runs if run.resumes):
-            together.submit(each.run, run)
+        first, *others = (functools.partial(each.run, run) for run in runs if not run.resumes)
+        tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
+        marked = [functools.partial(each.part, "tests", 280, tests, keep=True)] if given.device == "cuda" else []
+        for jobs in ([first, *marked, *others], [functools.partial(each.run, run) for run in runs if run.resumes]):
+            for job in [together.submit(job) for job in jobs]:
+                job.result()
     for shape in shapes:
         each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
     for name, ending in each.outcomes.items():

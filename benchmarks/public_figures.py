@@ -38,6 +38,7 @@ TITAN = "PyTorch torchtitan, docs/performance.md"
 TRT_8 = "NVIDIA TensorRT-LLM 0.8.0, docs/source/performance.md"
 TRT_6 = "NVIDIA TensorRT-LLM 0.6.1, docs/source/performance.md"
 BEKMAN = "Bekman, Machine Learning Engineering, network/"
+OWN = "distflow, benchmarks/results/gpu.txt"
 MUSGRAVE = "johnmusgrave.com, vLLM throughput-latency sweep on NVIDIA A100"
 DEVICES = {  # peak TFLOP/s of two bytes, memory GB/s, link inside a machine GB/s and µs: of data sheets
     "h200": (989, 4800, 450, 3), "h100": (989, 3350, 450, 3), "a100": (312, 2039, 300, 3),
@@ -48,7 +49,8 @@ MODELS = {  # parameters, layers, hidden, key-value width
     "MPT 70B": (64.862e9, 80, 8192, 8192), "Llama 2 13B": (13.016e9, 40, 5120, 5120),
     "Llama 3 70B": (70.554e9, 80, 8192, 1024), "Llama 3 8B": (8.03e9, 32, 4096, 1024),
     "LLaMA 7B": (6.738e9, 32, 4096, 4096), "LLaMA 70B": (68.977e9, 80, 8192, 1024),
-    "Mistral 7B": (7.242e9, 32, 4096, 1024)}
+    "Mistral 7B": (7.242e9, 32, 4096, 1024), "Qwen2.5 7B": (7.616e9, 28, 3584, 512),
+    "Qwen2.5 7B, 13 layers": (4.119e9, 13, 3584, 512), "Qwen2.5 0.5B": (0.494e9, 24, 896, 128)}
 
 
 class Training(NamedTuple):
@@ -190,6 +192,15 @@ def figures() -> Iterator[Figure]:
     yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", True, 4, 50)
 
 
+def own_figures() -> Iterator[Figure]:
+    """What distflow itself has reached, by `benchmarks/results/gpu.txt`; it is neither fitted to nor counted."""
+    yield Sampling("h100", "Qwen2.5 7B", 256, 1, 512, 512, 13509, 2, OWN)
+    yield Sampling("h100", "Qwen2.5 0.5B", 256, 1, 512, 512, 41980, 2, OWN)
+    yield Training("h100", "Qwen2.5 7B, 13 layers", 1024, 1, 4, 16, True, 14511, OWN)
+    yield Training("h100", "Qwen2.5 0.5B", 1024, 1, 16, 32, False, 84961, OWN)
+    yield Training("h100", "Qwen2.5 0.5B", 1024, 1, 16, 32, True, 63459, OWN)
+
+
 _TRAINING = {
     "a100": (
         ("MPT 7B", 2048, 8, 6, 96, False, 4641), ("MPT 7B", 1024, 8, 64, 1024, True, 4357),
@@ -257,10 +268,13 @@ def report() -> dict[bool, list[float]]:
     rest."""
     errors: dict[bool, list[float]] = {True: [], False: []}
     print(f"  {'device':9} {'what':62} {'published':>9} {'model':>8} {'off':>6}  use")
-    for figure in figures():
+    for figure in (*figures(), *own_figures()):
         predicted = figure.predicted()
-        errors[figure.fitted].append(predicted / figure.measured - 1)
-        off, use = errors[figure.fitted][-1], "fit  " if figure.fitted else "check"
+        off, use = predicted / figure.measured - 1, "fit  " if figure.fitted else "check"
+        if figure.source == OWN:
+            use = "own  "
+        else:
+            errors[figure.fitted].append(off)
         print(f"  {figure.kind:9} {figure!s:62} {figure.measured:9.5g} {predicted:8.5g} {off:+6.0%}  {use}"
               f" {figure.source}")
     return errors

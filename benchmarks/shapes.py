@@ -19,9 +19,9 @@ TRAINING = 3
 """Forward passes that a training step is worth."""
 _STATE = 16
 """Bytes of weights, gradients and Adam's state of each parameter, in float32."""
-_COMPUTING = 16e9
-"""Bytes that the 7B takes while it computes: two layers and what is outside of layers, in bfloat16 with float32
-gradients, logits and activations."""
+_WHILE_COMPUTING = 6
+"""Bytes of each parameter of two layers and what is outside of layers, in bfloat16 with float32 gradients."""
+_LOGITS = 12 * 2**28
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Shape:
     def trainable(self, memory: float) -> Shape:
         """With as many of its layers, at least one, as can be trained in so many bytes over all devices."""
         others = self.parameters - self.layers * self.matrices
-        fitting = int(((memory - _COMPUTING) / _STATE - others) // self.matrices)
+        computing = _WHILE_COMPUTING * (2 * self.matrices + others) + _LOGITS
+        fitting = int(((memory - computing) / _STATE - others) // self.matrices)
         return replace(self, layers=max(1, min(self.layers, fitting)))
 
     def flops(self, prompt: int, response: int, samples: int = 1) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.config.load import Spec
+from distflow.contracts.modules import parsed
 from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import KEEP, REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column
@@ -25,7 +26,7 @@ def plain_form(annotation: str) -> str:
 
 def accepted(annotation: str) -> tuple[str, ...]:
     """Return the forms that an annotation allows, `None` among them; empty if there is no annotation."""
-    return tuple(dict.fromkeys(_parts(ast.parse(annotation, mode="eval").body))) if annotation else ()
+    return tuple(dict.fromkeys(_parts(parsed(annotation, "eval").body))) if annotation else ()
 
 
 def fits(given: str, wanted: str) -> bool:
@@ -38,7 +39,7 @@ def _parts(node: ast.expr) -> list[str]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return [*_parts(node.left), *_parts(node.right)]
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _parts(ast.parse(node.value, mode="eval").body)
+        return _parts(parsed(node.value, "eval").body)
     if isinstance(node, ast.Subscript):
         name, inner = _last(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if name in ("Optional", "Union"):

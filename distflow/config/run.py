@@ -180,7 +180,7 @@ class Generation(Document):
     2025), so that rounding does not send a token to others. With `rollout: hf` and `engine: fsdp`."""
     cuda_graphs: bool = True
     """On a GPU: whether a decoding step is captured once and launched as a whole. With `rollout: hf` for dense models
-    without windows or images; with vLLM for all."""
+    without windows or images; with vLLM and SGLang for all."""
     batch_invariant: bool = False
     """Kernels whose result for a row does not depend on the other rows, where the library has them; slower."""
 

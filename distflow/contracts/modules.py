@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,14 @@ def parsed(source: str, mode: str = "exec") -> Any:
     SystemError, since they share its count of depth."""
     with _PARSING:
         return ast.parse(source, mode=mode)
+
+
+def _renew() -> None:
+    global _PARSING
+    _PARSING = threading.Lock()  # another thread may have held it when this process was forked
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def definitions(module: str, decorator: str) -> tuple[Definition, ...]:

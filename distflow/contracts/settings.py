@@ -71,7 +71,7 @@ class Setting:
     def value(self) -> Any:
         """Default, if it is a plain value; else None."""
         try:
-            value = None if self.default == REQUIRED else ast.literal_eval(self.default)
+            value = None if self.default == REQUIRED else ast.literal_eval(parsed(self.default.strip(), "eval"))
         except ValueError:
             return None
         return None if value is ... else value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import threading
 
 import torch
 from torch import Tensor
@@ -14,13 +16,17 @@ from workers.engines.kv_slots import Slots
 
 _RECOMPUTED = ("dynamic", "longrope")
 """Rotary embeddings that read positions back from the device."""
+_MIXTURE = re.compile(r"moe|mixture|expert", re.IGNORECASE)
+_FREE = 2 * 2**30
+"""Bytes that should be free on the device before a capture: torch gives none of its cache back in the middle of one."""
+_CAPTURING = threading.Lock()
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Return whether a step of this model is the same kernels whatever the tokens are."""
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    mixture = any(hasattr(module, "experts") for module in model.modules())
-    return sees_all_before(model) and not mixture and rope.get("rope_type") not in _RECOMPUTED
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))  # perhaps of each type of layer
+    mixture = any(hasattr(module, "experts") or _MIXTURE.search(type(module).__name__) for module in model.modules())
+    return sees_all_before(model) and not mixture and not any(kind in rope for kind in _RECOMPUTED)
 
 
 @functools.cache
@@ -35,7 +41,8 @@ class DecodeGraph:
 
     def __init__(self, model: PreTrainedModel, slots: Slots, former: DecodeGraph | None):
         """`former`: the graph whose memory is used again."""
-        self.model, self.slots, self.former = model, slots, former
+        self.model, self.slots = model, slots
+        self.former = former if former is None or former.graph else former.former
         self.resized, self.warm = slots.resized, False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens, self.positions, self.lengths = torch.zeros(
@@ -49,7 +56,8 @@ class DecodeGraph:
             mine.copy_(given[:, None])
         self.column.fill_(self.slots.end)
         if self.graph is None and self.warm and torch.cuda.is_available():
-            self._capture()
+            with _CAPTURING:
+                self._capture()
         if self.graph is None:
             self.logits = self._forward()
         else:
@@ -65,6 +73,8 @@ class DecodeGraph:
                               past_key_values=self.slots, use_cache=True).logits[:, -1]
 
     def _capture(self) -> None:
+        if torch.cuda.mem_get_info()[0] < _FREE:
+            torch.cuda.empty_cache()
         graph, stream, current = torch.cuda.CUDAGraph(), _stream(), torch.cuda.current_stream()
         memory = self.former.graph.pool() if self.former and self.former.graph else None
         stream.wait_stream(current)
@@ -73,6 +83,8 @@ class DecodeGraph:
                 graph.capture_begin(memory, "thread_local")  # other threads copy weights meanwhile
                 self.logits = self._forward()
                 graph.capture_end()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise EngineError(f"a decoding step of {type(self.model).__name__} cannot be captured as a CUDA graph: "
                               f"{error}. Set  generation: {{cuda_graphs: false}}  for its role") from error

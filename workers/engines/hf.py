@@ -213,7 +213,7 @@ class Decoding(Session):
         if self.engine.routers:
             slot = torch.arange(len(self.rows), device=self.device)
             self.state["experts"][slot, self.state["count"] - 1] = self.engine.routers.take()
-        length += 1
+        length += self.state["live"]
 
     def _computed(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         """Return the logits [B, V] after `tokens` [B], which have `lengths` [B] tokens before them."""

@@ -62,9 +62,11 @@ class Slots(Cache):
         are replaced."""
         for layer in self.layers:
             layer.column = column
-        yield
-        for layer in self.layers:
-            layer.column = None
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.column = None
 
     def advance(self) -> None:
         """Take the column that was written while all were seen into the window."""

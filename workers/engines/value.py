@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, Cache, PreTr
 
 from distflow.errors import EngineError
 from workers.engines.context_parallel import ContextParallelCache
-from workers.engines.policy import SharedPrompt, last_states
+from workers.engines.policy import PackedRows, SharedPrompt, last_states
 
 
 class ValueModel(SharedPrompt):
@@ -39,9 +39,11 @@ class ValueModel(SharedPrompt):
         values = nn.functional.linear(outputs.float(), weight.float(), bias if bias is None else bias.float())
         return (values.squeeze(-1),)
 
-    def forward(self, *inputs: Tensor, images: dict[str, Tensor] | None = None, **_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor, images: dict[str, Tensor] | None = None, packed: PackedRows | None = None,
+                **_: Any) -> tuple[Tensor, Tensor]:
         prompts, prompt_lengths, prompt_of, responses, response_lengths = inputs
-        (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images)
+        (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images,
+                                        packed=packed)
         ends = (response_lengths + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
         before[ends] = False

@@ -64,7 +64,7 @@ def likeliest(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -
     tokens = torch.empty(len(hidden), count, dtype=torch.int32, device=hidden.device)
     logprobs = torch.empty(len(hidden), count, device=hidden.device)
     for piece in _pieces(hidden, part):
-        logits = _logits(hidden[piece], weight, temperature)
+        logits = _logits(hidden[piece], weight, temperature).float()
         best, columns = logits.topk(min(count, len(weight)), -1)
         normalizers = logits.logsumexp(-1, keepdim=True)
         if group is not None:
@@ -100,7 +100,7 @@ class _Scores(torch.autograd.Function):
             numbers = logits.new_zeros(len(logits), asked.shape[1] + 2)
             columns, here = _local_columns(asked[piece] - first, len(weight))
             if len(weight):
-                numbers[:, :-2] = logits.gather(1, columns) * here
+                numbers[:, :-2] = logits.gather(1, columns).where(here, 0.0)
             powers = logits.exp()
             numbers[:, -2] = powers.sum(-1)
             numbers[:, -1] = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
@@ -126,7 +126,8 @@ class _Scores(torch.autograd.Function):
             table = _less(logits, normalizers[piece]).exp_().mul_(-scale.sum(1, keepdim=True))
             columns, here = _local_columns(asked[piece] - ctx.first, len(weight))
             if len(weight):
-                table.scatter_add_(1, columns, scale * here)
+                rows = torch.arange(len(table), device=table.device)[:, None]
+                table.index_put_((rows, columns), scale.where(here, 0.0).to(table.dtype), accumulate=True)
             table = table.to(hidden.dtype)
             to_hidden[piece] = table @ weight
             if to_weight is not None and hidden.dtype == torch.float32:

@@ -150,8 +150,9 @@ def test_versions_say_which_weights_sampled_each_token(model, prompts):
 def test_steps_of_dense_models_without_windows_are_captured(model):
     model.set_attn_implementation(attention.NAME)
     assert can_be_captured(model)
-    model.config.rope_parameters["rope_type"] = "dynamic"
-    assert not can_be_captured(model)
+    for rope in ({"rope_type": "dynamic"}, {"full_attention": {"rope_type": "longrope"}}):
+        model.config.rope_parameters = rope
+        assert not can_be_captured(model)
     windows = MistralForCausalLM(MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                                                num_attention_heads=1, num_key_value_heads=1, sliding_window=8))
     windows.set_attn_implementation(attention.NAME)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
-from workers.engines import fsdp
+from workers.engines import attention, fsdp
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.policy import inputs_of
@@ -64,6 +64,16 @@ def test_values_scores_and_gradients_equal_plain_forwards(chunks):
     assert torch.allclose(scores, ends, atol=1e-5)
     for name, parameter in model.named_parameters():
         assert torch.allclose(shared[name], parameter.grad, atol=1e-4), name
+
+
+def test_rows_packed_beforehand_give_the_same_values(monkeypatch):
+    model = built()
+    model.set_attn_implementation(attention.NAME)
+    critic, inputs = ValueModel(model, 1), inputs_of(rows()["prompts"], rows()["responses"], 0, torch.device("cpu"))
+    expected, packed = critic(*inputs), critic.pack(*inputs)
+    monkeypatch.setattr(critic, "pack", None)
+    for one, other in zip(expected, critic(*inputs, packed=packed)):
+        assert torch.equal(one, other)
 
 
 def test_a_score_is_what_the_classifier_itself_gives(mesh):

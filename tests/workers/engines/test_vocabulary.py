@@ -84,6 +84,14 @@ def test_the_likeliest_tokens(monkeypatch, piece):
     assert torch.allclose(logprobs, expected.values, atol=1e-5)
 
 
+def test_the_likeliest_tokens_of_a_head_in_bfloat16_have_log_probabilities_in_float32():
+    hidden, head, *_ = drawn(300, torch.bfloat16)
+    tokens, logprobs = likeliest(hidden, head, 9, 1.0)
+    expected = torch.log_softmax(head(hidden).float(), -1).topk(9)
+    assert logprobs.dtype == torch.float32
+    assert torch.allclose(logprobs, expected.values, atol=1e-5)
+
+
 def test_gradients_of_pieces_are_summed_in_float32(monkeypatch):
     exact = results(*drawn(300), of=at_once)[3]
     monkeypatch.setattr(vocabulary, "PIECE", 300)

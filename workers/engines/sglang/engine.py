@@ -248,7 +248,8 @@ class SGLangRollout(ExternalRollout):
                  "log-level": "warning", **special(config, settings, self.dtype)}
         switches = ["--skip-tokenizer-init", "--sleep-on-idle",
                     *(["--enable-deterministic-inference"] * settings.batch_invariant),
-                    "--enable-memory-saver" if self.device == "cuda" else "--disable-cuda-graph"]
+                    *(["--enable-memory-saver"] if self.device == "cuda" else []),
+                    *([] if self.device == "cuda" and self.generation.cuda_graphs else ["--disable-cuda-graph"])]
         return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *switches]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
