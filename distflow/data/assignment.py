@@ -25,7 +25,7 @@ from distflow.errors import ColumnError
 from distflow.plan import Layout, RowLineage
 
 _TOLERANCE = 1.01
-"""How much heavier a share may become so that its rows need not cross to another machine."""
+"""How much heavier a share may become so that its rows stay together, or need not cross to another machine."""
 
 
 _ONE_BY_ONE = 16
@@ -70,7 +70,7 @@ def _cut(sizes: np.ndarray, shares: int) -> np.ndarray | None:
         return None
     weights = sizes if sizes.any() else np.ones_like(sizes)
     ends = weights.cumsum()
-    result = (2 * ends - weights) * shares // (2 * ends[-1])
+    result = np.minimum((2 * ends - weights) * shares // (2 * ends[-1]), shares - 1)
     last = np.searchsorted(result, np.arange(shares), side="right")
     result[np.maximum(last[:, None] - np.arange(1, _ONE_BY_ONE + 1), 0)] = -1
     result = _greedy(sizes, shares, result)

@@ -226,7 +226,7 @@ def test_a_nested_column_has_no_padded_form_and_is_no_text():
 def test_long_rows_of_several_batches_come_in_any_order(dtype, trailing):
     random = torch.Generator().manual_seed(1)
     lengths = [torch.randint(0, 400, (rows,), generator=random) for rows in (5, 0, 7)]
-    parts = [Ragged(torch.randn(int(part.sum()), *trailing, generator=random).to(dtype), part) for part in lengths]
+    parts = [Ragged(torch.randn((int(part.sum()), *trailing), generator=random).to(dtype), part) for part in lengths]
     batches = [Batch(torch.arange(len(part)), {"tokens": part, "size": part.lengths}) for part in parts]
     rows = [row for part in parts for row in part.rows]
     for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8])):
