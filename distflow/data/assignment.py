@@ -25,34 +25,32 @@ from distflow.errors import ColumnError
 from distflow.plan import Layout, RowLineage
 
 _TOLERANCE = 1.01
-"""How much heavier a share may become so that its rows need not cross to another machine."""
+"""How much heavier a share may become so that its rows stay together, or need not cross to another machine."""
 
 
 _ONE_BY_ONE = 16
-"""Units per share that are placed one by one after dealing, to even out what dealing left uneven."""
+"""Units per share that are placed one by one, to even out what cutting left uneven."""
 
 
 def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
     """Return the share of each unit, [units] int64, for `weights` [units] of tokens; `fixed` [units]: that it has
     already, or -1.
 
-    Longest processing time first (Graham 1969), at most 4/3 of the optimum; many similar units are dealt out, at most
-    1% above the mean. Ties go to lower units and shares, so that every rank computes the same.
+    Many units are cut into runs, at most 1% above the mean; others go longest processing time first (Graham 1969), at
+    most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
     """
     sizes = weights.numpy()
-    return torch.from_numpy(_assign(sizes, _heaviest_first(sizes), shares, _fixed(sizes, fixed)))
+    return torch.from_numpy(_assign(sizes, shares, _fixed(sizes, fixed)))
 
 
-def _assign(sizes: np.ndarray, order: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
-    if not (fixed >= 0).any():
-        dealt = _deal(sizes, order, shares)
-        if dealt is not None:
-            return dealt
-    return _greedy(sizes, order, shares, fixed)
+def _assign(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
+    runs = None if (fixed >= 0).any() else _cut(sizes, shares)
+    return _greedy(sizes, shares, fixed) if runs is None else runs
 
 
-def _greedy(sizes: np.ndarray, order: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
-    units = order[fixed[order] < 0]
+def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
+    free = np.flatnonzero(fixed < 0)
+    units = free[_heaviest_first(sizes[free])]
     heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(sizes, shares, fixed)))]
     heapq.heapify(heap)
     chosen = []
@@ -65,17 +63,17 @@ def _greedy(sizes: np.ndarray, order: np.ndarray, shares: int, fixed: np.ndarray
     return result
 
 
-def _deal(sizes: np.ndarray, order: np.ndarray, shares: int) -> np.ndarray | None:
-    """Deal units forth and back, the lightest one by one. None if there are too few, or a share gets too heavy."""
-    many = len(order) // shares // 2 * 2 - _ONE_BY_ONE
-    if many <= 0:
+def _cut(sizes: np.ndarray, shares: int) -> np.ndarray | None:
+    """Give each share a run of units, since rows that stay together move at once, but the last of each run one by one.
+    None if there are too few, or a share gets too heavy."""
+    if len(sizes) // shares <= _ONE_BY_ONE:
         return None
-    if sizes.min() == sizes.max():
-        return np.arange(len(sizes)) % shares
-    there = np.arange(shares)
-    result = np.full(len(sizes), -1)
-    result[order[: many * shares]] = np.tile(np.concatenate([there, there[::-1]]), many // 2)
-    result = _greedy(sizes, order[many * shares :], shares, result)
+    weights = sizes if sizes.any() else np.ones_like(sizes)
+    ends = weights.cumsum()
+    result = np.minimum((2 * ends - weights) * shares // (2 * ends[-1]), shares - 1)
+    last = np.searchsorted(result, np.arange(shares), side="right")
+    result[np.maximum(last[:, None] - np.arange(1, _ONE_BY_ONE + 1), 0)] = -1
+    result = _greedy(sizes, shares, result)
     return result if _heaviest(sizes, result, shares) <= int(sizes.sum()) / shares * _TOLERANCE else None
 
 
@@ -90,32 +88,33 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
         return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
                                         _fixed(weights.numpy(), fixed), np.array(parts)))
     sizes, located, machine_of = weights.numpy(), at.numpy(), np.array(machines)
-    order, shares, near = _heaviest_first(sizes), len(machines), _fixed(sizes, fixed)
-    anywhere = _assign(sizes, order, shares, near)
+    shares, near = len(machines), _fixed(sizes, fixed)
+    anywhere = _assign(sizes, shares, near)
     if (machine_of == machine_of[0]).all():
         return torch.from_numpy(anywhere)
     heaviest = _heaviest(sizes, anywhere, shares)
-    bound, free = int(heaviest * _TOLERANCE), order[near[order] < 0]
+    bound, free = int(heaviest * _TOLERANCE), np.flatnonzero(near < 0)
     loads, counts = _taken(sizes, shares, near)
     for machine in np.unique(machine_of).tolist():
         there, units = np.flatnonzero(machine_of == machine), free[located[free] == machine]
         taken = [(loads[share], counts[share], share) for share in there.tolist()]
         near[units] = _near(sizes[units], taken, heaviest, bound)
-    rest = _greedy(sizes, order, shares, near) if (near < 0).any() else near
+    rest = _greedy(sizes, shares, near) if (near < 0).any() else near
     return torch.from_numpy(rest if _heaviest(sizes, rest, shares) <= bound else anywhere)
 
 
 def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
-    """Return the shares of a machine's units, heaviest first; -1: does not fit. `taken`: (load, units, share)."""
+    """Return the shares of a machine's units; -1: does not fit. `taken`: (load, units, share)."""
     result = np.full(len(sizes), -1)
     if not any(count for _, count, _ in taken):
         fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
-        dealt = _deal(fitting, np.arange(len(fitting)), len(taken))
-        if dealt is not None and _heaviest(fitting, dealt, len(taken)) <= bound:
-            result[: len(fitting)] = np.array([share for *_, share in taken])[dealt]
+        runs = _cut(fitting, len(taken))
+        if runs is not None and _heaviest(fitting, runs, len(taken)) <= bound:
+            result[: len(fitting)] = np.array([share for *_, share in taken])[runs]
             return result
     heapq.heapify(taken)
-    for unit, size in enumerate(sizes.tolist()):
+    for unit in _heaviest_first(sizes).tolist():
+        size = int(sizes[unit])
         load, count, share = taken[0]
         if load + size <= bound:
             result[unit] = share
@@ -160,9 +159,9 @@ def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: 
     """Assign units to unlike shares: each to the one that then finishes its load first (Gonzalez, Ibarra and Sahni
     1977), preferring one on the unit's machine that finishes before the last one anyway."""
     on_one_machine, by_size = (machines == machines[0]).all(), _heaviest_first(sizes)
-    dealt = _deal_uneven(sizes, by_size, parts) if on_one_machine and not (near >= 0).any() else None
-    if dealt is not None:
-        return dealt
+    runs = _cut_uneven(sizes, parts) if on_one_machine and not (near >= 0).any() else None
+    if runs is not None:
+        return runs
     order, anywhere = by_size[near[by_size] < 0], near.copy()
     latest = _soonest(sizes, order, anywhere, parts)
     if on_one_machine:
@@ -176,11 +175,11 @@ def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: 
     return near if _soonest(sizes, rest, near, parts) <= latest * _TOLERANCE else anywhere
 
 
-def _deal_uneven(sizes: np.ndarray, order: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
-    dealt = _deal(sizes, order, int(parts.sum()))
-    if dealt is None:
+def _cut_uneven(sizes: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
+    runs = _cut(sizes, int(parts.sum()))
+    if runs is None:
         return None
-    result = np.repeat(np.arange(len(parts)), parts)[dealt]
+    result = np.repeat(np.arange(len(parts)), parts)[runs]
     due = parts * (int(sizes.sum()) / int(parts.sum()) * _TOLERANCE)
     return result if (_loads(sizes, result, len(parts)) <= due).all() else None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.row_copies import copy_rows, raw, runs_of
 from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ _IDS, _LENGTHS = "ids", "_lengths"
 _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32,
           "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
+_FEW = 64
+"""Elements of a row below which rows are gathered element by element: longer ones are copied one by one."""
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -77,10 +82,7 @@ class Ragged:
 
     def select(self, index: Tensor) -> Ragged:
         """Return rows in the order of `index`; copies those rows and nothing else."""
-        lengths = self.lengths[index]
-        before = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[:-1]
-        shift = torch.repeat_interleave(self.offsets[:-1][index] - before, lengths)
-        return Ragged(_select(self.values, torch.arange(len(shift), device=shift.device) + shift), lengths)
+        return _gather_ragged([self], index)
 
     def padded(self, fill: float = 0, side: Literal["left", "right"] = "right") -> Tensor:
         """Return [B, longest row, …]. Raises `ColumnError` if the elements are ragged themselves."""
@@ -154,7 +156,21 @@ class Batch:
 
     def select(self, index: Tensor) -> Batch:
         """Return rows in the order of `index` [any length]; copies those rows and nothing else."""
-        return Batch(self.ids[index], {name: _select(column, index) for name, column in self.columns.items()})
+        return Batch.gather([self], index)
+
+    @staticmethod
+    def gather(batches: Sequence[Batch], index: Tensor) -> Batch:
+        """Return rows of several batches, numbered through, in the order of `index` [any length]; copies those rows and
+        nothing else. Raises `ColumnError` if columns differ in form, type or shape."""
+        parts = {name: [batch[name] for batch in batches] for name in batches[0].columns}
+        for name, columns in parts.items():
+            forms = {(len(lengths), dtype_name(values.dtype), *values.shape[1:]) for lengths, values in
+                     map(levels, columns)}
+            if len(forms) > 1:
+                raise ColumnError(f"the rows of column `{name}` do not fit together: some are {forms.pop()}, some "
+                                  f"{forms.pop()} (levels of lengths, type, shape). Their producers differ")
+        return Batch(torch.cat([batch.ids for batch in batches])[index],
+                     {name: _gather(columns, index) for name, columns in parts.items()})
 
     def repeat(self, times: int) -> Batch:
         """Return each row `times` times in succession, with the ids of its repetitions."""
@@ -279,8 +295,32 @@ def _slice(column: ColumnData, start: int, stop: int) -> ColumnData:
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
-def _select(column: ColumnData, index: Tensor) -> ColumnData:
-    return column.select(index) if isinstance(column, Ragged) else column[index]
+def _gather(parts: Sequence[ColumnData], index: Tensor) -> ColumnData:
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    if ragged:
+        return _gather_ragged(ragged, index)
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    return (torch.cat(dense) if len(dense) > 1 else dense[0])[index]
+
+
+def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
+    every, values = torch.cat([part.lengths for part in parts]), [part.values for part in parts]
+    lengths, begin = every[index], (every.cumsum(0) - every)[index]
+    at, total = lengths.cumsum(0) - lengths, int(lengths.sum())
+    if total < _FEW * len(lengths) or any(isinstance(each, Ragged) or not each.is_cpu or each.requires_grad
+                                          for each in values):
+        shift = torch.repeat_interleave(begin - at, lengths)
+        return Ragged(_gather(values, torch.arange(total, device=shift.device) + shift), lengths)
+    gathered, row, element = values[0].new_empty((total, *values[0].shape[1:])), 0, 0
+    width = math.prod(gathered.shape[1:]) * gathered.element_size()
+    for part in parts:
+        here = index.numpy() - row
+        there = np.flatnonzero((here >= 0) & (here < len(part)))
+        if len(there):
+            copy_rows(raw(part.values), raw(gathered), begin.numpy()[there] - element, at.numpy()[there],
+                      lengths.numpy()[there], width, runs_of(here[there], there))
+        row, element = row + len(part), element + len(part.values)
+    return Ragged(gathered, lengths)
 
 
 def _with_ids(columns: dict[str, ColumnData], rows: int) -> Batch:

@@ -17,18 +17,10 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.data.column_buffers import (
-    ColumnBuffer,
-    ColumnForm,
-    RowRuns,
-    buffers_of,
-    column_of,
-    copy_rows,
-    form_of,
-    runs_of,
-)
+from distflow.data.column_buffers import ColumnBuffer, ColumnForm, buffers_of, column_of, form_of
 from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
+from distflow.data.row_copies import RowRuns, copy_rows, runs_of
 from distflow.errors import ColumnError
 from distflow.plan import Layout
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of

@@ -21,7 +21,7 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer, DockLayout, Ids
-from distflow.dock.storage import RecordBatch, gather, order_of, pack, read_table, read_tensor, spans_of, unpack
+from distflow.dock.storage import RecordBatch, order_of, pack, read_table, read_tensor, spans_of, unpack
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
@@ -234,11 +234,7 @@ class DockClient:
         turns = turns[torch.from_numpy(order)] if len(turns) else turns
         if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
             return filled[0], turns
-        starts = numpy.cumsum([0, *map(len, filled)])
-        gaps = numpy.searchsorted(starts, order, side="right") - 1  # one unused position between two batches
-        bases = [int(start) + gap for gap, start in enumerate(starts[:-1])]
-        batches = [RecordBatch(part, base, 0) for part, base in zip(filled, bases)]
-        return gather(there[order], filled[0].columns, spans_of(order + gaps, bases, batches)), turns
+        return Batch.gather(filled, torch.from_numpy(order)), turns
 
     def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""

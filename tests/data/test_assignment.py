@@ -44,6 +44,17 @@ def test_equal_units_are_dealt_out_in_order():
     assert assign(torch.tensor([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("shares", [2, 8])
+@pytest.mark.parametrize("weights", [torch.arange(4000) * 7919 % 2000 + 1, torch.full((4000,), 3),
+                                     torch.arange(4000).clamp(max=2000) % 2000])
+def test_many_units_stay_together(weights, shares):
+    """All but the last of each share, which even the loads out."""
+    chosen = assign(weights, shares)
+    assert set(chosen.tolist()) == set(range(shares))
+    assert int((chosen.diff() != 0).sum()) < 40 * shares
+    assert imbalance(weights, chosen, shares) < 1.01
+
+
 @QUIET
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(-1, 2)), min_size=1, max_size=12))
 def test_what_is_settled_stays_and_counts(units):

@@ -219,3 +219,31 @@ def test_a_nested_column_has_no_padded_form_and_is_no_text():
         nested([[1, 2]]).padded()
     with pytest.raises(ColumnError, match="rows of rows"):
         decode_text(nested([[1, 2]]))
+
+
+@pytest.mark.parametrize("trailing", [(), (3,)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64])
+def test_long_rows_of_several_batches_come_in_any_order(dtype, trailing):
+    random = torch.Generator().manual_seed(1)
+    lengths = [torch.randint(0, 400, (rows,), generator=random) for rows in (5, 0, 7)]
+    parts = [Ragged(torch.randn((int(part.sum()), *trailing), generator=random).to(dtype), part) for part in lengths]
+    batches = [Batch(torch.arange(len(part)), {"tokens": part, "size": part.lengths}) for part in parts]
+    rows = [row for part in parts for row in part.rows]
+    for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8])):
+        found = Batch.gather(batches, index)
+        assert found["size"].tolist() == found["tokens"].lengths.tolist()
+        assert found["tokens"].values.dtype == dtype
+        assert all(map(torch.equal, found["tokens"].rows, (rows[row] for row in index.tolist())))
+
+
+def test_rows_of_different_type_are_not_gathered():
+    one, two = (Batch(torch.arange(1), {"x": torch.zeros(1, dtype=dtype)}) for dtype in (torch.float32, torch.float64))
+    with pytest.raises(ColumnError, match="column `x` do not fit together"):
+        Batch.gather([one, two], torch.arange(2))
+
+
+def test_a_gradient_reaches_the_rows_that_were_selected():
+    values = torch.ones(300, requires_grad=True)
+    Ragged(values, torch.tensor([100, 200])).select(torch.tensor([1])).values.sum().backward()
+    assert values.grad is not None
+    assert values.grad.sum() == 200

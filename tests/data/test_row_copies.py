@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from distflow.data.column_buffers import copy_rows, runs_of
+from distflow.data.row_copies import copy_rows, runs_of
 
 
 def scattered(rows: int, lengths: tuple[int, int], width: int) -> tuple[np.ndarray, ...]:
