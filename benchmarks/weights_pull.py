@@ -36,6 +36,7 @@ import numpy  # noqa: E402 - needs the path above
 import torch  # noqa: E402
 
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
+from distflow.config.models import missing_transport  # noqa: E402
 from distflow.rpc.shared_memory import MemoryAddress  # noqa: E402
 from distflow.store.interface import Store  # noqa: E402
 from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
@@ -44,9 +45,8 @@ from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
 from distflow.weights.transport import transports  # noqa: E402
 from distflow.weights.transport.memory import LockedMemory  # noqa: E402
-from distflow.weights.transport.ucx import is_installed  # noqa: E402
 
-TRANSPORTS = ["memory", "ucx", "tcp"] if is_installed() else ["memory", "tcp"]
+TRANSPORTS = ["memory", *(["ucx"] if not missing_transport("ucx") else []), "tcp"]
 GOAL, MIB = 0.8, 1 << 20
 _TENSOR = _PART = 16 * MIB
 
@@ -184,7 +184,7 @@ class Pair:
             self.lines[kind], theirs = context.Pipe()
             context.Process(target=serve, args=(theirs, kind, self.store.port, token), daemon=True).start()
         port = self.ask("trainer", "open", {})["port"]
-        reply = self.ask("trainer", "open", self.ask("rollout", "begin")) if is_installed() else None
+        reply = self.ask("trainer", "open", self.ask("rollout", "begin")) if "ucx" in TRANSPORTS else None
         self.order("trainer", "accept")
         self.ask("rollout", "connect", port, reply)
         self.lines["trainer"].recv()

@@ -96,6 +96,7 @@ def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[s
     from distflow.errors import DistflowError
     from distflow.telemetry.events import current
 
+    os.environ.update(settings.pop("environ", {}))
     store = client(port).below(settings.pop("run", "run"))
     if machine := settings.pop("machine", ""):
         os.environ["DISTFLOW_MACHINE"] = machine
