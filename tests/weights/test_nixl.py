@@ -82,7 +82,7 @@ def test_it_reads_what_the_memory_has_now_in_counted_pieces(source):
 
 @NIXL
 @pytest.mark.parametrize(("signal_sent", "error", "patience"), [
-    (signal.SIGKILL, "ConnectionError", 30.0), (signal.SIGSTOP, "TimeoutError", 1.0)])
+    (signal.SIGKILL, "ConnectionError", 30.0), (signal.SIGSTOP, "TimeoutError", 3.0)])
 def test_a_source_that_dies_or_stands_still_ends_the_read_and_its_agent(source, signal_sent, error, patience):
     """An agent that is left writes the bytes of a late source into memory that has another use by then."""
     before = sockets()
@@ -93,13 +93,29 @@ def test_a_source_that_dies_or_stands_still_ends_the_read_and_its_agent(source, 
             os.kill(source.process.pid, signal_sent)
         counted.append(count)
 
-    with pytest.raises(OSError, match="NIXL|nothing moved for 1 s") as failed:
+    with pytest.raises(OSError, match="NIXL|nothing moved for 3 s") as failed:
         source.pull(puller, into, moved)
     puller.close()  # with the error's traceback alive
     assert failed.typename == error
     assert sockets() == before
     assert 0 < sum(counted) < SIZE
     assert (into[: sum(counted)] == 1).all()
+
+
+@NIXL
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_next_source_goes_on_where_one_ended_in_the_middle(mover, events, sent):
+    settings = {"transport": "nixl", "environ": {"UCX_TLS": "tcp"}}
+    trainer, relay = mover("publisher", rank=0, ranks=1, **settings), mover("puller", who="relay", **settings)
+    trainer.ask("publish", version=1, mib=64)
+    relay.ask("pull", mib=64)
+    relay.ask("end_while_read", number=sent)
+    assert mover("puller", who="a", **settings).ask("pull", mib=64) == {"version": 1, "right": True}
+    lost, pulled = events("weights_source_lost")[-1], events("weights_pulled")[-1]
+    assert lost["source"] == "relay"
+    assert lost["have"] > 0
+    assert pulled["transports"] == ["nixl"]
+    assert pulled["bytes"] < 72 << 20, "what had come did not come again"
 
 
 @NIXL
