@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from distflow.cli.common import Verb
 from distflow.config.load import load_for_planning
-from distflow.config.models import ROLLOUTS, TRAINERS, Engine, installed
+from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS, Engine, installed
 from distflow.contracts.environments import EnvironmentContract, environments_in, shipped_modules
 from distflow.contracts.rewards import RewardContract, shipped_rewards
 from distflow.contracts.settings import REQUIRED, Setting
@@ -81,7 +81,7 @@ def _describe(contract: Contract) -> Iterator[str]:
 
 def list_engines(_: argparse.Namespace) -> int:
     print("\n\n".join("\n".join(_describe_engine(key, name, engine)) for key, table in (
-        ("engine", TRAINERS), ("rollout", ROLLOUTS)) for name, engine in table.items()))
+        ("engine", TRAINERS), ("rollout", ROLLOUTS), ("transport", TRANSPORTS)) for name, engine in table.items()))
     return 0
 
 
@@ -101,6 +101,7 @@ def _describe_engine(key: str, name: str, engine: Engine) -> Iterator[str]:
 VERBS = {
     "nodes": Verb("list the functions that nodes can run, the rewards and the environments: what they read, write and "
                   "accept", _add_nodes_arguments, list_nodes),
-    "engines": Verb("list the engines that train and sample: installed and tested versions, and what each cannot do",
+    "engines": Verb("list the engines that train and sample, and optional transports of weights: installed and tested "
+                    "versions, and what each cannot do",
                     lambda parser: None, list_engines),
 }

@@ -80,10 +80,25 @@ ROLLOUTS: dict[str, Engine] = {
                      "DISTFLOW_SGLANG_PYTHON=$PWD/sglang/bin/python"),
 }
 
+TRANSPORTS: dict[str, Engine] = {
+    "ucx": Engine("distflow.weights.transport.ucx:Ucx", ("ucxx-cu12", "ucxx-cu13"), ("0.52.",), "ucx"),
+    "nixl": Engine("distflow.weights.transport.nixl:Nixl", ("nixl-cu12",), ("1.5.",), "nixl"),
+}
+"""Those of weights that need a package."""
+
+
+def missing_transport(name: str) -> str:
+    """Return what is not installed for a transport of weights, "" if nothing."""
+    engine = TRANSPORTS.get(name)
+    return "" if engine is None or installed(engine) else f"`transport: {name}` needs {engine.packages[0]}, which is " \
+                                                          "not installed"
+
 
 def check_engines(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each engine that is named but not installed, and for each feature that one lacks."""
-    mistakes = []
+    mistakes, transport = [], spec.run.transport
+    if missing := missing_transport(transport):
+        mistakes.append(Diagnostic(missing, spec.run_source.location(("transport",)), TRANSPORTS[transport].pip))
     for role, key, name, engine in _engines_in_use(spec):
         where = spec.run_source.location(("roles", role, key))
         if elsewhere(engine) and not shutil.which(elsewhere(engine)):

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from distflow.cli import main
-from distflow.config.models import ROLLOUTS, TRAINERS
+from distflow.config.extras import pip_line
+from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS
 from distflow.config.run import Generation
 
 
-@pytest.mark.parametrize("engine", [*TRAINERS.values(), *ROLLOUTS.values()], ids=lambda engine: engine.home)
+@pytest.mark.parametrize("engine", [*TRAINERS.values(), *ROLLOUTS.values(), *TRANSPORTS.values()],
+                         ids=lambda engine: engine.home)
 def test_the_home_of_each_engine_is_there(engine):
     module, _, name = engine.home.partition(":")
     source = Path(importlib.util.find_spec(module).origin)
-    assert f"class {name}(" in source.read_text()  # its library may not be installed
+    assert re.search(rf"^class {name}[(:]", source.read_text(), re.MULTILINE)  # its library may not be installed
 
 
 def test_everything_that_is_refused_is_listed(capsys):
     assert main(["engines"]) == 0
     said = capsys.readouterr().out
-    for key, table in (("engine", TRAINERS), ("rollout", ROLLOUTS)):
+    for key, table in (("engine", TRAINERS), ("rollout", ROLLOUTS), ("transport", TRANSPORTS)):
         for name, engine in table.items():
             part = said.partition(f"{key}: {name}\n")[2].partition("\n\n")[0]
             assert all(reason in part for reason in engine.cannot.values())
             assert all(package in part for package in engine.packages)
+
+
+def test_a_transport_without_its_package_is_refused_with_the_line_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr("distflow.config.models.version", Mock(side_effect=PackageNotFoundError))
+    assert main(["validate", "grpo", "--set", "transport=nixl"]) == 2
+    said = capsys.readouterr().err
+    assert "`transport: nixl` needs nixl-cu12, which is not installed" in said
+    assert pip_line("nixl") in said
 
 
 def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):

@@ -96,6 +96,7 @@ def serve(line: Connection, kind: str, port: int, token: bytes, settings: dict[s
     from distflow.errors import DistflowError
     from distflow.telemetry.events import current
 
+    os.environ.update(settings.pop("environ", {}))
     store = client(port).below(settings.pop("run", "run"))
     if machine := settings.pop("machine", ""):
         os.environ["DISTFLOW_MACHINE"] = machine
@@ -149,6 +150,17 @@ class Serving:
             give(client, header)
 
         self.source._send_chunks = serve
+
+    def end_while_read(self, number: int) -> None:
+        """Get this signal as soon as a part of what is asked for has been read by NIXL."""
+        from distflow.weights.transport.nixl import NixlSource
+
+        send = NixlSource.send
+
+        def serve(end: Any, connection: Any, header: Any, chunks: Any, moved: Any) -> None:
+            send(end, connection, header, chunks, lambda _: os.kill(os.getpid(), number))
+
+        NixlSource.send = serve
 
     def spoil(self, part: int, chunk: int) -> None:
         """Serve this chunk corrupt."""

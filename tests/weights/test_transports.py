@@ -18,30 +18,35 @@ from distflow.weights.transport import transports
 from distflow.weights.transport.memory import SharedMemoryTransport
 
 UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
+NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="nixl-cu12 is not installed")
+ALL = ["memory", "tcp", pytest.param("ucx", marks=UCX), pytest.param("nixl", marks=NIXL)]
+BETWEEN_MACHINES = {"environ": {"UCX_TLS": "tcp"}}
 WHOLE = 8 << 20
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", pytest.param("ucx", marks=UCX)])
+@pytest.mark.parametrize("transport", ALL)
 def test_each_moves_weights_and_survives_its_source(mover, events, transport):
-    trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay", transport=transport)
+    trainer = mover("publisher", rank=0, ranks=1, transport=transport, **BETWEEN_MACHINES)
+    relay = mover("puller", who="relay", transport=transport, **BETWEEN_MACHINES)
     trainer.ask("publish", version=1, mib=8)
     assert relay.ask("pull", mib=8) == {"version": 1, "right": True}
     relay.ask("tire", seconds=0.02)
-    rollout = mover("puller", who="a", transport=transport).send("pull", mib=8)
+    rollout = mover("puller", who="a", transport=transport, **BETWEEN_MACHINES).send("pull", mib=8)
     relay.kill()
     assert rollout.answer() == {"version": 1, "right": True}
     assert {tuple(event["transports"]) for event in events("weights_pulled")} == {(transport,)}
     assert WHOLE <= events("weights_pulled")[-1]["bytes"] <= WHOLE + (256 << 10)
 
 
-@pytest.mark.parametrize("transport", ["memory", "tcp", pytest.param("ucx", marks=UCX)])
+@pytest.mark.parametrize("transport", ALL)
 def test_a_source_that_stands_still_may_wake_up_late(mover, events, transport):
     """Chunks under way must not arrive later: their memory has another use by then."""
-    trainer, relay = mover("publisher", rank=0, ranks=1), mover("puller", who="relay")
+    trainer = mover("publisher", rank=0, ranks=1, transport=transport, **BETWEEN_MACHINES)
+    relay = mover("puller", who="relay", transport=transport, **BETWEEN_MACHINES)
     trainer.ask("publish", version=1, mib=8)
     relay.ask("pull", mib=8)
     relay.ask("tire", seconds=0.02)
-    rollout = mover("puller", who="a", transport=transport).send("pull", mib=8)
+    rollout = mover("puller", who="a", transport=transport, **BETWEEN_MACHINES).send("pull", mib=8)
     relay.stop()
     assert rollout.answer() == {"version": 1, "right": True}
     relay.go_on()
@@ -83,9 +88,10 @@ def test_one_that_the_source_cannot_use_is_an_error(mover):
 
 
 def test_what_is_not_here_is_an_error(monkeypatch):
-    monkeypatch.setattr("distflow.weights.transport.ucx.is_installed", lambda: False)
-    with pytest.raises(NoTransport, match=r"pip install 'ucxx-cu12==0.52.0'"):
-        transports("ucx", SharedMemoryPool("weights"))
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
+    for name, package in (("ucx", "ucxx-cu12"), ("nixl", "nixl-cu12")):
+        with pytest.raises(NoTransport, match=rf"needs {package}, which is not installed:  pip install .*\[{name}\]'"):
+            transports(name, SharedMemoryPool("weights"))
     monkeypatch.setenv("DISTFLOW_MACHINE", "")
     with pytest.raises(NoTransport, match="Set  transport: auto"):
         transports("memory", SharedMemoryPool("weights"))

@@ -7,7 +7,6 @@ only by the deadline without a piece of a chunk.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import time
@@ -16,39 +15,30 @@ from typing import Any
 
 import numpy
 
-from distflow.config.extras import pip_line
 from distflow.rpc.connection import Connection
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport.ends import Moved, PullerEnd, SourceEnd
 
-PACKAGE = "ucxx-cu12==0.52.0"
 _PIECE = 1 << 20
 """Bytes of a message: what must be received within a deadline."""
 _POLL = 50
 """Milliseconds of a wait for the network; the next byte ends it."""
-_SETTINGS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
+SETTINGS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 """Three times as fast as UCX's own over plain TCP. Variables of the environment, as UCX_TLS, come first."""
-_STALLED = 60.0
+STALLED = 60.0
 _set_by_ucxx: set[str] = set()
 """Variables of the environment, when it was imported."""
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("ucxx") is not None
-
-
 class Ucx:
     """UCX by the package `ucxx`. Its workers listen on all interfaces, but for those of a `host` on loopback. Raises
-    NoTransport: it is not installed; here if it was requested by name (`wished`), else when it is first used: it finds
-    no usable device, or cannot be loaded, which takes a second."""
+    NoTransport: it finds no usable device, or cannot be loaded, which takes a second; here if it was requested by name
+    (`wished`), else when it is first used."""
 
     name = "ucx"
 
     def __init__(self, host: str = "127.0.0.1", wished: bool = False) -> None:
-        self.devices = {"NET_DEVICES": "lo"} if host == "localhost" or host.startswith("127.") else {}
-        if not is_installed():
-            raise NoTransport(f"the transport `ucx` needs the package `ucxx`:  pip install '{PACKAGE}'  or  "
-                              f"{pip_line('ucx')}")
+        self.devices = devices_of(host)
         if wished:
             _context(self.devices)
 
@@ -62,6 +52,11 @@ class Ucx:
         return UcxPuller(deadline, self.devices)
 
 
+def devices_of(host: str) -> dict[str, str]:
+    """Return UCX's setting of network devices for a process that others reach at `host`."""
+    return {"NET_DEVICES": "lo"} if host == "localhost" or host.startswith("127.") else {}
+
+
 def _context(devices: dict[str, str]) -> tuple[Any, Any]:
     """Return the library, and a context of it. Raises: NoTransport."""
     before = set(os.environ)
@@ -69,10 +64,10 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
         # its event loops would need a thread more, and time between messages
         from ucxx._lib import libucxx  # type: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
-        raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Reinstall it:  pip install "
-                          f"--force-reinstall '{PACKAGE}'  or set  transport: tcp") from None
+        raise NoTransport(f"the transport `ucx` cannot be loaded: {error}. Reinstall `ucxx-cu12`, or set  "
+                          "transport: tcp") from None
     _set_by_ucxx.update(os.environ.keys() - before)
-    given = {name: value for name, value in (_SETTINGS | devices).items() if f"UCX_{name}" not in os.environ}
+    given = {name: value for name, value in (SETTINGS | devices).items() if f"UCX_{name}" not in os.environ}
     try:
         return libucxx, libucxx.UCXContext(given)
     except libucxx.UCXError as error:
@@ -133,7 +128,7 @@ class _UcxConnection:
 
 class UcxSource(SourceEnd):
     def __init__(self, hello: dict[str, Any], devices: dict[str, str]):
-        self.end = _UcxConnection(int(hello["tag"]), _STALLED, devices)
+        self.end = _UcxConnection(int(hello["tag"]), STALLED, devices)
         self.end.connect(hello["worker"])
         self.reply = {"worker": self.end.address}
 
