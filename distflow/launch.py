@@ -190,7 +190,8 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
         supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.path,
                                 spec.run.robust, context.required_processes, context.is_obsolete, context.should_run,
                                 context.live_config, context.call if spec.dag.imports else None, elastic,
-                                context.leave_out, context.restart_required_processes, context.lock)
+                                context.leave_out, None if context.several_trainers else
+                                context.restart_required_processes, context.lock)
         status = supervisor.run()
         if status == 0 and not elastic:
             context.store.complete()

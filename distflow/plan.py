@@ -125,7 +125,8 @@ class Task:
     keep_together: bool = False
     draws: int = 1  # most draws of prompts in a step, for each of which this task and all before it run
     samples: bool = False
-    arrives: bool = False  # whether the step begins with its columns, from the dock or from `Plan.early`
+    arrives: bool = False  # whether its columns come from elsewhere: from the dock, or from `Plan.early`
+    awaited: bool = False  # whether they come from another trainer, within the step; the others are there as it begins
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     inputs: str = ""  # digest of the DAG and the run, by which ranks with other settings are found
     dock: tuple[Transfer, ...] = ()
-    """Transfers through the dock, by producer: to the trainer, or from the group that samples or infers."""
+    """Transfers through the dock, by producer: to and from the first trainer, or from another group."""
     early: Plan | None = None
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
@@ -172,6 +173,9 @@ class Plan:
         ahead = self.early.chain(rank) if self.early else ()
         return (*ahead, *(task for task in self.tasks if not task.arrives)) if self.dock else self.tasks
 
+    def task(self, node: str) -> Task:
+        return next(task for task in self.tasks if task.node == node)
+
     def group_of(self, rank: int) -> tuple[Group | None, int]:
         """Return the group of a rank and the index of its replica; (None, 0) in sync mode."""
         for group in self.groups:
@@ -183,7 +187,7 @@ class Plan:
     def sampling_ranks(self) -> int:
         """Number of ranks that sample, for themselves or for others."""
         return sum(len(group.ranks) for group in self.groups
-                   if group.kind == ROLLOUT or (group.kind == TRAINER and self.mode == "semi_sync"))
+                   if group.kind == ROLLOUT or (group.name == TRAINER and self.mode == "semi_sync"))
 
     def layout_of(self, role: str, samples: bool) -> Layout:
         """Return how all ranks together hold a role's model, in the engine that samples or in the one that trains."""
@@ -214,7 +218,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """TRAINER, ROLLOUT or INFERENCE."""
+        """TRAINER, ROLLOUT or INFERENCE. Of several trainers, the first has no other name."""
         return self.name.partition(" ")[0]
 
     @property

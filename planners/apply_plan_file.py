@@ -1,7 +1,8 @@
 """Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
 Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
-the next, and on the others infer with one frozen role each. A task's shares follow each other, each with equally many
+the next, and on the others infer with one frozen role each, or train one; or they sample and train on the first of
+them, and have one other role each on the others. A task's shares follow each other, each with equally many
 layers in each stage. Machines that a plan leaves out have no ranks; of the others those that train come first, then
 those that sample, else the order is that of the cluster file.
 """
@@ -19,7 +20,6 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
-from planners.heterogeneous.runnable import alike
 from planners.heterogeneous.workload import problem_of
 
 AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --runnable --out FILE"
@@ -32,22 +32,26 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     mistakes = list(_check(spec, problem, plan, source, ranks))
     if mistakes:
         raise InvalidInput(mistakes)
-    own, together = _ranks(problem, plan), len(plan.groups) == 1
-    layouts = {}
+    own, first, *others = _ranks(problem, plan), *_in_order(problem, plan)
+    together, layouts = _samples(problem, first), {}
+    trained = [group for group in others if _trains_one(problem, group)]
     for task in problem.tasks:
         placed = plan.tasks[task.name]
-        if own[task.name].start == 0:
+        if own[task.name].start == 0 or any(task.name in group.tasks for group in trained):
             layouts[task.name] = _parallel(problem, plan, task, own[task.name])
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
         elif task.kind == INFER:
-            layouts[task.name] = Parallel(dp=len(own[task.name]))
+            rows = _rows(problem, plan, task, own[task.name]) or []
+            layouts[task.name] = Parallel(dp=len(own[task.name]), rows=rows if len(rows) > 1 else [])
     if together:
-        layouts |= _beside(spec, layouts)
-    _, *others = _in_order(problem, plan)
-    groups = spec.run.groups if together else spec.run.groups.model_copy(update={
-        "rollout": len(others[0].ranks),
-        "inference": {_tasks(problem, group)[0].role: len(group.ranks) for group in others[1:]}})
+        layouts = _beside(spec, {name: layout for name, layout in layouts.items() if own[name].start == 0}) | layouts
+    ranks_of = {_tasks(problem, group)[0].role: len(group.ranks) for group in (others if together else others[1:])}
+    apart = {_tasks(problem, group)[0].role for group in trained}
+    groups = spec.run.groups.model_copy(update={
+        "rollout": spec.run.groups.rollout if together else len(others[0].ranks),
+        "inference": {role: count for role, count in ranks_of.items() if role not in apart},
+        "trainers": {role: count for role, count in ranks_of.items() if role in apart}})
     run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks,
                                       "mode": SYNC if together else spec.run.mode,
                                       "roles": spec.run.roles | _micro_batches(spec, problem, plan)})
@@ -80,10 +84,6 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
 
 def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Iterator[Diagnostic]:
     where = source.location(("groups",), key=True)
-    if problem.mode == SYNC and len(plan.groups) > 1:
-        yield Diagnostic(f"the plan has {len(plan.groups)} groups that work at the same time, and in mode sync all "
-                         "ranks run one chain together", where, AGAIN)
-        return
     for machine, ranks in _machines_of(problem):
         part = sum(rank in ranks for rank in plan.ranks)
         if 0 < part < len(ranks):
@@ -92,12 +92,17 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
     if len(plan.groups) == 1:
         return
     first, second, *others = _in_order(problem, plan)
-    kinds = [{task.kind for task in _tasks(problem, group)} for group in (first, second)]
-    if GENERATE in kinds[0] or kinds[1] != {GENERATE} or not all(_only_infers(problem, group) for group in others):
+    kinds, alone = {task.kind for task in _tasks(problem, second)}, not _samples(problem, first)
+    alone = alone and problem.mode != SYNC and kinds == {GENERATE}
+    of_one_role = others if alone else (second, *others)
+    if not (alone or _samples(problem, first)) or not all(
+            _only_infers(problem, group) or _trains_one(problem, group) for group in of_one_role):
         sampling = " + ".join(sorted(task.name for task in problem.tasks if task.kind == GENERATE))
+        can = "one samples and trains, and each of the others has all tasks of one other role"
+        if problem.mode != SYNC:
+            can = f"one trains, {sampling} samples, and each of the others has all tasks of one role; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
-                         f"this mode one trains, {sampling} samples, and each of the others has all tasks of one role "
-                         "that is only read", where, AGAIN)
+                         f"this mode {can}", where, AGAIN)
         return
     for machine, at in _torn(problem, devices_of(problem, plan)):
         yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would be "
@@ -107,16 +112,13 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
 def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
     placed, path = plan.tasks[task.name], ("tasks", task.name)
     width, ranks = placed.tp * placed.pp, _ranks(problem, plan)[task.name]
-    apart = ranks.start > 0
+    apart = ranks.start > 0 and not any(task.name in group.tasks and _trains_one(problem, group)
+                                        for group in plan.groups)
     if apart and task.kind == GENERATE and placed.pp > 1:
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
                          "samples has all of them", source.location(path, key=True), AGAIN)
         return
-    if apart and task.kind == INFER and width == 1 and not alike([shares.rows for shares in placed.shares]):
-        yield Diagnostic(f"node `{task.name}` has shares of {_listed({shares.rows for shares in placed.shares})} rows, "
-                         "and ranks that only infer divide the rows of a lease evenly",
-                         source.location((*path, "shares"), key=True), AGAIN)
-    if apart and width == 1:
+    if apart and width == 1 and task.kind != INFER:
         return  # the others take prompts as they get free, whatever shares were expected
     if len(set(placed.layers)) > 1:
         yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
@@ -166,10 +168,14 @@ def _torn(problem: Problem, order: list[int]) -> Iterator[tuple[str, list[int]]]
 
 
 def _in_order(problem: Problem, plan: PlacedPlan) -> list[PlacedGroup]:
-    """Return the groups in the order of their ranks: those that train, that sample, and that infer by their tasks."""
-    kinds = (TRAIN, GENERATE, INFER)
-    return sorted(plan.groups, key=lambda group: min((kinds.index(task.kind), number) for number, task in enumerate(
-        problem.tasks) if task.name in group.tasks))
+    """Return the groups in the order of their ranks: that which trains what samples, which samples, and by their tasks
+    those that infer and those that train another role."""
+    def kind(group: PlacedGroup) -> int:
+        kinds = {task.kind for task in _tasks(problem, group)}
+        return 3 if _trains_one(problem, group) else 0 if TRAIN in kinds else 1 if GENERATE in kinds else 2
+
+    return sorted(plan.groups, key=lambda group: (kind(group), min(
+        number for number, task in enumerate(problem.tasks) if task.name in group.tasks)))
 
 
 def _ranks(problem: Problem, plan: PlacedPlan) -> dict[str, range]:
@@ -190,6 +196,19 @@ def _only_infers(problem: Problem, group: PlacedGroup) -> bool:
     roles = {task.role for task in _tasks(problem, group)}
     return len(roles) == 1 and all(task.kind == INFER and task.name in group.tasks for task in problem.tasks
                                    if task.role in roles)
+
+
+def _samples(problem: Problem, group: PlacedGroup) -> bool:
+    return any(task.kind == GENERATE for task in _tasks(problem, group))
+
+
+def _trains_one(problem: Problem, group: PlacedGroup) -> bool:
+    """Return whether a group has all tasks of one role, which is trained and does not sample, and other roles are
+    trained too."""
+    of_role = [task for task in problem.tasks if task.role in {task.role for task in _tasks(problem, group)}]
+    others = any(task.kind == TRAIN and task not in of_role for task in problem.tasks)
+    return len({task.role for task in of_role}) == 1 and {task.name for task in of_role} == {*group.tasks} and others \
+        and any(task.kind == TRAIN for task in of_role) and all(task.kind != GENERATE for task in of_role)
 
 
 def _machines_of(problem: Problem) -> Iterator[tuple[str, range]]:
@@ -261,7 +280,7 @@ def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
     def moved(spots: dict) -> dict:
         found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
         found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}
-        return found | {("groups", name): spots[("groups",)] for name in ("rollout", "inference")}
+        return found | {("groups", name): spots[("groups",)] for name in ("rollout", "inference", "trainers")}
 
     return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
 

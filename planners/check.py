@@ -185,8 +185,11 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
                 what = "`generation.routing_replay` has no effect with `training_api`, whose rows have no experts"
                 at = ("roles", name, "generation", "routing_replay")
                 return [Diagnostic(what, spec.run_source.location(at, key=True), "Take `routing_replay` out.")]
-    if spec.run.training_api and (spec.run.mode != "sync" or not answering):
-        what = "needs  mode: sync" if answering else "needs a DAG that trains a role with a vocabulary, as grpo or sft"
+    alone = spec.run.mode == "sync" and not spec.run.groups.of_roles
+    if spec.run.training_api and not (alone and answering):
+        what = "needs a DAG that trains a role with a vocabulary, as grpo or sft"
+        if answering:
+            what = "needs  mode: sync , without ranks for one role alone (`groups`)"
         return [Diagnostic(f"`training_api` {what}", spec.run_source.location(("training_api",), key=True))]
     return []
 
@@ -301,13 +304,16 @@ def _temperature(settings: RoleRun) -> float:
     return settings.generation.temperature or 1.0  # the likeliest tokens are judged at 1
 
 
-def check_faults(spec: Spec, groups: Mapping[str, range]) -> list[Diagnostic]:
-    """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each."""
+def check_faults(spec: Spec, groups: Mapping[str, range], trainers: range = range(0)) -> list[Diagnostic]:
+    """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each; `trainers`: those of
+    roles that train apart, which a fault of the trainer may name."""
     return [Diagnostic(f"fault {number}: {what}", spec.run_source.location(("faults", number, key)), hint)
-            for number, fault in enumerate(spec.run.faults) for key, what, hint in _wrong(spec, fault, groups)]
+            for number, fault in enumerate(spec.run.faults)
+            for key, what, hint in _wrong(spec, fault, groups, trainers)]
 
 
-def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tuple[str, str, str]]:
+def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range],
+           trainers: range) -> Iterator[tuple[str, str, str]]:
     """Yield the key that is wrong, what is wrong with it, and what to write instead."""
     if fault.group == INFERENCE and not groups.get(INFERENCE) and spec.run.mode != "sync":
         yield "group", "no role has ranks of its own that only infer: the run has no `groups.inference`", \
@@ -318,7 +324,8 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range]) -> Iterator[tu
             "Take `group` out, or write  mode: async"
         return
     ranks = groups[fault.group]
-    if fault.rank is not None and ranks and fault.rank not in ranks:
+    named_apart = fault.group == TRAINER and fault.rank in trainers
+    if fault.rank is not None and ranks and fault.rank not in ranks and not named_apart:
         yield "rank", f"rank {fault.rank} is not one of the {fault.group}'s", \
             f"It has {ranks.start} to {ranks.stop - 1}; without `rank` the seed draws one of them."
     if fault.phase == "starting":
@@ -344,8 +351,9 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
               if all(other == node for other, flow in flows.items() for read in flow.reads if read.name == column)]
     notes += untested(spec)
     notes += [f"`{key}` changes nothing in mode sync, where all ranks sample and then train. Set  mode: async"
-              for key in _GROUP_KEYS if spec.run.mode == "sync" and getattr(spec.run,
-                                                                            key) != Run.model_fields[key].default]
+              for key in _GROUP_KEYS
+              if spec.run.mode == "sync" and getattr(spec.run, key) != Run.model_fields[key].default
+              and not (key == "groups" and spec.run.groups.of_roles)]
     if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
         notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
                      "Set  mode: semi_sync")

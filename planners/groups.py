@@ -1,9 +1,9 @@
-"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups that only infer.
+"""Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups of one role each.
 
 The rollout group runs the nodes that sample, their inputs, and all COMPUTE nodes that read only its columns: rewards
 are computed per prompt while others are still sampled. Nodes on rows that may have been dropped, nodes in `layouts`,
-and everything else run in the trainer, unless a role has ranks of its own (`planners.inference`). Between the groups,
-columns pass through the dock.
+and everything else run in the trainer, unless a role has ranks of its own (`planners.inference`, `planners.trainers`).
+Between the groups, columns pass through the dock.
 
 Trainer nodes in which a model reads each row by itself, and only columns of that row, need not wait for the whole step:
 they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
@@ -11,7 +11,8 @@ they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+import itertools
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -21,6 +22,7 @@ from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, L
 from planners.columns import NodeColumns
 from planners.inference import InferenceCut, cut_inference
 from planners.resampling import draws_of
+from planners.trainers import TrainerCut, cut_trainers
 from planners.transfers import row_bytes
 
 _READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
@@ -42,6 +44,7 @@ class GroupCut:
     """Layout of one rollout's model."""
     sampling: frozenset[str]
     inference: tuple[InferenceCut, ...] = ()
+    trainers: tuple[TrainerCut, ...] = ()
 
     @property
     def samplers(self) -> dict[str, Layout]:
@@ -50,15 +53,19 @@ class GroupCut:
         return {} if rest else {role: replace(self.model, dp=shares) for role in sorted(self.sampling)}
 
     def notes(self, spec: Spec) -> tuple[str, ...]:
-        if self.samplers or not spec.run.trainer_validates:
+        if self.samplers or not self.nodes or not spec.run.trainer_validates:
             return ()
         return (f"each of the {self.trainer} ranks that train validates with a whole model: the {self.model.width} "
                 "ranks over which that of a rollout is split do not divide them",)
 
     def owner(self, node: str) -> str:
         """Return the group that runs a node."""
-        apart = next((each.group for each in self.inference if node in each.nodes), TRAINER)
+        apart = next((each.group for each in (*self.inference, *self.trainers) if node in each.nodes), TRAINER)
         return ROLLOUT if node in self.nodes else apart
+
+    @property
+    def trained_apart(self) -> frozenset[str]:
+        return frozenset().union(*(each.nodes for each in self.trainers))
 
     def own(self, group: str) -> frozenset[str]:
         return frozenset(node for node in self.chain if self.owner(node) == group)
@@ -79,9 +86,14 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
             nodes.add(node)
     trainer, model, found = _sizes(spec, sampling, ranks)
-    inference, unfit = cut_inference(spec, bound, chain, flows, nodes, ranks - sum(spec.run.groups.inference.values()))
-    crossing = {node: names for own in (nodes, *(each.nodes for each in inference)) for node in chain
-                if node in own and (names := _crossing(node, own, flows))}
+    first = ranks - spec.run.groups.of_roles
+    inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
+    apart = nodes.union(*(each.nodes for each in inference))
+    trainers, odd = cut_trainers(spec, bound, chain, flows, apart, first + sum(spec.run.groups.inference.values()))
+    leading = {node for node in chain if node in bound}.difference(apart, *(each.nodes for each in trainers))
+    crossing = {node: names for own in (nodes, *(each.nodes for each in (*inference, *trainers)), leading)
+                for node in chain if node in own
+                and (names := _crossing(node, own, flows, () if own is leading else (KEEP, *_READABLE)))}
     trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
@@ -89,17 +101,44 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     mistakes += _check_stale(spec, flows, nodes, crossing)
-    apart = nodes.union(*(each.nodes for each in inference))
-    fused = _fused(spec, bound, chain, flows, apart) if spec.run.fuse and spec.run.on_stale == "wait" else frozenset()
-    replicas = max((ranks - sum(spec.run.groups.inference.values()) - trainer) // model.width, 1)
+    fused = frozenset()
+    if spec.run.fuse and spec.run.on_stale == "wait":
+        fused = _fused(spec, bound, [node for node in chain if node in apart | leading], flows, apart) - crossing.keys()
+    replicas = max((first - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
-    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference)
-    return halves, [*mistakes, *found, *unfit]
+    halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference,
+                      trainers)
+    return halves, [*mistakes, *found, *unfit, *odd]
 
 
-def joined(trainer: Plan, rollout: Plan, inference: Iterable[Plan], halves: GroupCut, ranks: int) -> Plan:
-    groups = (Group(TRAINER, 0, 1, trainer), Group(ROLLOUT, halves.trainer, halves.replicas, rollout),
-              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)))
+def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
+              ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
+    """Cut only roles out of a run in mode sync, whose first ranks sample, and train all others."""
+    first, groups = ranks - spec.run.groups.of_roles, spec.run.groups
+    roles = {node: item.role for node, item in spec.dag.nodes.items() if item.type in ENGINE_TYPES}
+    before = {*itertools.takewhile(lambda node: roles.get(node) not in groups.inference, chain)} & bound.keys()
+    before = {node for node in before if roles.get(node) not in groups.trainers}
+    inference, unfit = cut_inference(spec, bound, chain, flows, before, max(first, 1))
+    trainers, mistakes = cut_trainers(spec, bound, chain, flows, set().union(*(each.nodes for each in inference)),
+                                      max(first, 1) + sum(groups.inference.values()))
+    if first < 1:
+        what = f"roles have {ranks - first} ranks of their own, and of {ranks} none is left to sample and to train"
+        mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
+                                   f"Start {ranks - first + 1} ranks or more"))
+    leading = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
+    crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), leading) for node in chain
+                if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
+    halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),
+                      inference, trainers)
+    return halves, mistakes + unfit + _check_fans(spec, crossing, flows)
+
+
+def joined(trainer: Plan, rollout: Plan | None, inference: Iterable[Plan], trainers: Iterable[Plan], halves: GroupCut,
+           ranks: int) -> Plan:
+    groups = (Group(TRAINER, 0, 1, trainer),
+              *([Group(ROLLOUT, halves.trainer, halves.replicas, rollout)] if rollout else []),
+              *(Group(each.group, each.first, each.replicas, plan) for each, plan in zip(halves.inference, inference)),
+              *(Group(each.group, each.first, 1, plan) for each, plan in zip(halves.trainers, trainers)))
     own = {task.node: task for task in trainer.chain(0)}
     for group in groups[1:]:
         for task in group.plan.chain(0):
@@ -116,17 +155,23 @@ def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     """Return the trainer's tasks. Those of other groups only bring what crosses, and fused ones their outputs."""
     own = {task.node: task.writes for task in tasks if halves.owner(task.node) == TRAINER}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
-    return tuple(task if task.node in own and task.node not in halves.fused else _bringing(task, bring)
+    return tuple(task if task.node in own and task.node not in halves.fused else
+                 _bringing(task, bring, task.node in halves.trained_apart or not halves.nodes)
                  for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
 
 
 def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) -> tuple[Task, ...]:
-    """Return the tasks of nodes that run on rows as they come; those of other groups bring what these read."""
+    """Return the tasks of nodes that run in a group of one role; those of other groups bring what these read."""
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in nodes}
     read = set().union(*wanted.values())
-    bring = {node: tuple(name for name in names if (node, name) in read) for node, names in halves.crossing.items()}
-    return tuple(task if task.node in nodes else _bringing(task, bring)
+    trained = halves.trained_apart | halves.own(TRAINER)
+    if not halves.nodes:  # mode sync: the step begins with what comes before these in the chain
+        trained -= {*itertools.takewhile(lambda node: node not in nodes, halves.chain)}
+    drops = {KEEP} if nodes <= halves.trained_apart else set()
+    bring = {node: tuple(name for name in names if (node, name) in read or name in drops)
+             for node, names in halves.crossing.items()}
+    return tuple(task if task.node in nodes else _bringing(task, bring, task.node in trained)
                  for task in tasks if task.node in wanted or task.node in halves.crossing
                  or (task.node in halves.nodes and task.samples))
 
@@ -137,7 +182,7 @@ def of_rollout(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
 
 def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound: dict[str, Contract],
               group: str) -> tuple[Transfer, ...]:
-    """Return the transfers through the dock, by producer: to the trainer, or from another group."""
+    """Return the transfers through the dock, by producer: all of them for the first trainer, or those of a group."""
     result = []
     for node, names in halves.crossing.items():
         if group not in (TRAINER, halves.owner(node)):
@@ -150,13 +195,14 @@ def crossings(spec: Spec, halves: GroupCut, flows: dict[str, NodeColumns], bound
     return tuple(result)
 
 
-def _bringing(task: Task, columns: dict[str, tuple[str, ...]]) -> Task:
-    return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True)
+def _bringing(task: Task, columns: dict[str, tuple[str, ...]], awaited: bool) -> Task:
+    return replace(task, writes=columns.get(task.node, ()), transfers=(), arrives=True, awaited=awaited)
 
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
            nodes: set[str]) -> frozenset[str]:
-    """Return the trainer's nodes that need not wait for a step: behind no filter and no role's training."""
+    """Return the trainer's nodes that need not wait for a step: behind no filter and no role's training. `chain`: its
+    nodes, and those `nodes` whose columns the step begins with."""
     ahead = {node for node in nodes if KEEP not in flows[node].writes}
     fused: set[str] = set()
     trained: set[str] = set()
@@ -172,11 +218,12 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
     return frozenset(fused)
 
 
-def _crossing(node: str, nodes: Set[str], flows: dict[str, NodeColumns]) -> tuple[str, ...]:
+def _crossing(node: str, nodes: Set[str], flows: dict[str, NodeColumns], more: Collection[str]) -> tuple[str, ...]:
+    """Return the columns of a node of the group `nodes` that others read, and those of `more`."""
     wanted = {column.name for other, flow in flows.items() if other not in nodes for column in flow.reads
               if column.producer == node}
     return tuple(name for name in dict.fromkeys(flows[node].writes)
-                 if name == KEEP or name in wanted or name in _READABLE)
+                 if name in wanted or name in more)
 
 
 def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bool:
@@ -187,7 +234,7 @@ def _before(node: str, sampling: list[str], flows: dict[str, NodeColumns]) -> bo
 
 
 def _through(move: Transfer, task: Task, halves: GroupCut, dock: dict[str, Transfer]) -> Transfer:
-    if move.producer == SOURCE or halves.owner(move.producer) in (TRAINER, halves.owner(task.node)):
+    if move.producer == SOURCE or halves.owner(move.producer) == halves.owner(task.node):
         return move
     crossed = dock[move.producer]
     share = len(move.columns) / len(crossed.columns)
@@ -229,9 +276,11 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
     """Check that the trainer sees how old samples are, where it drops them, and corrects for it, where it does not."""
     corrects = any({"importance", "response_mask"} & {*flow.writes} and "rollout_logprobs" in {
         column.name for column in flow.reads} for node, flow in flows.items() if node not in nodes)
-    if spec.run.on_stale != "wait" and spec.run.groups.inference:
-        what, hint = (f"ranks that only infer take prompts step by step, and with on_stale: {spec.run.on_stale} there "
-                      "is no order of steps"), "Instead:  on_stale: wait, or no  groups.inference"
+    groups = spec.run.groups
+    if spec.run.on_stale != "wait" and (groups.inference or groups.trainers):
+        key, who = ("inference", "only infer") if groups.inference else ("trainers", "train one role")
+        what, hint = (f"ranks that {who} take prompts step by step, and with on_stale: {spec.run.on_stale} there is no "
+                      "order of steps"), f"Instead:  on_stale: wait, or no  groups.{key}"
     elif spec.run.on_stale == "keep" and not corrects:
         what, hint = (f"DAG `{spec.dag.name}` has no node that corrects for old weights, so on_stale: keep would train "
                       "on samples of another policy as if they were its own"), \
@@ -245,19 +294,20 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
 
 
 def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, list[Diagnostic]]:
-    """Return how many ranks train, and the layout of a rollout's model; `groups.inference` has the last ranks."""
-    wanted, mode, inference = spec.run.groups.rollout, spec.run.mode, sum(spec.run.groups.inference.values())
-    ranks -= inference
+    """Return how many ranks train, and the layout of a rollout's model; roles of their own have the last ranks."""
+    wanted, mode, apart = spec.run.groups.rollout, spec.run.mode, spec.run.groups.of_roles
+    ranks -= apart
     split = next((node for node in sampling if node in spec.run.layouts), None)
     asked = spec.run.layouts[split] if split else None
     model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp) if asked else Layout(1)
     width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     if ranks < 2:
-        beside = f" beside the {inference} of groups.inference" if inference else ""
+        keys = " and ".join(f"groups.{key}" for key in ("inference", "trainers") if getattr(spec.run.groups, key))
+        beside = f" beside the {apart} of {keys}" if apart else ""
         what = (f"mode {mode} needs at least 2 ranks{beside}, one that trains and one that samples; here "
                 f"{'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
-        remedy = f"Start {2 + inference} ranks (--ranks {2 + inference}), or  mode: sync"
+        remedy = f"Start {2 + apart} ranks (--ranks {2 + apart}), or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
     colocated = mode == "semi_sync"
     fitting = [some for some in range(width, ranks, width) if not colocated or not (ranks - some) % width]

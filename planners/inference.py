@@ -14,7 +14,7 @@ from distflow.config.load import Spec
 from distflow.config.models import base_of
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, Location, did_you_mean
-from distflow.plan import INFERENCE, KEEP, SOURCE, Layout
+from distflow.plan import INFERENCE, KEEP, MEASURED, SOURCE, Layout
 from planners.check import prompted_role
 from planners.columns import NodeColumns
 from planners.resampling import draws_of
@@ -74,7 +74,8 @@ def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, Nod
     elif not nodes:
         yield _refusal(spec, role, "no node computes with its model")
     elif spec.dag.roles[role].trained:
-        yield _refusal(spec, role, "it is trained, and these ranks have the weights of its files alone")
+        yield Diagnostic(f"role `{role}` cannot have ranks that only infer: it is trained", _where(spec, role),
+                         f"Instead:  groups: {{trainers: {{{role}: {spec.run.groups.inference[role]}}}}}")
     elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
         yield _refusal(spec, role, "nothing reads what its nodes write")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
@@ -126,11 +127,12 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
     asked, ranks = spec.run.layouts[node], spec.run.groups.inference[role]
     model = Layout(asked.dp or 1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
     width, mistakes = model.dp * model.width, []
-    if asked.rows or (model.dp > 1 and model.width > 1):
-        key = "rows" if asked.rows else "dp"
-        why = ("ranks that only infer either shard a model (dp) or split it, which also divides its memory"
-               if not asked.rows else "ranks that shard a model divide the rows of a lease evenly" if model.dp > 1
-               else "its ranks take prompts as they get free")
+    measured = asked.rows == MEASURED or (asked.rows and model.dp == 1)
+    if measured or (model.dp > 1 and model.width > 1):
+        key = "rows" if measured else "dp"
+        why = ("its ranks take prompts as they get free" if model.dp == 1 else "no step tells what its ranks take"
+               if measured else "ranks that only infer either shard a model (dp) or split it, which also divides its "
+               "memory")
         mistakes.append(Diagnostic(f"node `{node}` says `{key}`, and {why}",
                                    spec.run_source.location(("layouts", node, key)), f"Leave `{key}` out of it."))
     if ranks % width:

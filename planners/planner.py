@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
-from distflow.contracts.signature import Contract
+from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
-from planners.groups import GroupCut, crossings, cut, joined, of_arriving, of_rollout, of_trainer
+from planners.groups import (
+    GroupCut,
+    crossings,
+    cut,
+    cut_roles,
+    joined,
+    of_arriving,
+    of_rollout,
+    of_trainer,
+)
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
@@ -21,32 +31,39 @@ from planners.resampling import after_drawing, draws_of
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
-    if spec.run.mode == "sync":
+    if spec.run.mode == "sync" and not spec.run.groups.of_roles:
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
         made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
         return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
-    halves, mistakes = cut(spec, draft.bound, draft.chain, draft.flows, ranks)
-    first = ranks - sum(spec.run.groups.inference.values())
-    apart = {INFERENCE: range(first, ranks)} if halves.inference else {}
-    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), ROLLOUT: range(halves.trainer, first), **apart})
+    sync = spec.run.mode == "sync"
+    halves, mistakes = (cut_roles if sync else cut)(spec, draft.bound, draft.chain, draft.flows, ranks)
+    first, end = ranks - spec.run.groups.of_roles, ranks - sum(spec.run.groups.trainers.values())
+    apart = {} if sync else {ROLLOUT: range(halves.trainer, first)}
+    apart |= {INFERENCE: range(first, end)} if halves.inference else {}
+    mistakes += check_faults(spec, {TRAINER: range(halves.trainer), **apart}, range(end, ranks))
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves)
-    rollout = _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
+    rollout = None if sync else _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
     inference = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.inference]
-    held = (*memory.of_dock(spec, trainer.dock), *memory.of_snapshots(spec, trainer.memory))
-    return replace(joined(trainer, rollout, inference, halves, ranks), host_memory=held)
+    trainers = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.trainers]
+    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers)
+                                                   for item in memory.of_snapshots(spec, each.memory)))
+    return replace(joined(trainer, rollout, inference, trainers, halves, ranks), host_memory=held)
 
 
-def inference_roles(spec: Spec) -> list[str]:
-    """Return the roles of which each could have ranks of its own (`groups.inference`)."""
-    draft = _draft(spec)
+def roles_apart(spec: Spec) -> list[str]:
+    """Return the roles of which each could have ranks of its own (`groups.inference`, `groups.trainers`)."""
+    draft, divide = _draft(spec), cut_roles if spec.run.mode == "sync" else cut
 
-    def mistakes(inference: dict[str, int]) -> int:
-        groups = spec.run.groups.model_copy(update={"inference": inference, "rollout": 1})
+    def mistakes(inference: dict[str, int], trainers: dict[str, int]) -> int:
+        update = {"inference": inference, "trainers": trainers, "rollout": 1}
+        groups = spec.run.groups.model_copy(update=update)
         own = replace(spec, run=spec.run.model_copy(update={"groups": groups, "layouts": {}}))
-        return len(cut(own, draft.bound, draft.chain, draft.flows, 3)[1])
+        return len(divide(own, draft.bound, draft.chain, draft.flows, 3)[1])
 
-    return [role for role in model_roles(spec) if mistakes({role: 1}) <= mistakes({})]
+    least = mistakes({}, {})
+    return [role for role in model_roles(spec)
+            if (mistakes({}, {role: 1}) if spec.dag.roles[role].trained else mistakes({role: 1}, {})) <= least]
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     own = halves.own(group) if halves else frozenset(draft.chain)
     elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere)
-    roles = sorted({spec.dag.nodes[node].role for node in own}.intersection(model_roles(spec)))
+    roles = _engine_roles(spec, own)
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
@@ -96,15 +113,19 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
+    first = next(layouts[node] for node in draft.chain if node in own)
     if samples:  # the first rank of a rollout runs all of its chain
         layouts = dict.fromkeys(layouts, next(layouts[node] for node in draft.chain if node in draft.sampling))
+    elif group.startswith(INFERENCE) and first.width == 1:  # rows come to where they are read
+        layouts = dict.fromkeys(layouts, first)
     source = _source_layout(draft.chain, flows, layouts)
+    if spec.run.mode == "sync" and training:  # what comes from others is of the rows that were loaded here
+        layouts |= dict.fromkeys(elsewhere, source)
     tasks = _tasks(spec, draft, layouts, source)
     dock = crossings(spec, halves, flows, bound, group) if halves else ()
     early = None
     if halves and training and halves.fused:
-        arriving = of_arriving(tasks, halves, halves.fused)
-        early = Plan(spec.dag.name, spec.run.mode, ranks, arriving, source, dock=dock)
+        early = Plan(spec.dag.name, spec.run.mode, ranks, of_arriving(tasks, halves, halves.fused), source, dock=dock)
         early_layouts = {node: replace(layouts[node], early=True) for node in halves.fused}
         tasks = _tasks(spec, draft, layouts | early_layouts, source)
     if halves:
@@ -115,6 +136,11 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
                 early, tuple(samplers.items()))
 
 
+def _engine_roles(spec: Spec, own: Collection[str]) -> list[str]:
+    found = {node.role for name, node in spec.dag.nodes.items() if name in own and node.type in ENGINE_TYPES}
+    return sorted(found.intersection(model_roles(spec)))
+
+
 def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout) -> tuple[Task, ...]:
     moved: transfers.Moved = set()
     tasks = tuple(_task(spec, node, draft.bound[node], draft.flows, layouts, source, moved) for node in draft.chain)
@@ -123,7 +149,7 @@ def _tasks(spec: Spec, draft: _Draft, layouts: dict[str, Layout], source: Layout
 
 def _has_sampler(spec: Spec, halves: GroupCut | None, group: str) -> bool:
     """Return whether these ranks have a rollout engine: the trainer of mode async has one only to validate."""
-    trainer_samples = spec.run.mode == "semi_sync" or spec.run.trainer_validates
+    trainer_samples = spec.run.mode != "async" or spec.run.trainer_validates
     return not halves or group == ROLLOUT or (group == TRAINER and trainer_samples)
 
 

@@ -75,6 +75,9 @@ def kill_after(workspace: Path, step: int, *arguments: str) -> None:
 
 
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of each step, validation lines left out."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if "loss" in line}
+    """The metrics of each step, of all trainers, validation lines left out."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if not any(name.startswith("validation") for name in line):
+            found.setdefault(line["step"], {}).update(line)
+    return {step: values for step, values in found.items() if "loss" in values}

@@ -50,8 +50,8 @@ def test_a_frozen_model_has_ranks_of_its_own_and_its_death_stops_nobody(launch, 
     more = ("--set", "nodes.update.with.kl=0.5", "--set", "steps=3")
     launch(1, *GRPO, *more, "--name", "sync", "--set", "mode=sync")
     launch(4, *GRPO, *more, *STRICT, "--set", "groups={rollout: 1, inference: {reference: 2}}", "--set",
-           "layouts.reference.dp=2", "--set", "faults=[{kind: kill, group: inference, phase: inference, step: 2}]",
-           "--name", "apart")
+           "layouts.reference={dp: 2, rows: [3, 1]}", "--set",
+           "faults=[{kind: kill, group: inference, phase: inference, step: 2}]", "--name", "apart")
     sync, apart = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "apart"))
     require_equal(apart, sync, steps=(1, 2, 3))
     for step in (2, 3):

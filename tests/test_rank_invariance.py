@@ -132,7 +132,7 @@ CASES = {
     "grpo": Case(GRPO, more=((), (), moved("reward", "advantage", "reference")), check=rows_moved),
     "corrected": Case(("--dag", "corrected.yaml", *TINY), 2, check=corrections_are_neutral),
     "remax": Case(("--dag", "remax_brief.yaml", *TINY), 2, check=baselines_agree),
-    "ppo": Case(PPO),
+    "ppo": Case(PPO, more=((), ("--set", "groups.trainers={critic: 1}"))),
     "dpo": Case(("--dag", "dpo.yaml", *WITH_PAIRS)),
     "reward model": Case(REWARD_MODEL),
     "online dpo": Case(ONLINE),

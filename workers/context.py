@@ -59,6 +59,7 @@ class RankContext:
     backend: str = "gloo"  # of the collectives on its device
     elastic: ElasticAgent | None = None
     lock: RunLock | None = None  # of the run folder, on rank 0
+    job: str = ""  # its name, where the first rank of a trainer needs it
     whole_spec: Spec | None = None  # where `spec` has half of some settings
 
     @property
@@ -163,8 +164,14 @@ class RankContext:
     def required_processes(self) -> dict[int, str]:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
-        return {shard.process.ended: "the process of this machine's samples has ended; another one takes its place, "
-                "and what it held is sampled again"} if shard else {}
+        after = "what trainers of several roles had computed of them cannot be computed again: go on from the " \
+            f"newest checkpoint:  distflow resume {self.path}" if self.several_trainers else \
+            "another one takes its place, and what it held is sampled again"
+        return {shard.process.ended: f"the process of this machine's samples has ended; {after}"} if shard else {}
+
+    @property
+    def several_trainers(self) -> bool:
+        return sum(group.kind == TRAINER for group in self.plan.groups) > 1
 
     def restart_required_processes(self) -> dict[int, str]:
         """Start the required processes again, after one of them has ended on any of the ranks."""
@@ -212,14 +219,18 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
     place = elastic.dock_place if elastic else DockPlace()
-    channel = open_channel(plan, spec.run.data.batch, store, room, place,
-                           spec.run.on_stale == "wait") if plan.groups and not alone else None
+    in_order = spec.run.mode == "sync" or spec.run.on_stale == "wait"
+    channel = open_channel(plan, spec.run.data.batch, store, room, place, in_order) \
+        if plan.groups and not alone else None
     if elastic and channel:
         elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))
-    return RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
-                       elastic, lock)
+    job = lock.job if lock else ""
+    context = RankContext(spec, plan, store, path, device, resume, channel, agent(), change, device_index, backend,
+                          elastic, lock, job)
+    several = context.several_trainers and not alone
+    return replace(context, job=store.broadcast("job", job)) if several else context
 
 
 def _device(spec: Spec, plan: Plan, store: RunStore) -> tuple[str, int]:

@@ -34,13 +34,14 @@ from workers.training_api.calls import TrainingCalls
 
 def train(ctx: TrainContext) -> bool:
     """Run the steps that are left. Return False, on all ranks alike, if another worker goes on with new settings."""
-    for step in ctx.steps():
-        ctx.next_prompts()
-        run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-        if _ends(ctx, step):
-            break
-        if ctx.leaves:
-            return ctx.leave(step)
+    with ctx.until_over():
+        for step in ctx.steps():
+            ctx.next_prompts()
+            run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
+            if _ends(ctx, step):
+                break
+            if ctx.leaves:
+                return ctx.leave(step)
     return ctx.finish()
 
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from distflow.data.assignment import assign
+from distflow.data.assignment import assign, assign_near
 from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
@@ -31,7 +31,7 @@ from distflow.dock.index import Lease
 from distflow.dock.process import ShardProcess, start
 from distflow.dock.selection import DockLayout
 from distflow.errors import EngineError
-from distflow.plan import ROLLOUT, TRAINER, Plan, RowLineage, Task
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
@@ -250,12 +250,13 @@ class Patience:
 
 
 class ReceivedColumns:
-    """Columns that a plan's tasks receive with rows of the dock from other groups' nodes. `rows`: of a prompt."""
+    """Columns that a plan's tasks receive with rows of the dock from other groups' nodes. `rows`: of a prompt;
+    `awaited`: the node of another trainer whose columns these are, where they are not there as the step begins."""
 
-    def __init__(self, plan: Plan, rows: int):
+    def __init__(self, plan: Plan, rows: int, awaited: str = ""):
         lineage = RowLineage(plan.tasks, plan.source)
         self.tasks = [(task, rows // lineage.times(task.out_fan)) for task in plan.tasks
-                      if task.arrives and not task.layout.early]
+                      if task.arrives and not task.layout.early and (task.node if task.awaited else "") == awaited]
         self.columns = [f"{task.node}/{name}" for task, _ in self.tasks for name in task.writes]
 
     def of(self, rows: Batch) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
@@ -286,8 +287,10 @@ class ArrivedRows:
         """Return this rank's rows, and one row that is there in any case."""
         prompts, index = torch.unique(ids // self.channel.rows, return_inverse=True)
         weights = torch.zeros_like(prompts).index_add(0, index, tokens.clamp(min=1))
-        share = self.source.share(self.rank)
-        return ids[assign(weights, self.source.dp)[index] == (-1 if share is None else share)], ids[:1]
+        share, parts = self.source.share(self.rank), self.source.proportion
+        where = assign_near(weights, [0] * self.source.dp, torch.zeros_like(prompts), parts=parts) if parts else \
+            assign(weights, self.source.dp)
+        return ids[where[index] == (-1 if share is None else share)], ids[:1]
 
 
 def rows_for_others(plan: Plan, buffer: Databuffer, rows: int) -> Batch:
@@ -389,28 +392,52 @@ def taken_over(standby: ShardProcess | None, again: Callable[[], ShardProcess]) 
 
 
 def _consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:
-    trainer, rollout, *inference = plan.groups
-    step_rows = rows * prompts
+    step_rows, trainer = rows * prompts, plan.groups[0]
     longest = -(-sum(move.bytes_per_step for move in trainer.plan.dock) // step_rows)
-    written = [[f"{move.producer}/{name}" for move in group.plan.dock for name in move.columns]
-               for group in plan.groups]
-    apart = {group.name: (ReceivedColumns(group.plan, rows).columns, columns)
-             for group, columns in zip(inference, written[2:])}
-    return consumers_of(written[1], rows, step_rows if in_order else None, longest, apart)
+    written = {group.name: [f"{move.producer}/{name}" for move in group.plan.dock for name in move.columns
+                            if not group.plan.task(move.producer).arrives] for group in plan.groups}
+    inference = {group.name: (ReceivedColumns(group.plan, rows).columns, written[group.name])
+                 for group in plan.groups if group.kind == INFERENCE}
+    consumers = consumers_of(written.get(ROLLOUT, ()), rows, step_rows if in_order else None, longest, inference,
+                             written[trainer.name])
+    template = next(each for each in consumers if each.name == TRAINER)
+    if ROLLOUT not in written:  # mode sync: the first trainer samples, and others take what it has put
+        consumers = [each for each in consumers if each.name in inference]
+    reports = {group.plan.chain(0)[0].node: report_of(group.name) for group in plan.groups if group.kind == INFERENCE}
+    for group in (group for group in plan.groups if group.kind == TRAINER):
+        took = template
+        if group is not trainer:
+            took = replace(took, name=group.name, reads=tuple(ReceivedColumns(group.plan, rows).columns) or took.reads,
+                           writes=tuple(written[group.name]))
+            consumers.append(took)
+        for node, name in awaited_by(group).items():
+            reads = (*ReceivedColumns(group.plan, rows, node).columns, *([reports[node]] if node in reports else []))
+            consumers.append(replace(took, name=name, reads=reads, writes=()))
+    return consumers
+
+
+def awaited_by(group: Group) -> dict[str, str]:
+    """Return the nodes of other groups for whose columns a trainer waits within a step, and by each the consumer as
+    which it does."""
+    read = {move.producer for task in group.plan.tasks for move in task.transfers}
+    return {task.node: f"{group.name}: {task.node}" for task in group.plan.tasks if task.awaited and task.node in read}
 
 
 def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int,
-                 inference: Mapping[str, tuple[Sequence[str], Sequence[str]]] = MappingProxyType({})) -> list[Consumer]:
-    """Return the stages of the run: samples have columns `written`; groups of `inference` read and write some, by name.
-    All take at most `longest` bytes a row: where a prompt may be sampled there is room for what others add to it, so
-    that only rollouts wait for room. Without `step_rows` samples are taken as they come."""
+                 inference: Mapping[str, tuple[Sequence[str], Sequence[str]]] = MappingProxyType({}),
+                 trained: Sequence[str] = ()) -> list[Consumer]:
+    """Return the stages of the run: samples have columns `written`; groups of `inference` read and write some, by name;
+    the trainer writes `trained`. All take at most `longest` bytes a row: where a prompt may be sampled there is room
+    for what others add to it, so that only rollouts wait for room. Without `step_rows` samples are taken as they come.
+    """
     written = (*written, REPORT)
     samples, requests = ((first * rows, end * rows) for first, end in (_SAMPLES, _REQUESTS))
     apart = [Consumer(name, tuple(reads) or (ORDER,), (*writes, report_of(name)), rows, step_rows, ids=samples)
              for name, (reads, writes) in inference.items()]
-    trained = (*written, *(column for each in apart for column in each.writes))
+    complete = (*written, *(column for each in apart for column in each.writes))
     return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples), *apart,
-            Consumer(TRAINER, trained, (), rows, step_rows, seconds=3600.0, can_roll_back=True, ids=samples),
+            Consumer(TRAINER, complete, tuple(trained), rows, step_rows, seconds=3600.0, can_roll_back=True,
+                     ids=samples),
             Consumer(VALIDATION, (ORDER,), (RESULT,), rows, ids=requests),
             Consumer(ANSWERED, (RESULT,), (), rows, ids=requests)]
 

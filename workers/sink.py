@@ -32,6 +32,7 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.engines.role_engines import RoleEngines
+from workers.following import LeaderLink, write_models
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended early"
@@ -51,7 +52,9 @@ class Sink:
 
     def __init__(self, spec: Spec, plan: Plan, path: Path, resumed_at: int | None, unconcluded: bool,
                  validator: Validations | None, save: Callable[[int], None],
-                 trained: Mapping[str, RoleEngines], devices: int):
+                 trained: Mapping[str, RoleEngines], devices: int, leader: LeaderLink | None = None):
+        """`leader`: link to trainers of other roles."""
+        self.leader = leader
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
         loggers = loggers_of(spec.run.log)
@@ -61,7 +64,7 @@ class Sink:
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
         self.best, self.worse, self.over = self._best_so_far()
-        if plan.mode == "sync":  # in other modes a node's seconds contain work of other groups
+        if plan.mode == "sync" and not leader:  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
 
@@ -125,10 +128,23 @@ class Sink:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
             self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
             self.folder.write_step(done, values)
+            self._write_metrics_of_others()
             self.progress.step(values)
             self.loggers.check()
             self._report_missing_prompts(done, values)
         return values
+
+    def _write_metrics_of_others(self) -> None:
+        if self.leader and self.folder:
+            for step, values in self.leader.metrics():
+                self.folder.write_metrics(step, values)
+
+    def end(self, finished: bool = True) -> None:
+        """Have trainers of other roles end after as many steps, and write their last metrics. `finished`: the run was
+        not stopped."""
+        if self.leader:
+            self.leader.end(self.done, finished)
+            self._write_metrics_of_others()
 
     def warn(self, done: int, detector: str, alert: Alert) -> None:
         if self.folder:
@@ -273,12 +289,6 @@ class Sink:
             self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: these "
                       f"weights answered in place of those of step {outcome.asked}, and were not kept")
         shutil.rmtree(candidate, ignore_errors=True)
-
-
-def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:
-    """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if there are several. Collective."""
-    for name, role in trained.items():
-        role.save_pretrained(folder / ("model" if len(trained) == 1 else f"model-{name}"))
 
 
 def _note_memory() -> None:

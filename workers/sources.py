@@ -2,6 +2,8 @@
 
     AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
                        rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
+    SyncSource         those of the dataloader, beside trainers of other roles in mode sync
+    FollowingSource    those of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
     UnorderedSource    prompts that are done first (`on_stale: drop` or `keep`)
 """
 
@@ -9,27 +11,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
 from distflow.errors import InvalidInput
-from distflow.plan import ROLLOUT, TRAINER, Plan, Task
+from distflow.plan import ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
+from planners.check import prompted_role
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.engines.role_engines import RoleEngines
+from workers.following import FollowerLink, RunOver
 from workers.fusion import Fusion
-from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, reports_of
+from workers.roles import tokenizer_of
+from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, awaited_by, reports_of
 from workers.train_context import TrainContext
+
+_WAIT = 0.5  # seconds of a wait for rows, between two looks whether the first trainer asks for anything
 
 
 class AsyncSource(Dataloader):
@@ -39,15 +47,17 @@ class AsyncSource(Dataloader):
 
     def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
                  draws: int | None, limit: float, colocated: ColocatedSource | None = None,
-                 fusion: Fusion | None = None, attempt: int = 0):
+                 fusion: Fusion | None = None, attempt: int = 0, group: Group | None = None):
         """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
         rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
-        come. `attempt`: of the trainer."""
+        come. `attempt`: of the trainer, which is `group`."""
         super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout)
         self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
-        self.dock = channel.dock(f"trainer {rank}", attempt)
-        self.received = ReceivedColumns(plan, channel.rows)
+        self.consumer, self.awaited = (group.name, awaited_by(group)) if group else (TRAINER, {})
+        self.consumers = [self.consumer, *self.awaited.values()]
+        self.dock = channel.dock(f"{self.consumer} {rank}", attempt)
+        self.lineage, self.received = RowLineage(plan.tasks, plan.source), ReceivedColumns(plan, channel.rows)
         self.leases: list[Lease] = []  # of draws that have been received; rank 0 commits them
         self.rows = Batch(torch.empty(0, dtype=torch.int64))
         self.enqueued = 0  # draws that rollouts may sample
@@ -68,9 +78,7 @@ class AsyncSource(Dataloader):
         if self.colocated is not None:
             waited, fused = time.perf_counter() - switched, self.fusion
             self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
-        for column in (name for name in self.rows.columns if name.startswith(REPORT) and "/" not in name):
-            for report in reports_of(self.rows, column):
-                current().add_all(report)
+        _add_reports(self.rows)
         prompts = self.at(torch.unique(self.rows.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
         if self.rank == 0:
@@ -97,15 +105,51 @@ class AsyncSource(Dataloader):
         return self._leased(number, patience, self.batch)
 
     def _leased(self, number: int, patience: Patience, prompts: int) -> Batch:
-        """Lease so many prompts under this number, which all ranks name, and return this rank's rows of them."""
+        return self.dock.fetch(self._lease(self.consumer, number, patience, prompts))
+
+    def _lease(self, consumer: str, number: int, patience: Patience, prompts: int) -> Lease:
+        """Lease so many prompts under this number, which all ranks name."""
         while True:
             try:
-                lease = self.dock.lease(TRAINER, prompts * self.channel.rows, wait=patience.wait, step=number,
+                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=patience.wait, step=number,
                                         share=self.rank, shares=self.plan.ranks)
                 self.leases.append(lease)
-                return self.dock.fetch(lease)
+                return lease
             except TimedOut as error:
                 patience.check(error)
+
+    def put_for_others(self, task: Task, written: Batch) -> None:
+        """Put columns of a task that other trainers read, `written` for this rank's rows. Rows that were dropped get
+        those of another one, which nobody reads: a prompt's rows are put together."""
+        ids, times = self.rows.ids, self.channel.rows // self.lineage.times(task.out_fan)
+        if not len(ids):
+            return
+        columns: dict[str, ColumnData] = dict.fromkeys(
+            next(move.columns for move in self.plan.dock if move.producer == task.node), torch.zeros(len(ids)))
+        if len(written):
+            columns = written.select(torch.searchsorted(written.ids, ids // times).clamp(max=len(written) - 1)).columns
+        self.dock.put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
+
+    def _kept(self, buffer: Databuffer) -> Tensor:
+        """Return the ids of this rank's rows that have not been dropped."""
+        if buffer.drawn is not None:
+            return self.rows.ids
+        finest = max((self.lineage.of(move.producer) for move in self.plan.dock), key=len)
+        return self.rows.ids[buffer.kept.among(self.lineage, self.rows.ids, finest)]
+
+    def receive_from(self, node: str, buffer: Databuffer) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
+        """Yield what a node of another group writes for this rank's rows, once it is there for all rows."""
+        self.dock.report_activity(f"waiting for node `{node}` of other ranks")
+        began, number = time.perf_counter(), self.drawn_before - 1
+        self._lease(self.awaited[node], number, Patience(self.channel, self.dock, self.limit), self.batch)
+        received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept(buffer)
+        if len(mine):
+            rows = self.dock.fetch(mine, self.dock.layout.consumer(self.awaited[node]).reads)
+            _add_reports(rows)
+            yield from received.of(rows)
+        else:
+            yield self.plan.task(node), {}, mine
+        current().maximum(f"waiting/node/{node}", time.perf_counter() - began)
 
     def reweigh(self, reported: Sequence[Mapping[str, tuple[float, float]]]) -> None:
         """Refuse weights of training sets: the prompts of the next steps are being sampled already."""
@@ -126,26 +170,34 @@ class AsyncSource(Dataloader):
             self.dock.commit(lease)
         self.leases = []
 
+    def _make_room(self) -> None:
+        """Release rows of trained steps if the dock is full, but never those of the newest two. No rollout asks for
+        that where there are none."""
+        limit, shards = self.dock.layout.max_bytes, self.dock.status() if self.rank == 0 else []
+        if limit is not None and sum(each["bytes"] for each in shards) > limit * len(shards):
+            self.release_before({"position": (self.drawn_before - 2) * self.batch})
+
     def reconcile(self) -> None:
         """Make the dock's commits agree with the state that training goes on from: those of later steps are rolled
         back, and with them the leases of the attempt before. Rows of earlier steps that a worker trained on but did not
         commit before it died are committed. The other ranks' leases wait for the rollback."""
         if self.rank > 0:
             return
-        if rows := self.dock.rollback(TRAINER, self.drawn_before):
-            events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
         count = self.batch * self.channel.rows
-        with contextlib.suppress(DockError):  # it is committed
-            for number in reversed(range(self.drawn_before)):
-                lease = self.dock.try_lease(TRAINER, count, step=number, shares=self.plan.ranks)
-                if lease is None:  # this dock never had it
-                    break
-                self.dock.commit(lease)
+        for consumer in self.consumers:
+            if rows := self.dock.rollback(consumer, self.drawn_before):
+                events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
+            with contextlib.suppress(DockError):  # it is committed
+                for number in reversed(range(self.drawn_before)):
+                    lease = self.dock.try_lease(consumer, count, step=number, shares=self.plan.ranks)
+                    if lease is None:  # this dock never had it
+                        break
+                    self.dock.commit(lease)
 
     def release_before(self, state: dict[str, Any]) -> None:
         """Release the rows that were trained on before this state, since no worker goes on from an earlier one."""
-        if self.rank == 0:
-            self.dock.release_before(TRAINER, state["position"] // self.batch)
+        for consumer in self.consumers if self.rank == 0 else ():
+            self.dock.release_before(consumer, state["position"] // self.batch)
 
     def state_dict(self) -> dict[str, Any]:
         share = self.colocated and self.colocated.share
@@ -158,6 +210,76 @@ class AsyncSource(Dataloader):
 
     def close(self) -> None:
         self.dock.close()
+
+
+class SyncSource(AsyncSource):
+    """Source of mode sync beside trainers of other roles: this one samples, and takes nothing but their columns."""
+
+    def __init__(self, loader: Dataloader, *given: Any, **named: Any):
+        super().__init__(loader, *given, **named)
+        self.balance = loader.balance
+        self.consumers = [*self.awaited.values()]
+
+    def next(self) -> Batch:
+        prompts = Dataloader.next(self)
+        self.rows = Batch(self.channel.rows_of(prompts.ids))
+        return prompts
+
+    def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
+        return iter(())
+
+    def finish(self) -> None:
+        super().finish()
+        self._make_room()
+
+
+class FollowingSource(AsyncSource):
+    """Source of a following trainer, which takes the samples that the first one has enqueued. Its waits have no limit:
+    they last as long as the first trainer's steps, restarts and validations do."""
+
+    def __init__(self, *given: Any, link: FollowerLink, save: Callable[[int], None], **named: Any):
+        """`save`: writes this trainer's part of a checkpoint."""
+        super().__init__(*given, **named)
+        self.link, self.save = link, save
+
+    def next(self) -> Batch:
+        began, number = time.perf_counter(), self.drawn_before
+        self.dock.report_activity(f"waiting for the samples of step {number}")
+        lease = self._lease(self.consumer, number, None, self.batch)
+        self.position += self.batch
+        self.rows = self.dock.fetch(lease)
+        current().maximum("waiting/samples", time.perf_counter() - began)
+        return self.at(torch.unique(self.rows.ids // self.channel.rows))
+
+    def _lease(self, consumer: str, number: int, patience: Patience | None, prompts: int) -> Lease:
+        """Return the lease of a step's rows, and do what the first trainer asks for meanwhile; all ranks as the first
+        one sees it. Raises RunOver: the first trainer does no such step."""
+        count = prompts * self.channel.rows
+        given = {"step": number, "share": self.rank, "shares": self.plan.ranks}
+        while True:
+            mine = self.dock.try_lease(consumer, count, wait=_WAIT, **given) if self.rank == 0 else None
+            asked = self.link.asked if self.rank == 0 else -1  # it asks before it puts what this step waits for
+            if 0 <= asked < number:
+                self.link.refuse(asked)
+            seen = [mine is not None, asked == number, self.rank == 0 and self.link.ended_by(number)]
+            there, due, over = gather_values(seen)[0]
+            if due:
+                self._save(number)
+            if there:
+                self.leases.append(mine or self.dock.lease(consumer, count, wait=self.limit, **given))
+                return self.leases[-1]
+            if over:
+                raise RunOver
+
+    def finish(self) -> None:
+        super().finish()
+        self._make_room()
+
+    def _save(self, step: int) -> None:
+        """Save the state after `step` steps, which is that of now, but for the position."""
+        position, self.position = self.position, step * self.batch
+        self.save(step)
+        self.position = position
 
 
 class UnorderedSource(AsyncSource):
@@ -283,21 +405,38 @@ class UnorderedSource(AsyncSource):
         self.oldest = {name: [*versions] for name, versions in state.get("oldest", {}).items()}
 
 
+def _add_reports(rows: Batch) -> None:
+    """Add the metrics that other groups have sent with rows."""
+    for column in (name for name in rows.columns if name.startswith(REPORT) and "/" not in name):
+        for report in reports_of(rows, column):
+            current().add_all(report)
+
+
 def source_of(ctx: TrainContext) -> Dataloader:
     """Return the source of a rank's prompts, by the run's mode. Collective over the ranks that train."""
-    def loader() -> Dataloader:
-        return dataloader(ctx.spec, ctx.roles[ctx.prompted], ctx.plan.source.share(ctx.rank), ctx.plan.source,
-                          ctx.balance)
-
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
+    follows = channel is not None and ctx.follower is not None
+
+    def loader() -> Dataloader:
+        role, tokenizer = ctx.roles[ctx.prompted], None
+        if follows:
+            first = prompted_role(ctx.spec, ctx.context.plan.groups[0].plan.chain(0))
+            tokenizer = tokenizer_of(ctx.spec, first, role)
+        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer)
+
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
         source = loader()
         source.in_order = run.mode == "sync" or run.on_stale == "wait"
         return source
-    colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" else None
+    colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" and not follows else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
-    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt)
+    given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt,
+             ctx.context.group)
+    if run.mode == "sync" and not follows:
+        return SyncSource(*given)
+    if ctx.follower:
+        return FollowingSource(*given, link=ctx.follower, save=lambda step: ctx.state.save(step))
     if run.on_stale == "wait":
         return AsyncSource(*given)
     return UnorderedSource(*given, drops=run.on_stale == "drop", trained=ctx.trained)

@@ -17,7 +17,7 @@ from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
 from distflow.data.load_balance import LoadBalance
 from distflow.errors import StepFailed
-from distflow.plan import Task
+from distflow.plan import TRAINER, Task
 from distflow.recovery.detectors import StepMonitor, StepReport
 from distflow.recovery.rank_status import RankStatus
 from distflow.recovery.worker_process import WorkerContext
@@ -29,6 +29,14 @@ from planners.check import prompted_role
 from workers.context import RankContext
 from workers.engines.sampling import key_of
 from workers.execution import SAMPLED, SampledRows, TrainExecutor, Watch
+from workers.following import (
+    FollowerLink,
+    FollowingSink,
+    LeaderLink,
+    RunOver,
+    TrainerBuffer,
+    following_roles,
+)
 from workers.profiler import StepProfiler
 from workers.roles import build_roles
 from workers.rollout_channel import RolloutChannel
@@ -50,6 +58,7 @@ class TrainContext:
         self.context, self.status, self.functions, self.channel = context, status, functions, channel
         self.spec, self.plan, self.rank = context.spec, context.own, dist.get_rank()
         run, self.known_change, self.attempt = self.spec.run, worker.config_change, worker.attempt.number
+        self.leader, self.follower = self._links()
         chain = self.plan.chain(self.rank)
         self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
         self.prompted = prompted_role(self.spec, chain)
@@ -57,41 +66,64 @@ class TrainContext:
                                  self._sampling_roles(), context.device)
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
         self.balance = LoadBalance(self.plan.ranks, run.data.batch, (task.layout for task in self.plan.tasks))
-        self.buffer = Databuffer(self.plan, self.rank, current(), run.wait_limit, self.balance)
+        buffer_type = TrainerBuffer if self.leader or self.follower else Databuffer
+        self.buffer = buffer_type(self.plan, self.rank, current(), run.wait_limit, self.balance)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.source = source_of(self)
-        self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) if channel else None
+        if isinstance(self.buffer, TrainerBuffer):
+            self.buffer.source = self.source  # pyright: ignore[reportAttributeAccessIssue]
+        self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) \
+            if channel and not self.follower and run.mode != "sync" else None
         if writes:
-            events.current().open(context.path / "events.jsonl", self.rank)
+            events.current().open(context.path / "events.jsonl", context.store.rank)
         self.supervised = worker.supervisor_pid > 0
         in_memory = worker if self.supervised and run.robust.snapshots else None
-        self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
-                                run.wait_limit)
-        if writes:
-            self.state.checkpoints.claim(context.lock.job if context.lock else "", worker.round, self.attempt)
-        resume = context.resume or self.attempt > 0
-        self.first_step = self.state.restore() if resume else 0
-        resumed_at = self.first_step if resume else None
+        resumed_at = self._restore(worker, in_memory, writes)
+        self.first_step = resumed_at or 0
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
         self.monitor = StepMonitor(run.robust.detectors)
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
-            self.sink = self._open_files(resumed_at)
+            self.sink = FollowingSink(self.spec, context.path, self.follower, self.state.save, self.trained) \
+                if self.follower else self._open_files(resumed_at)
+
+    def _restore(self, worker: WorkerContext, in_memory: WorkerContext | None, writes: bool) -> int | None:
+        """Load the newest state; return how many steps are done, None in a new run. Another trainer than the first goes
+        on from where that does, which has made the folder then, or if it alone starts again from where itself was."""
+        context, run = self.context, self.spec.run
+        first = self.channel.first if self.channel and self.follower else None
+        self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
+                                run.wait_limit, self.leader or self.follower)
+        if writes:
+            self.state.checkpoints.claim(context.job, worker.round, self.attempt)
+        if not context.resume and not self.attempt:
+            return None
+        return self.state.restore(None if self.attempt else first)
+
+    def _links(self) -> tuple[LeaderLink | None, FollowerLink | None]:
+        """Return this rank's link to other trainers, if it exchanges columns with any, or in mode sync with others."""
+        roles, group = following_roles(self.context.plan), self.context.group
+        if not (group and self.channel and (roles or self.spec.run.mode == "sync")):
+            return None, None
+        store = self.channel.store.below("trainers")
+        if group.name == TRAINER:
+            return LeaderLink(store, roles, self.rank, self.spec.run.wait_limit), None
+        return None, FollowerLink(store, group.name.removeprefix(f"{TRAINER} "), self.rank)
 
     def _open_files(self, resumed_at: int | None) -> Sink:
         """Open the files of the run folder. A resumed run drops the lines of the steps that it does again, but for
         trajectories of samples that it still has."""
-        sampled = self.executor.sampled
+        sampled, run = self.executor.sampled, self.spec.run
         written = resumed_at if resumed_at is None or not (sampled.found or sampled.turns) else resumed_at + 1
-        if self.channel is not None and self.attempt > 0:  # the dock has what this rank has sampled
+        if run.mode != "sync" and self.attempt > 0:  # the dock has what this rank has sampled
             written = None
-        path, run = self.context.path, self.spec.run
+        path = self.context.path
         trajectories().open(path / f"trajectories/rank{self.rank}.jsonl", run.trajectories, written)
         validator = self._validator(resumed_at) if run.validation else None
         return Sink(self.spec, self.plan, path, resumed_at, self.state.from_memory, validator, self.state.save,
-                    self.trained, self.context.plan.ranks)
+                    self.trained, self.context.plan.ranks, self.leader)
 
     def _validator(self, resumed_at: int | None) -> Validations:
         run = self.spec.run
@@ -101,6 +133,8 @@ class TrainContext:
                                   run.wait_limit, resumed_at)
 
     def _sampling_roles(self) -> set[str]:
+        if self.follower:
+            return set()
         colocated = self.channel is not None and self.spec.run.mode == "semi_sync"
         tasks = self.plan.tasks if colocated else self.plan.chain(self.rank)  # the others only receive samples
         elsewhere = not self.spec.run.validation or (self.channel and validated_elsewhere(self.spec, self.context.plan))
@@ -114,10 +148,11 @@ class TrainContext:
         for step in range(self.first_step, self.spec.run.steps):
             heartbeat.current().begin(step + 1)
             self.begin(step)
-            if self.weights is not None and step == self.first_step:
+            if self.channel is not None and step == self.first_step:
                 with Watch(self.status, "publishing the weights of the start", "before the first step"):
                     self.source.reconcile()
-                    self.weights.publish()
+                    if self.weights is not None:
+                        self.weights.publish()
             with self.profiler.watch(step + 1):
                 yield step
 
@@ -160,7 +195,7 @@ class TrainContext:
         done, metrics = step + 1, current()
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
-        metrics.per_rank("stop", heartbeat.current().page.stop, 0)
+        metrics.per_rank("stop", 0 if self.follower else heartbeat.current().page.stop, 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
         self.divide_rows()
@@ -210,6 +245,7 @@ class TrainContext:
         if self.stopping:
             if self.state.every and done % self.state.every:
                 self.state.save(done)
+            self.sink.end(finished=False)
         else:
             if not self.state.in_memory:
                 self.state.save(done)
@@ -227,11 +263,19 @@ class TrainContext:
             if self.weights is not None and not self.weights.published and self.sink.late:
                 self.weights.publish()  # it was done before this worker
             self.sink.settle()
+        with Watch(self.status, "waiting for other trainers", "at the end of the run"), peer_errors():
+            self.sink.end()
         with Watch(self.status, "ending the run", "at the end of the run", "ending"), peer_errors():
             self.state.finish()
             self.sink.close()
             dist.barrier()  # a rank that leaves early tears the group down under the others
         return True
+
+    @contextlib.contextmanager
+    def until_over(self) -> Iterator[None]:
+        """Surround the steps of a trainer, which end where it follows one that has ended."""
+        with contextlib.suppress(RunOver):
+            yield
 
     def close(self) -> None:
         """End the processes that engines have started, and the connections to other groups."""

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from distflow.config.run import Checkpoint
 from distflow.data.dataloader import Dataloader
 from distflow.errors import CheckpointError
-from distflow.recovery.checkpoint import Checkpoints
-from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
+from distflow.recovery.checkpoint import Checkpoints, holds
+from distflow.recovery.checkpoint_files import checkpoint_of, complete_checkpoints, step_of
 from distflow.recovery.restore import FetchedShard, fetch_shard
 from distflow.recovery.snapshots import Slot, Snapshots, StateShard
 from distflow.recovery.worker_process import WorkerContext
@@ -30,6 +30,7 @@ from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
+from workers.following import FollowerLink, LeaderLink
 
 
 class TrainState:
@@ -37,12 +38,17 @@ class TrainState:
     while the work goes on. Without a `worker_context` no snapshots outlive this worker."""
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
-                 trained: Mapping[str, RoleEngines], source: Dataloader, limit: float):
+                 trained: Mapping[str, RoleEngines], source: Dataloader, limit: float,
+                 link: LeaderLink | FollowerLink | None = None):
+        """`folder`: of all trainers, to which a following one adds its role; `link`: to the others."""
+        self.link, self.first = link, None
+        if isinstance(link, FollowerLink):
+            self.first, folder = folder, folder / link.role
         self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
         patience = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
         assert not isinstance(group, int), "all ranks are in it"
-        self.checkpoints = Checkpoints(folder, settings.keep, group)
+        self.checkpoints = Checkpoints(folder, settings.keep, group, self.first)
         self.in_memory = worker_context is not None
         self.worker_context = worker_context or WorkerContext(snapshots=Snapshots(slots=1))
         self.snapshots, self.replica = self.worker_context.snapshots, self.worker_context.peer_replica
@@ -77,8 +83,13 @@ class TrainState:
         kept = step - 2 if arrived < 0 else min(step - 2, arrived)
         self.source_states = {each: state for each, state in self.source_states.items() if each >= kept}
         if kept in self.source_states:
-            self.source.release_before(self.source_states[kept])
+            self._release_before(self.source_states[kept])
         self.source_states[step] = self.source.state_dict()
+
+    def _release_before(self, state: dict[str, Any]) -> None:
+        self.source.release_before(state)
+        if isinstance(self.link, LeaderLink):
+            self.link.forget(state["position"] // self.source.batch)
 
     def before_update(self) -> None:
         """Wait until the snapshot is complete: the weights are about to change."""
@@ -93,6 +104,8 @@ class TrainState:
             if slot is None or slot.shard is None or slot.shard.step != step:
                 slot = self._copy(step)
             self.snapshots.held.append(slot)
+            if self.link:
+                self.link.ask(step)
             self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
@@ -101,7 +114,7 @@ class TrainState:
             return
         (job, slot), self.writing = self.writing, None
         try:
-            self.source.release_before(job.result()["source"])
+            self._release_before(job.result()["source"])
         except CheckpointError as error:
             record("checkpoint failed", why=str(error))
             if dist.get_rank() == 0:
@@ -109,13 +122,18 @@ class TrainState:
                       file=sys.stderr, flush=True)
         self.snapshots.held.remove(slot)
 
-    def restore(self) -> int:
-        """Load the newest state that is complete on all ranks, in memory or on disk. Return how many steps are done, 0
-        if there is no state. Raises CheckpointError; Disagreement if the ranks do not see the same files."""
+    def restore(self, of_first: int | None = None) -> int:
+        """Load the newest state that is complete on all ranks, in memory or on disk, or that after as many steps as the
+        first trainer goes on from, `of_first`. Return how many steps are done, 0 if there is no state. Raises
+        CheckpointError; Disagreement if the ranks do not see the same files."""
+        if of_first is not None:
+            self.checkpoints.forget_after(of_first)
         on_disk = complete_checkpoints(self.folder)
         checkpoint, found = None, self._newest_in_memory(on_disk[-1] if on_disk else None)
         if found is None:
             checkpoint = self.checkpoints.newest()
+            if of_first and (checkpoint is None or step_of(checkpoint) != of_first):
+                checkpoint = self._together(of_first)
             if checkpoint is None:
                 return 0
             found = self._newest_in_memory(checkpoint)  # newer than this one, if damaged checkpoints were passed over
@@ -133,9 +151,20 @@ class TrainState:
             record("state restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
-            self.trained[name].engine.version = version
+            if name in self.trained:  # another trainer may have had it then
+                self.trained[name].engine.version = version
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
+
+    def _together(self, step: int) -> Path:
+        """Return the first trainer's checkpoint, if it has trained this one's roles too. Raises CheckpointError."""
+        assert self.first
+        checkpoint = checkpoint_of(self.first, step)
+        if not all(holds(checkpoint, role) for role in self.trained):
+            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}, where the other trainers "
+                                  f"go on: it is missing or damaged. Move {checkpoint} away, and the run goes on "
+                                  "from the one before")
+        return checkpoint
 
     def _newest_in_memory(self, checkpoint: Path | None) -> FetchedShard | None:
         return fetch_shard(self.snapshots, self.worker_context.replicas, step_of(checkpoint) if checkpoint else -1)
@@ -155,7 +184,8 @@ class TrainState:
         """Write a checkpoint from a snapshot of `state`, whose values are not read; in a thread of its own."""
         began = timeline.now()
         self.snapshots.wait()
-        self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
+        with self.link.part(step) if self.link else contextlib.nullcontext():
+            self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
         timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
         record("checkpoint written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
         return progress

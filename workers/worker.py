@@ -45,13 +45,13 @@ from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
+from workers.following import write_models
 from workers.inference import InferenceContext
 from workers.loop import infer, rollout, serve, train
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
 from workers.rollout_validation import RolloutValidation, validated_elsewhere
-from workers.sink import write_models
 from workers.sources import source_of
 from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
@@ -77,7 +77,8 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         context.call("before_restart", attempt)
     store = context.store.store.below(f"{context.restart_group.name}/{attempt.number}")
     if context.spec.run.faults:
-        ranks = context.group.ranks if context.group else range(context.store.ranks)
+        group = context.plan.groups[0] if context.group and context.role == TRAINER else context.group
+        ranks = group.ranks if group else range(context.store.ranks)
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
     server = _init_process_group(context, store)
@@ -152,12 +153,13 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
     if export:
         write_models(ctx.trained, export)
     else:
-        if ctx.rank == 0 and context.resume and worker_context.first:
+        leads = ctx.rank == 0 and not ctx.follower
+        if leads and context.resume and worker_context.first:
             RunFolder.describe(context.path, context.written_spec, context.plan)  # overrides hold for a resume too
-        if channel and ctx.rank == 0:
+        if channel and leads:
             channel.begin(ctx.first_step)
         done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
-        if channel and done:
+        if channel and done and not ctx.follower:
             channel.end()
     ctx.close()
     return done
@@ -166,18 +168,19 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
 def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,
                    channel: RolloutChannel | None, writes: bool) -> TrainContext:
     """Return the training loop's context once all ranks have theirs; a start that fails leaves no new run folder."""
-    functions = _load_functions(context.spec, context.own)
-    if channel and context.spec.run.mode == "semi_sync":
+    functions, follows = _load_functions(context.spec, context.own), bool(context.group and context.group.first)
+    if channel and context.spec.run.mode == "semi_sync" and not follows:
         functions |= _load_functions(context.spec, context.plan.groups[1].plan)
     rank, again = dist.get_rank(), worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        if rank == 0 and not context.resume and not (again and RunFolder.made(context.path, context.agent)):
+        made = context.resume or (again and RunFolder.made(context.path, context.agent))
+        if rank == 0 and not follows and not made:
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
             created = RunFolder.created(context.path, context.written_spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
-        status = RankStatus(store, rank, dist.get_world_size())
+        status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
     if writes:

@@ -94,7 +94,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
-    options.overrides = ["mode=sync"]  # a rollout has no training state to write
+    options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
     plan(load_spec(options), ranks)
     folder = Path(options.folder or options.resume)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])

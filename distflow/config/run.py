@@ -44,7 +44,7 @@ class Fault(Document):
     kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
     machines start apart."""
     group: Literal["trainer", "rollout", "inference"] = "trainer"
-    """Group of the worker; in mode sync all ranks are the trainer's."""
+    """Group of the worker; in mode sync all ranks are the trainer's. One that trains one role is named by its rank."""
     rank: NonNegativeInt | None = None
     """Rank of the run; default: one of the group, drawn by the seed."""
     step: PositiveInt | None = None
@@ -410,13 +410,21 @@ class Groups(Document):
     """How the ranks are divided where training and sampling do not share them."""
 
     rollout: float = 0.5
-    """Ranks that sample, or their share of those that do not only infer. The others train."""
+    """Ranks that sample, or their share of those that `inference` and `trainers` leave. The others train."""
     inference: dict[str, PositiveInt] = {}
     """Ranks of their own for models that are only read, by role, as {reference: 1}: a reference, a reward model, a
     teacher. They compute each prompt as it comes."""
+    trainers: dict[str, PositiveInt] = {}
+    """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
+    train the others, on the same rows in the same steps."""
     share_gpus: bool = False
     """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
     each takes its own part of the memory. Ranks of one group never share a GPU."""
+
+    @property
+    def of_roles(self) -> int:
+        """How many ranks roles have of their own."""
+        return sum(self.inference.values()) + sum(self.trainers.values())
 
     @field_validator("rollout")
     @classmethod
@@ -443,7 +451,7 @@ class Run(Document):
     """sync: all ranks sample and then train, together. async: some sample, the others train, each at its own pace.
     semi_sync: as async, but those that train sample too, until enough is there (`switch_at`)."""
     groups: Groups = Groups()
-    """How ranks are divided in modes async and semi_sync."""
+    """How ranks are divided; in mode sync, where the others sample and train, only `inference` and `trainers` count."""
     staleness: NonNegativeInt = 1
     """By how many steps the weights that sampled a token may be older than those that train on it (mode async). With 0,
     training waits for samples of its newest weights, as in mode sync. (`staleness/max` of the metrics counts optimizer

@@ -102,10 +102,11 @@ class Checkpoints:
 
     Args:
         group: of all ranks, for `save`: one of its own if that is called in a thread; default: the usual one.
+        first: folder of the trainer that this one follows: it has the say which checkpoints stay.
     """
 
-    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None):
-        self.folder, self.keep, self.group = folder, keep, group
+    def __init__(self, folder: Path, keep: int, group: dist.ProcessGroup | None = None, first: Path | None = None):
+        self.folder, self.keep, self.group, self.first = folder, keep, group, first
         self.generation = generations.TrainerGeneration()
 
     def claim(self, job: str, round: int, attempt: int) -> None:
@@ -165,8 +166,23 @@ class Checkpoints:
                        checksums)
         generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
-            for old in complete_checkpoints(self.folder)[: -self.keep]:
+            for old in self._old():
                 _remove(old)
+
+    def _old(self) -> list[Path]:
+        mine = complete_checkpoints(self.folder)
+        if self.first is None:
+            return mine[: -self.keep]
+        kept = [step_of(each) for each in complete_checkpoints(self.first)]
+        return [each for each in mine if kept and step_of(each) < kept[0]]
+
+    def forget_after(self, step: int) -> None:
+        """Remove checkpoints of later steps, which the run is to do again. Collective."""
+        def forget() -> None:
+            for later in (each for each in finished(self.folder) if step_of(each) > step):
+                _remove(later)
+
+        self._on_first(self.folder, forget)
 
     def _on_first(self, final: Path, act: Callable[[], None]) -> None:
         trouble, kind = "", CheckpointError
@@ -197,9 +213,10 @@ class Checkpoints:
         if checkpoint is None:
             raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
         for name, engine in sharded.items():
-            state = {name: engine.state_dict()}
+            state, part = {name: engine.state_dict()}, checkpoint.parent / name / checkpoint.name
+            part = part if part.is_dir() and not holds(checkpoint, name) else checkpoint
             try:
-                state_dict_loader.load(state, storage_reader=SafeReader(checkpoint), planner=_Exact())
+                state_dict_loader.load(state, storage_reader=SafeReader(part), planner=_Exact())
             except CheckpointException as error:
                 raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
                                       "model, its engine or the DAG changed since?") from error
@@ -262,6 +279,12 @@ class Checkpoints:
             raise Disagreement(f"the ranks see different checkpoints in {self.folder}: {seen}. The folder must be on a "
                                "file system that all machines share.")
         return reported[0][0][::-1]
+
+
+def holds(checkpoint: Path, role: str) -> bool:
+    """Return whether a role's state is in a checkpoint, and not with the trainer of that role alone."""
+    saved = SafeReader(checkpoint).read_metadata().planner_data or {}
+    return any(path[0] == role for path in saved.values())
 
 
 def _raise_first(reported: Iterable[str]) -> None:

@@ -109,7 +109,8 @@ class Supervisor:
         hooks: calls the users' hooks of a moment; after a failure, with the attempt that has it among its failures.
         elastic: membership of the machine, if machines come and go.
         leave_out: called when the group is not started again; returns whether the run goes on without it.
-        restart_required_processes: starts those processes again, and returns the new descriptors and messages.
+        restart_required_processes: starts those processes again, and returns the new descriptors and messages. None:
+            the run does not go on without them.
         lock: of the run's folder, to be held as soon as the folder exists.
     """
 
@@ -118,7 +119,8 @@ class Supervisor:
                  is_obsolete: Callable[[], bool] = lambda: False, should_run: Callable[[], bool] = lambda: True,
                  live_config: LiveConfig | None = None, hooks: Callable[[When, Attempt], None] | None = None,
                  elastic: ElasticMember | None = None, leave_out: Callable[[], bool] = lambda: False,
-                 restart_required_processes: Callable[[], Mapping[int, str]] = dict, lock: RunLock | None = None):
+                 restart_required_processes: Callable[[], Mapping[int, str]] | None = dict,
+                 lock: RunLock | None = None):
         self.rank, self.ranks, self.group = store.rank, store.ranks, restart_group
         self.restarts = RestartCoordinator(store.store, restart_group, store.rank,
                                            settings.restarts if settings.restart == "role" else None)
@@ -288,8 +290,9 @@ class Supervisor:
 
     def _run_worker(self, attempt: Attempt) -> Failure | _WorkerEnd:
         self.heartbeat.clear(attempt.number)
-        if len(attempt.failures) > self.failures_handled and attempt.failures[-1].required_process:
-            self.required_processes = self.restart_required_processes()
+        renews = self.restart_required_processes
+        if renews and len(attempt.failures) > self.failures_handled and attempt.failures[-1].required_process:
+            self.required_processes = renews()
         self.failures_handled = len(attempt.failures)
         self._update_config(attempt)
         readable, writable = os.pipe()
@@ -329,7 +332,8 @@ class Supervisor:
             ready = [descriptor for descriptor, _ in poll.poll(_POLL * 1000)]
             lost = [self.required_processes[each] for each in ready if each in self.required_processes]
             if lost:
-                return self._failure(lost[0], outside=True, required_process=True)
+                return self._failure(lost[0], outside=True, required_process=True,
+                                     hopeless=self.restart_required_processes is None)
             if worker.ended in ready:
                 return _WorkerEnd.DONE
             try:

@@ -1,7 +1,7 @@
 """Finds the best placement that `planners.apply_plan_file` can turn into a run.
 
-Ranks run one chain together, or train on the first of them, sample on the next, and where all machines have ranks may
-infer with one frozen role on the last. The shares of a task follow each other, and tasks that compute with one engine
+Ranks run one chain together, or train on the first of them and sample on the next, and where all machines have ranks
+may have one role on the last. The shares of a task follow each other, and tasks that compute with one engine
 split it alike. The rest is enumerated: which machines have ranks, how models are split, how many ranks train, and the
 rows of each share.
 """
@@ -17,7 +17,6 @@ from distflow.plan import Layout as Split
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
 from planners.heterogeneous.problem import (
     GENERATE,
-    INFER,
     SYNC,
     TRAIN,
     DeviceSubset,
@@ -29,7 +28,7 @@ from planners.heterogeneous.problem import (
     TaskLayout,
     shared,
 )
-from planners.planner import inference_roles
+from planners.planner import roles_apart
 from planners.splits import check_split
 
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
@@ -39,7 +38,7 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
     """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. Groups
     are tried by the least seconds that they may take, until those left cannot be faster than what is found."""
-    groups = enumerate(run_groups(costed.problem, inference_roles(spec)))
+    groups = enumerate(run_groups(costed.problem, roles_apart(spec)))
     found: list[tuple[float, int, Placement]] = []
     for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if found and least > min(found)[0]:
@@ -52,10 +51,16 @@ def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
 def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
     """Return the devices of each group of a runnable placement: of a machine that several have, the first ones train,
     and the next sample."""
-    kinds, found = (TRAIN, GENERATE, INFER), [[] for _ in placement.grouping]
-    taken = [0] * len(problem.hardware.ranks)
-    for group in sorted(range(len(placement.grouping)), key=lambda group: min(
-            kinds.index(problem.tasks[task].kind) for task in placement.grouping[group])):
+    found, taken = [[] for _ in placement.grouping], [0] * len(problem.hardware.ranks)
+    sampled = {task.role for task in problem.tasks if task.kind == GENERATE}
+
+    def order(group: int) -> int:
+        tasks = [problem.tasks[task] for task in placement.grouping[group]]
+        kinds = {task.kind for task in tasks}
+        alone = len({task.role for task in tasks}) == 1 and tasks[0].role not in sampled
+        return 2 if alone and len(found) > 1 and kinds != {GENERATE} else 0 if TRAIN in kinds else 1
+
+    for group in sorted(range(len(placement.grouping)), key=order):
         for number, (own, count) in enumerate(zip(problem.hardware.ranks, placement.subsets[group])):
             found[group] += own[taken[number]:taken[number] + count]
             taken[number] += count
@@ -65,7 +70,7 @@ def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
 def run_groups(problem: Problem, roles: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
     """Yield ways to divide ranks into groups that runs have, and the devices of each group, with all machines or
     without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do; and with all
-    machines one of `roles` may have the last ones."""
+    machines, in mode sync too, one of `roles` may have the last ones."""
     tasks = range(len(problem.tasks))
     sampling = tuple(task for task in tasks if problem.tasks[task].kind == GENERATE)
     training = tuple(task for task in tasks if task not in sampling)
@@ -78,12 +83,15 @@ def run_groups(problem: Problem, roles: Sequence[str] = ()) -> Iterator[tuple[Gr
         for first in dict.fromkeys((*_beginnings(problem.hardware, used), *apart)):
             rest = _less(used, first)
             yield _sorted([(training, first), (sampling, rest)])
-    everything = problem.hardware.all if problem.mode != SYNC else (0,) * len(problem.hardware.all)
+    everything = problem.hardware.all
     for role, second in ((role, second) for role in roles for second in _beginnings(problem.hardware, everything)):
-        reading = tuple(task for task in training if problem.tasks[task].role == role)
-        rest = tuple(task for task in training if task not in reading)
+        own, last = tuple(task for task in training if problem.tasks[task].role == role), _less(everything, second)
+        rest = tuple(task for task in training if task not in own)
+        if problem.mode == SYNC:
+            yield _sorted([((*sampling, *rest), second), (own, last)])
+            continue
         for first in _beginnings(problem.hardware, second):
-            yield _sorted([(rest, first), (sampling, _less(second, first)), (reading, _less(everything, second))])
+            yield _sorted([(rest, first), (sampling, _less(second, first)), (own, last)])
 
 
 def _sorted(groups: list[tuple[tuple[int, ...], DeviceSubset]]) -> tuple[Grouping, tuple[DeviceSubset, ...]]:
@@ -119,10 +127,9 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
     problem, layouts = costed.problem, {}
     for group, subset in zip(grouping, subsets):
         turns = shared(problem, group)
-        even = len(grouping) > 1 and all(problem.tasks[task].kind == INFER for task in group)
         for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
             best = _engine(spec, costed, [task for task in group if problem.tasks[task].memory_item == memory_item],
-                           subset, sum(map(sum, subsets)) - sum(subset), turns, even)
+                           subset, sum(map(sum, subsets)) - sum(subset), turns)
             if best is None:
                 return None
             layouts |= best
@@ -130,9 +137,9 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset, others: int,
-            turns: bool, even: bool) -> dict[int, TaskLayout] | None:
+            turns: bool) -> dict[int, TaskLayout] | None:
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
-    micro-batches of the best size, which is one setting of its role. `even`: ranks that shard it have equal rows."""
+    micro-batches of the best size, which is one setting of its role."""
     least, best = math.inf, None
     for tp, pp in _CUTS:
         if not all(can_split(spec, costed.problem, task, subset, others, tp, pp) for task in tasks):
@@ -142,17 +149,11 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
                  for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
         for micro in list(sizes)[: 1 if rollout else None]:
-            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))
-                       and (not even or tp * pp > 1 or alike(layout.rows))}
+            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))}
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             if len(layouts) == len(tasks) and seconds < least:
                 least, best = seconds, layouts
     return best
-
-
-def alike(rows: Sequence[int]) -> bool:
-    """Return whether shares have equally many rows, but for rounding."""
-    return max(rows) - min(rows) <= 1
 
 
 def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, others: int, tp: int, pp: int) -> bool:

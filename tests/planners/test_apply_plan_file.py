@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.runnable import ranks_of, run_groups, runnable
 from planners.heterogeneous.workload import problem_of
-from planners.planner import inference_roles
+from planners.planner import roles_apart
 
 CLUSTER = {
     "name": "mixed", "links": {"inside": {"gb_s": 50}, "zone": {"gb_s": 10, "latency_us": 20}},
@@ -178,31 +179,40 @@ def unequal(said: dict) -> None:
     said["tasks"]["reference"]["shares"] = [{"count": 1, "rows": rows, "stages": ["quick"]} for rows in (300, 84)]
 
 
-def test_ranks_that_only_infer_have_no_unequal_shares(obey: Callable) -> None:
-    with pytest.raises(InvalidInput, match="node `reference` has shares of 84, 300 rows, and ranks that only infer"):
-        obey("mode=async", change=unequal)
+def test_ranks_that_only_infer_may_have_unequal_shares(obey: Callable) -> None:
+    *_, reference = obey("mode=async", change=unequal).groups
+    assert reference.plan.task("reference").layout == reference.plan.source == Layout(2, rows=(25, 7))
 
 
-def test_the_best_plan_that_runs_has_none_either(spec_of: Callable) -> None:
-    """Though the reference would be faster on unlike devices with shares by their speeds."""
+def test_the_best_plan_that_runs_has_shares_by_speed(spec_of: Callable) -> None:
     spec = spec_of("mode=async")
-    costed = CostedProblem(problem_of(spec))
     groups, apart = ((0,), (1,), (2,)), ((1, 0), (1, 1), (0, 1))
-    tasks = [task.name for task in costed.problem.tasks]
-    assert tasks == ["rollout", "reference", "update"]
-    found = runnable_plans._placement(spec, costed, groups, apart)
-    assert found is None or found.layouts[1].strategy.tp > 1
-    assert runnable_plans._placement(spec, costed, groups, ((0, 1), (2, 0), (0, 1)))
+    found = runnable_plans._placement(spec, CostedProblem(problem_of(spec)), groups, apart)
+    assert max(found.layouts[1].rows) > 2 * min(found.layouts[1].rows)
 
 
 def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: Callable,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    assert inference_roles(spec_of("mode=async")) == ["reference"]
-    assert inference_roles(spec_of("mode=async", dag="dapo")) == []
+    assert roles_apart(spec_of("mode=async")) == ["reference"]
+    assert roles_apart(spec_of("mode=async", dag="dapo")) == []
+    assert roles_apart(spec_of("mode=sync", dag="ppo")) == ["critic", "reference"]
     monkeypatch.setattr("planners.heterogeneous.runnable.run_groups",
                         lambda *given: (each for each in run_groups(*given) if len(each[0]) == 3))
     made = obey("mode=async")
     assert [group.name for group in made.groups] == ["trainer", "rollout", "inference reference"]
+
+
+@pytest.mark.parametrize(("mode", "names"), [("sync", ["trainer", "trainer critic"]),
+                                             ("async", ["trainer", "rollout", "trainer critic"])])
+def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monkeypatch: pytest.MonkeyPatch, mode: str,
+                                                            names: list[str]) -> None:
+    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda problem, roles: (
+        each for each in run_groups(problem, ["critic"]) if len(each[0]) == len(names)))
+    made = obey(f"mode={mode}", dag="ppo")
+    assert [group.name for group in made.groups] == names
+    found = layouts(made)
+    assert found["values"].first == found["critic"].first == made.groups[-1].first
+    assert len(found["critic"].rows) in (0, len(made.groups[-1].ranks))
 
 
 def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Callable, tmp_path: Path,
@@ -213,7 +223,7 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     costed, lay_out, tried = CostedProblem(problem_of(spec)), runnable_plans._placement, []
     monkeypatch.setattr(runnable_plans, "_placement", lambda *given: tried.append(given) or lay_out(*given))
     found = runnable(spec, costed)
-    every = [*run_groups(costed.problem, inference_roles(spec))]
+    every = [*run_groups(costed.problem, roles_apart(spec))]
     assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
     assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
 
@@ -253,9 +263,9 @@ def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> 
     assert (made.mode, made.groups) == ("sync", ())
 
 
-def with_training(said: dict) -> None:
+def with_training(said: dict, first: Sequence[str] = ("rollout", "update"), second: str = "reference") -> None:
     three_groups(said)
-    for group, tasks in zip(said["groups"], (["rollout", "update"], ["reference"], [])):
+    for group, tasks in zip(said["groups"], ([*first], [second], [])):
         group["tasks"] = tasks
     del said["groups"][2]
     said["groups"][0] |= {"devices": {"slow": 2}, "ranks": [2, 3]}
@@ -263,7 +273,19 @@ def with_training(said: dict) -> None:
 
 def test_groups_that_no_ranks_make_are_refused(obey: Callable) -> None:
     with pytest.raises(InvalidInput, match="one trains, rollout samples, and each of the others has all tasks of one"):
-        obey("mode=async", change=with_training)
+        obey("mode=async", change=partial(with_training, first=("rollout", "reference"), second="update"))
+
+
+def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> None:
+    """In mode sync, whatever the plan was made for."""
+    def both(said: dict) -> None:
+        with_training(said)
+        for name in ("rollout", "update"):
+            said["tasks"][name] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["slow"]}]}
+
+    made = obey("mode=async", change=both)
+    assert made.mode == "sync"
+    assert [(group.name, len(group.ranks)) for group in made.groups] == [("trainer", 2), ("inference reference", 2)]
 
 
 def test_a_run_by_a_plan_can_be_resumed_without_it(obey: Callable, spec_of: Callable, tmp_path: Path) -> None:
@@ -307,7 +329,7 @@ def by_stages(said: dict) -> None:
 
 
 @pytest.mark.parametrize(("change", "key", "says"), [
-    (apart, "groups:", "2 groups that work at the same time, and in mode sync all ranks run one chain together"),
+    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one other"),
     (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
     (staged([3, 1], ["quick", "slow"]), "layers:", "node `update` has 3, 1 layers in its stages"),

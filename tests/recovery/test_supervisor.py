@@ -46,9 +46,10 @@ TAIL = '''
 settings = Robust(**dict(globals().get("robust", {})))
 RunStore.store = globals().get("store") or TCPStoreClient.hosting(store_on("127.0.0.1"), 60.0)
 supervisor = Supervisor(RunStore, RestartGroup("the run", range(globals().get("ranks", 1)), "ranks"), work, folder,
-                        settings, {}, globals().get("is_obsolete", lambda: False),
+                        settings, globals().get("required", {}), globals().get("is_obsolete", lambda: False),
                         globals().get("should_run", lambda: True), hooks=globals().get("hooks"),
-                        leave_out=globals().get("leave_out", lambda: False), lock=globals().get("lock"))
+                        leave_out=globals().get("leave_out", lambda: False), lock=globals().get("lock"),
+                        restart_required_processes=globals().get("renews", dict))
 before = len(os.listdir("/proc/self/fd"))
 code = supervisor.run()
 write("left", f"{len(os.listdir('/proc/self/fd')) - before} {threading.active_count()}")
@@ -636,3 +637,22 @@ def should_run():
     assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
     for rank in range(2):
         assert [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
+
+
+@pytest.mark.parametrize(("renews", "code"), [("None", 1), ("lambda: write('renewed') or {}", 0)])
+def test_a_group_that_cannot_go_on_without_a_process_ends_with_it(start, tmp_path, renews, code):
+    """Whatever its budget of restarts: what the process held cannot be made again."""
+    supervisor = start(f'''
+ended, end = os.pipe()
+required, renews = {{ended: "the samples have ended: go on from a checkpoint"}}, {renews}
+
+def work(context):
+    lived(context, 3)
+    if context.attempt.number == 0:
+        os.write(end, b"x")
+        time.sleep(600)
+''')
+    _, said = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == code
+    assert "the samples have ended: go on from a checkpoint" in said
+    assert (tmp_path / "renewed").exists() == (code == 0)

@@ -12,11 +12,11 @@ import torch
 from distflow.data.batch import Batch
 from distflow.dock import TimedOut
 from distflow.dock.shard import StorageShardServer
-from distflow.plan import ROLLOUT, TRAINER
+from distflow.plan import ROLLOUT, TRAINER, Layout
 from distflow.telemetry.metrics import Metrics
 from workers.colocated import ColocatedSource
 from workers.inference import InferenceContext
-from workers.rollout_channel import REPORT, RolloutChannel, consumers_of, report_column, report_of
+from workers.rollout_channel import REPORT, ArrivedRows, RolloutChannel, consumers_of, report_column, report_of
 
 ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"
 COUNT = ROWS * PROMPTS
@@ -156,3 +156,13 @@ def replica(channel) -> InferenceContext:
     context.chain = [SimpleNamespace(layout=SimpleNamespace(leads=lambda rank: True))]
     context.arrived = SimpleNamespace(buffer=None, fill=lambda dock, ids, _: dock.fetch(ids, ["rollout/responses"]))
     return context
+
+
+def test_ranks_that_shard_a_model_have_their_parts_of_a_lease():
+    ids = torch.arange(16)
+    mine = [ArrivedRows._assigned(SimpleNamespace(source=Layout(2, rows=(3, 1)), rank=rank,
+                                                  channel=SimpleNamespace(rows=2)), ids, torch.ones(16).long())[0]
+            for rank in range(2)]
+    assert [len(each) for each in mine] == [12, 4]
+    assert torch.cat(mine).sort().values.equal(ids)
+    assert all((each[::2] + 1).equal(each[1::2]) for each in mine), "a prompt's rows stay together"

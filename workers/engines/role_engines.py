@@ -55,6 +55,7 @@ class RoleEngines:
         self.kind, self.config = type(model), model.config
         self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
         self.generation_config = model.generation_config if self.head == "lm" else None
+        self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after

@@ -1,0 +1,249 @@
+"""What trainers say to each other, where roles train on ranks of their own (`groups.trainers`): the first trainer
+leads, and the others follow it.
+
+    columns        through the dock, put as soon as a node has written them and waited for where a node reads them
+    checkpoints    the first one asks for the parts of a step, and commits its own when all others are written
+    the end        a following trainer ends with the steps that the first one has done
+    metrics        the first one writes all of them
+
+A following trainer looks whether it is asked for anything whenever it waits for the first. It does so before it trains
+(`planners.trainers` sees to that), so that its state is still the one after the step before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from distflow.config.load import Spec
+from distflow.data.batch import Batch, ColumnData
+from distflow.data.databuffer import Databuffer
+from distflow.data.exchange import gather, gather_values
+from distflow.errors import CheckpointError
+from distflow.plan import TRAINER, Plan, Task
+from distflow.recovery.detectors import Alert
+from distflow.store.interface import Store
+from distflow.telemetry import events
+from distflow.telemetry.metrics import current
+from workers.engines.role_engines import RoleEngines
+
+_LOOK = 0.5  # seconds between two looks whether the first trainer has ended
+_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "snapshot", "tokens", "waiting")
+"""First parts of the names of metrics that each trainer has, whatever its nodes are."""
+
+
+class RunOver(Exception):
+    """Ends the loop of a following trainer: the first one has done its last step."""
+
+
+def following_roles(plan: Plan) -> list[str]:
+    """Return the roles that train on ranks of their own."""
+    return [group.name.removeprefix(f"{TRAINER} ") for group in plan.groups
+            if group.kind == TRAINER and group.name != TRAINER]
+
+
+Columns = tuple[Task, Mapping[str, ColumnData], Tensor]  # what a task wrote, for the rows of these ids
+
+
+class _Exchange(Protocol):
+    """Source of a trainer beside others, as far as it exchanges columns with them."""
+
+    def receive_from(self, node: str, buffer: Databuffer) -> Iterator[Columns]: ...
+
+    def put_for_others(self, task: Task, written: Batch) -> None: ...
+
+
+class TrainerBuffer(Databuffer):
+    """Databuffer of a trainer beside others. `source`: of its rows, to be set before a step begins."""
+
+    source: _Exchange
+
+    def __init__(self, plan: Plan, *given: Any):
+        super().__init__(plan, *given)
+        tasks = self.lineage.tasks
+        self.arrival = next((task.layout for task in plan.tasks if task.arrives and not task.layout.early), plan.source)
+        """In which rows come from the dock, and go back: all rows of a prompt on one rank."""
+        self.outgoing = {move.producer: replace(
+            move, kind="local" if tasks[move.producer].layout == self.arrival else "all_to_all")
+            for move in plan.dock if not tasks[move.producer].arrives}
+
+    def take(self, task: Task) -> Batch:
+        for producer in dict.fromkeys(move.producer for move in task.transfers):
+            writer = self.lineage.tasks.get(producer)
+            if writer and writer.awaited and (producer, writer.layout) not in self.step_columns:
+                self.receive(self.source.receive_from(producer, self))
+        return super().take(task)
+
+    def receive(self, written: Iterable[Columns]) -> None:
+        arrived = [(task, dict(columns), ids) for task, columns, ids in written]
+        for task, columns, ids in (each for each in arrived if each[0].node in self.outgoing):
+            self.step_columns[task.node, task.layout] = Batch(ids, columns)  # before rows are dropped by one of them
+            part = self._fetch(self.outgoing[task.node], replace(task, layout=self.arrival))
+            if self.arrival.leads(self.rank):
+                self.source.put_for_others(task, part)
+        super().receive(arrived)
+
+
+class LeaderLink:
+    """A rank of the first trainer's view of the others: `roles`. `limit`: seconds to wait for them."""
+
+    def __init__(self, store: Store, roles: list[str], rank: int, limit: float):
+        self.store, self.roles, self.limit, self.leads = store, roles, limit, rank == 0
+        self.written: set[str] = set()  # keys of metrics that were read
+
+    def ask(self, step: int) -> None:
+        if self.leads:
+            self.store.put("asked", str(step))
+
+    @contextlib.contextmanager
+    def part(self, step: int) -> Iterator[None]:
+        """Wait for the others' parts of a checkpoint before it is written. Raises CheckpointError: one is missing."""
+        for role in self.roles:
+            key = f"parts/{role}/{step}"
+            said = self.store.get(key) if self.store.wait([key], self.limit) else f"nothing for {self.limit:g} s"
+            if said != "written":
+                raise CheckpointError(f"the checkpoint of step {step} lacks the part of role `{role}`: {said}")
+        yield
+
+    def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield the step and the metrics of what others have done since the last call, on rank 0."""
+        found = self.store.below("metrics").list("") if self.leads else {}
+        for key in sorted(found.keys() - self.written):
+            yield int(key.rpartition("/")[2]), json.loads(found[key])
+        self.written.update(found)
+
+    def forget(self, before: int) -> None:
+        """Forget the metrics of steps to which no worker goes back."""
+        for key in [key for key in self.written if int(key.rpartition("/")[2]) < before] if self.leads else ():
+            self.store.below("metrics").delete(key)
+            self.written.discard(key)
+
+    def end(self, step: int, finished: bool) -> None:
+        """Have the others end after `step` steps, and wait until they have. `finished`: the run has come to its end,
+        and was not stopped."""
+        if not self.leads:
+            return
+        self.store.put("ended", json.dumps([step, finished]))
+        for role in self.roles:
+            if not self.store.wait([f"done/{role}"], self.limit):
+                print(f"warning: the ranks that train `{role}` have not come to their end within {self.limit:g} s",
+                      file=sys.stderr, flush=True)
+
+
+class FollowerLink:
+    """A rank of a following trainer's view of the first one."""
+
+    def __init__(self, store: Store, role: str, rank: int):
+        self.store, self.role, self.leads = store, role, rank == 0
+        self.asked_before = -1  # the last step whose checkpoint was begun
+
+    def ask(self, step: int) -> None:
+        """Note that a checkpoint is being written, which is not to be asked for twice."""
+        self.asked_before = step
+
+    def post(self, done: int, values: dict[str, float]) -> None:
+        """Send the metrics of a step."""
+        if self.leads:
+            self.store.put(f"metrics/{self.role}/{done}", json.dumps(values))
+
+    @property
+    def asked(self) -> int:
+        """The step whose checkpoint the first trainer asks for, unless it was written before; else -1."""
+        step = int(self.store.get("asked") or -1)
+        return -1 if step == self.asked_before or self.store.has(f"parts/{self.role}/{step}") else step
+
+    def refuse(self, step: int) -> None:
+        """Tell the first trainer, which has gone back, that the state after `step` steps is gone."""
+        self.store.put(f"parts/{self.role}/{step}", "its ranks have done later steps, and kept no state of this one")
+
+    def ended_by(self, step: int) -> bool:
+        """Return whether the first trainer does no more than `step` steps."""
+        ended = self.store.get("ended")
+        return ended is not None and json.loads(ended)[0] <= step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end, once it has ended."""
+        return json.loads(self.store.get("ended") or "[0, false]")[1]
+
+    @contextlib.contextmanager
+    def part(self, step: int) -> Iterator[None]:
+        """Tell the first trainer how the writing of this part has gone."""
+        said = "written"
+        try:
+            yield
+        except CheckpointError as error:
+            said = str(error)
+            raise
+        finally:
+            if self.leads:
+                self.store.put(f"parts/{self.role}/{step}", said)
+
+    def done(self) -> None:
+        if self.leads:
+            self.store.put(f"done/{self.role}", "")
+
+
+class FollowingSink:
+    """Sink of a following trainer: the first one writes its metrics. It validates nothing."""
+
+    late = False
+
+    def __init__(self, spec: Spec, path: Path, link: FollowerLink, save: Callable[[int], None],
+                 trained: Mapping[str, RoleEngines]):
+        self.steps, self.path, self.link, self.save, self.trained = spec.run.steps, path, link, save, trained
+        self.done = 0
+
+    def start(self, step: int) -> bool:
+        self.done, events.current().step = step, step + 1
+        return False
+
+    def record(self, done: int, *_: object) -> dict[str, float]:
+        values = current().collect(gather)
+        named = {f"{self.link.role}/{name}" if name.partition("/")[0] in _OF_RANKS else name: value
+                 for name, value in values.items()}
+        self.link.post(done, named)
+        return values
+
+    def warn(self, done: int, detector: str, alert: Alert) -> None:
+        if self.link.leads:
+            events.record(detector, what=alert.what, **alert.facts)
+            print(f"step {done}: {alert.what} (detector `{detector}`, role `{self.link.role}`)", flush=True)
+
+    def conclude(self, done: int) -> bool:
+        self.done, events.current().step = done, done + 1
+        return done == self.steps
+
+    def end(self, finished: bool = True) -> None:
+        """Wait until the first trainer has ended, and save what it asks for meanwhile. Collective."""
+        while True:
+            due, over = gather_values([self.link.asked == self.done, self.link.ended_by(self.done)])[0]
+            if due:
+                self.save(self.done)
+            elif over:
+                return
+            else:
+                time.sleep(_LOOK)
+
+    def close(self) -> None:
+        if gather_values(self.link.finished)[0]:
+            write_models(self.trained, self.path)
+        self.link.done()
+
+    def flush(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:
+    """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if the DAG has several. Collective."""
+    for name, role in trained.items():
+        role.save_pretrained(folder / (f"model-{name}" if role.has_others else "model"))
