@@ -28,16 +28,16 @@ _TOLERANCE = 1.01
 """How much heavier a share may become so that its rows stay together, or need not cross to another machine."""
 
 
-_ONE_BY_ONE = 16
-"""Units per share that are placed one by one, to even out what cutting left uneven."""
+_RUNS, _ONE_BY_ONE = 4, 16
+"""Runs of units that a share gets, from all over the step, and units that are placed one by one to even loads out."""
 
 
 def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
     """Return the share of each unit, [units] int64, for `weights` [units] of tokens; `fixed` [units]: that it has
     already, or -1.
 
-    Many units are cut into runs, at most 1% above the mean; others go longest processing time first (Graham 1969), at
-    most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
+    Many units are dealt out in runs, at most 1% above the mean; others go longest processing time first (Graham 1969),
+    at most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
     """
     sizes = weights.numpy()
     return torch.from_numpy(_assign(sizes, shares, _fixed(sizes, fixed)))
@@ -64,15 +64,15 @@ def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
 
 
 def _cut(sizes: np.ndarray, shares: int) -> np.ndarray | None:
-    """Give each share a run of units, since rows that stay together move at once, but the last of each run one by one.
-    None if there are too few, or a share gets too heavy."""
+    """Deal out runs of units, since rows that stay together move at once, but the last of each share one by one. None
+    if there are too few, or a share gets too heavy."""
     if len(sizes) // shares <= _ONE_BY_ONE:
         return None
     weights = sizes if sizes.any() else np.ones_like(sizes)
-    ends = weights.cumsum()
-    result = np.minimum((2 * ends - weights) * shares // (2 * ends[-1]), shares - 1)
-    last = np.searchsorted(result, np.arange(shares), side="right")
-    result[np.maximum(last[:, None] - np.arange(1, _ONE_BY_ONE + 1), 0)] = -1
+    ends, runs = weights.cumsum(), shares * _RUNS
+    result = np.minimum((2 * ends - weights) * runs // (2 * ends[-1]), runs - 1) % shares
+    last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
+    result[np.argsort(result, kind="stable")[np.maximum(last, 0)]] = -1
     result = _greedy(sizes, shares, result)
     return result if _heaviest(sizes, result, shares) <= int(sizes.sum()) / shares * _TOLERANCE else None
 
