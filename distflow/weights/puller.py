@@ -208,8 +208,8 @@ class ChunkPuller:
                     self._take(client, asked)
                     heard = time.monotonic()
                     continue
-                if is_over() or not self.chunks.is_missing():
-                    break  # the version before had the rest
+                if is_over() or not self.chunks.is_missing() or not client.grows:
+                    break  # the version before had the rest, or others have been asked for it
                 known = client.count, client.moved
                 client.look()
                 heard = time.monotonic() if known != (client.count, client.moved) else heard

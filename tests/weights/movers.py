@@ -121,6 +121,19 @@ class Serving:
     def sent(self) -> dict[str, Any]:
         return {"sent": self.source.sent}
 
+    def count_looks(self) -> None:
+        """Count how often a puller asks for chunks that it does not know of."""
+        self.looks, state = 0, self.source.actions["state"]
+
+        def counted(client: Any, header: Any) -> Any:
+            self.looks += header["seen"] >= 0
+            return state(client, header)
+
+        self.source.actions["state"] = counted
+
+    def looked(self) -> dict[str, Any]:
+        return {"looks": self.looks}
+
     def port(self) -> dict[str, Any]:
         return {"port": self.source.address[1]}
 

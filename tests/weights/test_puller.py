@@ -88,3 +88,15 @@ def test_versions_count_upwards_and_old_ones_go(mover):
 def test_nothing_to_pull_is_an_error_after_the_limit(mover):
     said = mover("puller", who="a").ask("pull", mib=1, seconds=0.3)
     assert (said["error"], "newest published is -1" in said["message"]) == ("WeightsLate", True)
+
+
+def test_a_pull_does_not_wait_for_more_of_a_trainer_rank_whose_part_is_here(mover):
+    trainers = [mover("publisher", rank=rank, ranks=2, transport="tcp") for rank in (0, 1)]
+    for trainer in trainers:
+        trainer.send("publish", version=1, mib=8)
+        trainer.send("count_looks")
+    trainers[1].send("tire", seconds=0.1)
+    for trainer in (*trainers, *trainers, trainers[1]):
+        trainer.answer()
+    assert mover("puller", who="a").ask("pull", mib=8, ranks=2) == {"version": 1, "right": True}
+    assert [trainer.ask("looked") for trainer in trainers] == [{"looks": 0}] * 2
