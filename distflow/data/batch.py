@@ -305,6 +305,7 @@ def _gather(parts: Sequence[ColumnData], index: Tensor) -> ColumnData:
 
 def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
     every, values = torch.cat([part.lengths for part in parts]), [part.values for part in parts]
+    index = torch.arange(len(every), device=every.device)[index]  # which may be negative, or a mask
     lengths, begin = every[index], (every.cumsum(0) - every)[index]
     at, total = lengths.cumsum(0) - lengths, int(lengths.sum())
     if total < _FEW * len(lengths) or any(isinstance(each, Ragged) or not each.is_cpu or each.requires_grad

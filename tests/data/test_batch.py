@@ -229,8 +229,10 @@ def test_long_rows_of_several_batches_come_in_any_order(dtype, trailing):
     parts = [Ragged(torch.randn((int(part.sum()), *trailing), generator=random).to(dtype), part) for part in lengths]
     batches = [Batch(torch.arange(len(part)), {"tokens": part, "size": part.lengths}) for part in parts]
     rows = [row for part in parts for row in part.rows]
-    for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8])):
+    for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8]),
+                  torch.tensor([-1, 0, -12]), torch.arange(12) % 3 == 1):
         found = Batch.gather(batches, index)
+        index = torch.arange(12)[index]
         assert found["size"].tolist() == found["tokens"].lengths.tolist()
         assert found["tokens"].values.dtype == dtype
         assert all(map(torch.equal, found["tokens"].rows, (rows[row] for row in index.tolist())))
