@@ -244,6 +244,13 @@ def test_rows_of_different_type_are_not_gathered():
         Batch.gather([one, two], torch.arange(2))
 
 
+def test_batches_of_which_only_some_have_a_column_are_not_gathered():
+    one, two = Batch(torch.arange(1)), Batch(torch.arange(1), {"x": torch.zeros(1)})
+    for batches in ([one, two], [two, one]):
+        with pytest.raises(ColumnError, match="not all of them have x"):
+            Batch.gather(batches, torch.arange(2))
+
+
 def test_a_gradient_reaches_the_rows_that_were_selected():
     values = torch.ones(300, requires_grad=True)
     Ragged(values, torch.tensor([100, 200])).select(torch.tensor([1])).values.sum().backward()
