@@ -28,6 +28,9 @@ _TOLERANCE = 1.01
 """How much heavier a share may become so that its rows stay together, or need not cross to another machine."""
 
 
+_ROWS = 1.05
+"""How many more units than the mean a share may get so that they stay together."""
+
 _RUNS, _ONE_BY_ONE = 4, 16
 """Runs of units that a share gets, from all over the step, and units that are placed one by one to even loads out."""
 
@@ -36,20 +39,21 @@ def assign(weights: Tensor, shares: int, fixed: Tensor | None = None) -> Tensor:
     """Return the share of each unit, [units] int64, for `weights` [units] of tokens; `fixed` [units]: that it has
     already, or -1.
 
-    Many units are dealt out in runs, at most 1% above the mean; others go longest processing time first (Graham 1969),
-    at most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
+    Many units go out in runs or forth and back, at most 1% above the mean; others go longest processing time first
+    (Graham 1969), at most 4/3 of the optimum. Ties go to lower units and shares, so that every rank computes the same.
     """
     sizes = weights.numpy()
     return torch.from_numpy(_assign(sizes, shares, _fixed(sizes, fixed)))
 
 
 def _assign(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
-    runs = None if (fixed >= 0).any() else _cut(sizes, shares)
+    runs = None if (fixed >= 0).any() else _many(sizes, shares)
     return _greedy(sizes, shares, fixed) if runs is None else runs
 
 
 def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
-    free = np.flatnonzero(fixed < 0)
+    """Assign units heaviest first, each to the lightest share; those without weight at last, by number."""
+    free = np.flatnonzero((fixed < 0) & (sizes > 0))
     units = free[_heaviest_first(sizes[free])]
     heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(sizes, shares, fixed)))]
     heapq.heapify(heap)
@@ -60,21 +64,39 @@ def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
         heapq.heapreplace(heap, (load + size, count + 1, share))
     result = fixed.copy()
     result[units] = chosen
-    return result
+    return _greedy(np.ones_like(sizes), shares, result) if (result < 0).any() else result
 
 
-def _cut(sizes: np.ndarray, shares: int) -> np.ndarray | None:
-    """Deal out runs of units, since rows that stay together move at once, but the last of each share one by one. None
-    if there are too few, or a share gets too heavy."""
+def _many(sizes: np.ndarray, shares: int) -> np.ndarray | None:
+    """Assign many units without placing each: runs of as many units, else of as many tokens, where shares then differ
+    little in both; else forth and back. None if there are too few, or a share gets too heavy."""
     if len(sizes) // shares <= _ONE_BY_ONE:
         return None
-    weights = sizes if sizes.any() else np.ones_like(sizes)
+    heavy, most = int(sizes.sum()) / shares * _TOLERANCE, np.ceil(len(sizes) / shares * _ROWS)
+    for weights in (np.ones_like(sizes), sizes):
+        runs = _cut(sizes, weights, shares)
+        if _heaviest(sizes, runs, shares) <= heavy and np.bincount(runs).max() <= most:
+            return runs
+    dealt = _deal(sizes, shares)
+    return dealt if _heaviest(sizes, dealt, shares) <= heavy else None
+
+
+def _cut(sizes: np.ndarray, weights: np.ndarray, shares: int) -> np.ndarray:
+    """Deal out runs of units of as much weight, since rows that stay together move at once, but the last of each share
+    one by one."""
     ends, runs = weights.cumsum(), shares * _RUNS
-    result = np.minimum((2 * ends - weights) * runs // (2 * ends[-1]), runs - 1) % shares
+    result = np.minimum((2 * ends - weights) * runs // max(2 * ends[-1], 1), runs - 1) % shares
     last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
     result[np.argsort(result, kind="stable")[np.maximum(last, 0)]] = -1
-    result = _greedy(sizes, shares, result)
-    return result if _heaviest(sizes, result, shares) <= int(sizes.sum()) / shares * _TOLERANCE else None
+    return _greedy(sizes, shares, result)
+
+
+def _deal(sizes: np.ndarray, shares: int) -> np.ndarray:
+    """Deal units forth and back, heaviest first, but the lightest one by one."""
+    many, there = len(sizes) // shares // 2 * 2 - _ONE_BY_ONE, np.arange(shares)
+    result = np.full(len(sizes), -1)
+    result[_heaviest_first(sizes)[: many * shares]] = np.tile(np.concatenate([there, there[::-1]]), many // 2)
+    return _greedy(sizes, shares, result)
 
 
 def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Tensor | None = None,
@@ -82,7 +104,7 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
     """Assign units as `assign` does, at most 1% heavier, leaving as many as that allows on their machine.
 
     `machines`: [shares]; `at`: [units], -1 if it does not matter; `parts`: [shares], the work that each is to have, in
-    proportion. Each machine fills its shares, heaviest units first; the rest goes to the lightest share of all.
+    proportion. Each machine fills its shares, as `assign` would; the rest goes to the lightest share of all.
     """
     if parts:
         return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
@@ -108,7 +130,7 @@ def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, b
     result = np.full(len(sizes), -1)
     if not any(count for _, count, _ in taken):
         fitting = sizes[: np.searchsorted(sizes.cumsum(), heaviest * len(taken), side="right")]
-        runs = _cut(fitting, len(taken))
+        runs = _many(fitting, len(taken))
         if runs is not None and _heaviest(fitting, runs, len(taken)) <= bound:
             result[: len(fitting)] = np.array([share for *_, share in taken])[runs]
             return result
@@ -176,7 +198,7 @@ def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: 
 
 
 def _cut_uneven(sizes: np.ndarray, parts: np.ndarray) -> np.ndarray | None:
-    runs = _cut(sizes, int(parts.sum()))
+    runs = _many(sizes, int(parts.sum()))
     if runs is None:
         return None
     result = np.repeat(np.arange(len(parts)), parts)[runs]

@@ -81,7 +81,7 @@ class Ragged:
         return Ragged(_slice(self.values, begin, end), self.lengths[start:stop])
 
     def select(self, index: Tensor) -> Ragged:
-        """Return rows in the order of `index`; copies those rows and nothing else."""
+        """Return a copy of rows in the order of `index`."""
         return _gather_ragged([self], index)
 
     def padded(self, fill: float = 0, side: Literal["left", "right"] = "right") -> Tensor:
@@ -160,8 +160,9 @@ class Batch:
 
     @staticmethod
     def gather(batches: Sequence[Batch], index: Tensor) -> Batch:
-        """Return rows of several batches, numbered through, in the order of `index` [any length]; copies those rows and
-        nothing else. Raises `ColumnError` if columns differ in form, type or shape."""
+        """Return rows of several batches, numbered through, in the order of `index` [any length]. Of several batches
+        dense columns are joined first. Raises `ColumnError` if columns differ in name, form, type or shape."""
+        _check_names(batches)
         parts = {name: [batch[name] for batch in batches] for name in batches[0].columns}
         for name, columns in parts.items():
             forms = {(len(lengths), dtype_name(values.dtype), *values.shape[1:]) for lengths, values in
@@ -181,13 +182,9 @@ class Batch:
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """Return all rows, one batch after the other. Raises `ColumnError` if columns differ in name, form or shape."""
-        names = list(batches[0].columns)
-        for batch in batches:
-            if batch.columns.keys() != set(names):
-                odd = ", ".join(sorted(batch.columns.keys() ^ set(names)))
-                raise ColumnError(f"batches with different columns cannot be joined: not all of them have {odd}")
+        _check_names(batches)
         return Batch(torch.cat([batch.ids for batch in batches]),
-                     {name: _concat(name, [batch[name] for batch in batches]) for name in names})
+                     {name: _concat(name, [batch[name] for batch in batches]) for name in batches[0].columns})
 
     def to_padded(self, fill: float = 0) -> dict[str, Tensor]:
         """Return one tensor a column, `ids` [B] among them. A ragged column becomes [B, longest, …], padded on the
@@ -270,6 +267,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _check_names(batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        if batch.columns.keys() != batches[0].columns.keys():
+            odd = ", ".join(sorted(batch.columns.keys() ^ batches[0].columns.keys()))
+            raise ColumnError(f"batches with different columns cannot be joined: not all of them have {odd}")
+
+
 def _concat(name: str, columns: list[ColumnData]) -> ColumnData:
     filled = [column for column in columns if len(column)] or columns[:1]  # a rank without rows only guesses the form
     parts = [levels(column) for column in filled]
@@ -305,6 +309,7 @@ def _gather(parts: Sequence[ColumnData], index: Tensor) -> ColumnData:
 
 def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
     every, values = torch.cat([part.lengths for part in parts]), [part.values for part in parts]
+    index = torch.arange(len(every), device=every.device)[index]  # which may be negative, or a mask
     lengths, begin = every[index], (every.cumsum(0) - every)[index]
     at, total = lengths.cumsum(0) - lengths, int(lengths.sum())
     if total < _FEW * len(lengths) or any(isinstance(each, Ragged) or not each.is_cpu or each.requires_grad

@@ -8,6 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_MANY = 1024
+"""Runs from which on short ones are copied by index, many at once: for fewer that costs as much as one by one."""
+_SHORT, _PART = 2 << 10, 1 << 18
+"""Bytes below which a run is short; and of those that are copied at once, which stay in the core's own cache."""
+
 
 class RowRuns(NamedTuple):
     first: np.ndarray
@@ -26,6 +31,29 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
     `target` ([bytes] uint8), run by run."""
     begin, at = source_at[runs.first], target_at[runs.first]
     sizes = source_at[runs.last] + counts[runs.last] - begin
+    short = (sizes * width < _SHORT) & (len(sizes) >= _MANY) & (width > 0)
+    _copy_runs(source, target, begin[~short], at[~short], sizes[~short], width)
+    exponents = np.frexp(sizes[short])[1]  # that of 2 ** n, which a size is below, and not below half of it
+    for exponent in np.flatnonzero(np.bincount(exponents)[1:]).tolist():
+        here, block = np.flatnonzero(short)[exponents == exponent + 1], 1 << exponent
+        _copy_blocks(source, target, begin[here], at[here], sizes[here] - block, width, block)
+
+
+def _copy_blocks(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, more: np.ndarray,
+                 width: int, block: int) -> None:
+    """Copy runs of `block + more` elements, `more` being below `block`: of each the first `block` and the last `block`,
+    which overlap. Every block is one item of an array whose items overlap too, so that numpy copies them by index."""
+    item = np.dtype(f"V{block * width}")
+    here, there = (np.ndarray(len(memory) // width - block + 1, item, memory, 0, width) for memory in (source, target))
+    step = max(1, _PART // item.itemsize)
+    for part in (slice(first, first + step) for first in range(0, len(begin), step)):
+        there[at[part]] = here[begin[part]]
+        if more[part].any():
+            there[at[part] + more[part]] = here[begin[part] + more[part]]
+
+
+def _copy_runs(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
+               width: int) -> None:
     here, there = source.data, target.data
     for start, to, length in zip((begin * width).tolist(), (at * width).tolist(), (sizes * width).tolist()):
         there[to : to + length] = here[start : start + length]

@@ -13,7 +13,7 @@ import pytest
 
 from distflow.cli import main
 from distflow.config.extras import pip_line
-from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS
+from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS, missing_transport
 from distflow.config.run import Generation
 
 
@@ -41,6 +41,13 @@ def test_a_transport_without_its_package_is_refused_with_the_line_that_installs_
     said = capsys.readouterr().err
     assert "`transport: nixl` needs nixl-cu12, which is not installed" in said
     assert pip_line("nixl") in said
+
+
+@pytest.mark.parametrize("package", ["ucxx-cu12", "ucxx-cu13", "ucxx-cu11", "ucxx"])
+def test_each_distribution_of_ucx_counts(monkeypatch, package):
+    monkeypatch.setattr("distflow.config.models.version", lambda name: {package: "0.52.0"}[name])
+    monkeypatch.setattr("distflow.config.models.PackageNotFoundError", KeyError)
+    assert missing_transport("ucx") == ""
 
 
 def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):

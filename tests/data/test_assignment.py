@@ -44,15 +44,44 @@ def test_equal_units_are_dealt_out_in_order():
     assert assign(torch.tensor([5, 5, 5, 5]), 2).tolist() == [0, 1, 0, 1]
 
 
+def most_rows(chosen: torch.Tensor, shares: int) -> float:
+    """Rows of the fullest share over the mean."""
+    return int(chosen.bincount(minlength=shares).max()) * shares / len(chosen)
+
+
 @pytest.mark.parametrize("shares", [2, 8])
 @pytest.mark.parametrize("weights", [torch.arange(4000) * 7919 % 2000 + 1, torch.full((4000,), 3),
-                                     torch.arange(4000).clamp(max=2000) % 2000])
+                                     torch.arange(4000) * 7919 % 2000 + torch.arange(4000) // 40])
 def test_many_units_stay_together(weights, shares):
     """All but the last of each share, which even the loads out."""
     chosen = assign(weights, shares)
     assert set(chosen.tolist()) == set(range(shares))
     assert int((chosen.diff() != 0).sum()) < 40 * shares
     assert imbalance(weights, chosen, shares) < 1.01
+
+
+@pytest.mark.parametrize("weights", [
+    (torch.randn(256, generator=torch.Generator().manual_seed(1)).exp() * 300).long(), torch.arange(4000),
+    torch.tensor([10, 1000]).repeat_interleave(2000), (torch.arange(4400) >= 4000).long()],
+    ids=["long tail", "sorted", "short, then long", "without weight, then with"])
+def test_shares_have_as_many_rows_where_weights_are_unlike(weights):
+    chosen = assign(weights, 8)
+    assert most_rows(chosen, 8) < 1.06
+    assert imbalance(weights, chosen, 8) < 1.01
+
+
+@QUIET
+@given(st.integers(2, 8), st.integers(17, 80), st.sampled_from([(1, 9), (0, 9), (0, 1), (0, 2000)]), st.booleans(),
+       st.integers(0, 99))
+def test_many_units_are_even_in_rows_too(shares, times, between, ordered, seed):
+    """In tokens within a unit of the mean, in rows within those that are placed one by one."""
+    low, high = between
+    weights = torch.randint(low, high + 1, (shares * times + seed % shares,),
+                            generator=torch.Generator().manual_seed(seed))
+    weights = weights.sort().values if ordered else weights
+    chosen = assign(weights, shares)
+    assert imbalance(weights, chosen, shares) * weights.sum() <= 1.01 * weights.sum() + high * shares
+    assert int(chosen.bincount().max()) <= 1.05 * len(weights) / shares + 5
 
 
 @QUIET

@@ -229,8 +229,10 @@ def test_long_rows_of_several_batches_come_in_any_order(dtype, trailing):
     parts = [Ragged(torch.randn((int(part.sum()), *trailing), generator=random).to(dtype), part) for part in lengths]
     batches = [Batch(torch.arange(len(part)), {"tokens": part, "size": part.lengths}) for part in parts]
     rows = [row for part in parts for row in part.rows]
-    for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8])):
+    for index in (torch.randperm(12, generator=random), torch.arange(3, 9), torch.tensor([7, 7, 0, 8]),
+                  torch.tensor([-1, 0, -12]), torch.arange(12) % 3 == 1):
         found = Batch.gather(batches, index)
+        index = torch.arange(12)[index]
         assert found["size"].tolist() == found["tokens"].lengths.tolist()
         assert found["tokens"].values.dtype == dtype
         assert all(map(torch.equal, found["tokens"].rows, (rows[row] for row in index.tolist())))
@@ -240,6 +242,13 @@ def test_rows_of_different_type_are_not_gathered():
     one, two = (Batch(torch.arange(1), {"x": torch.zeros(1, dtype=dtype)}) for dtype in (torch.float32, torch.float64))
     with pytest.raises(ColumnError, match="column `x` do not fit together"):
         Batch.gather([one, two], torch.arange(2))
+
+
+def test_batches_of_which_only_some_have_a_column_are_not_gathered():
+    one, two = Batch(torch.arange(1)), Batch(torch.arange(1), {"x": torch.zeros(1)})
+    for batches in ([one, two], [two, one]):
+        with pytest.raises(ColumnError, match="not all of them have x"):
+            Batch.gather(batches, torch.arange(2))
 
 
 def test_a_gradient_reaches_the_rows_that_were_selected():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from distflow.data import row_copies
 from distflow.data.row_copies import copy_rows, runs_of
 
 
@@ -37,3 +38,12 @@ def test_every_row_arrives_and_nothing_else_changes(rows, lengths, width):
 def test_elements_without_bytes_are_nothing():
     source, target, begin, at, counts, here, there = scattered(4096, (1, 9), 1)
     copy_rows(source[:0], target[:0], begin, at, counts, 0, runs_of(here, there))
+
+
+@pytest.mark.parametrize(("rows", "one_by_one"), [(4096, False), (512, True)])
+def test_many_short_runs_are_copied_at_once(monkeypatch, rows, one_by_one):
+    source, target, begin, at, counts, here, there = scattered(rows, (1, 9), 8)
+    copied, copy = [], row_copies._copy_runs
+    monkeypatch.setattr(row_copies, "_copy_runs", lambda *given: (copied.append(len(given[2])), copy(*given)))
+    copy_rows(source, target, begin, at, counts, 8, runs_of(here, there))
+    assert bool(sum(copied)) == one_by_one

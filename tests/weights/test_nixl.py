@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -132,6 +133,14 @@ def test_a_puller_that_hangs_up_in_the_middle_frees_the_source(source):
     error, left = source.line.recv()
     assert error == "ConnectionResetError"
     assert len(left) < len(source.idle), "only the sockets of its agent went"
+
+
+def test_one_whose_agent_cannot_be_made_is_no_transport(monkeypatch):
+    broken = Mock(nixl_agent=Mock(side_effect=RuntimeError("no plugins")))
+    monkeypatch.setattr("distflow.weights.transport.nixl._library", lambda: (broken, ()))
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", "/nowhere")
+    with pytest.raises(NoTransport, match="no plugins.*NIXL_PLUGIN_DIR=/nowhere"):
+        Nixl(wished=True)
 
 
 def test_it_refuses_to_be_loaded_beside_ortools(monkeypatch):

@@ -81,12 +81,12 @@ class _NixlAgent:
         """Handles of READs under way."""
         nixl, self.errors = _library()
         given = [f"{key}={value}" for key, value in (SETTINGS | devices).items() if f"UCX_{key}" not in os.environ]
-        self.agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
         try:
+            self.agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
             self.agent.create_backend("UCX", {"engine_config": ",".join(given)} if given else {})
-        except self.errors as error:
-            own = ", ".join(f"{key}={value}" for key, value in os.environ.items() if key.startswith("UCX_"))
-            raise NoTransport(f"the transport `nixl` cannot start: {error}. UCX's variables in the environment: "
+        except (*self.errors, RuntimeError) as error:
+            own = ", ".join(f"{key}={value}" for key, value in os.environ.items() if key.startswith(("UCX_", "NIXL_")))
+            raise NoTransport(f"the transport `nixl` cannot start: {error}. Its variables in the environment: "
                               f"{own or 'none'}. Correct them, or set  transport: tcp") from None
 
     def call(self, do: Callable[[Any], Any]) -> Any:
