@@ -160,9 +160,13 @@ class FollowerLink:
         step = int(self.store.get("asked") or -1)
         return -1 if step == self.asked_before or self.store.has(f"parts/{self.role}/{step}") else step
 
-    def refuse(self, step: int) -> None:
-        """Tell the first trainer, which has gone back, that the state after `step` steps is gone."""
-        self.store.put(f"parts/{self.role}/{step}", "its ranks have done later steps, and kept no state of this one")
+    def look(self, step: int) -> list[bool]:
+        """Return whether the state after `step` steps is asked for, and whether the first trainer does no more. A
+        state of before, to which that trainer has gone back, is refused: it is gone."""
+        over, asked = self.ended_by(step), self.asked  # in this order: it asks for the last state before it ends
+        if 0 <= asked < step:
+            self._tell(asked, "its ranks have done later steps, and kept no state of this one")
+        return [asked == step, over]
 
     def ended_by(self, step: int) -> bool:
         """Return whether the first trainer does no more than `step` steps."""
@@ -177,15 +181,16 @@ class FollowerLink:
     @contextlib.contextmanager
     def part(self, step: int) -> Iterator[None]:
         """Tell the first trainer how the writing of this part has gone."""
-        said = "written"
         try:
             yield
         except CheckpointError as error:
-            said = str(error)
+            self._tell(step, str(error))
             raise
-        finally:
-            if self.leads:
-                self.store.put(f"parts/{self.role}/{step}", said)
+        self._tell(step, "written")  # after any other error this trainer starts again, or the first waits in vain
+
+    def _tell(self, step: int, said: str) -> None:
+        if self.leads:
+            self.store.put(f"parts/{self.role}/{step}", said)
 
     def done(self) -> None:
         if self.leads:
@@ -225,7 +230,7 @@ class FollowingSink:
     def end(self, finished: bool = True) -> None:
         """Wait until the first trainer has ended, and save what it asks for meanwhile. Collective."""
         while True:
-            due, over = gather_values([self.link.asked == self.done, self.link.ended_by(self.done)])[0]
+            due, over = gather_values(self.link.look(self.done))[0]
             if due:
                 self.save(self.done)
             elif over:

@@ -258,13 +258,10 @@ class FollowingSource(AsyncSource):
         given = {"step": number, "share": self.rank, "shares": self.plan.ranks}
         while True:
             mine = self.dock.try_lease(consumer, count, wait=_WAIT, **given) if self.rank == 0 else None
-            asked = self.link.asked if self.rank == 0 else -1  # it asks before it puts what this step waits for
-            if 0 <= asked < number:
-                self.link.refuse(asked)
-            seen = [mine is not None, asked == number, self.rank == 0 and self.link.ended_by(number)]
-            there, due, over = gather_values(seen)[0]
+            look = self.link.look(number) if self.rank == 0 else []  # it asks before it puts what this step waits for
+            there, due, over = gather_values([mine is not None, *look])[0]
             if due:
-                self._save(number)
+                self.save_after(number)
             if there:
                 self.leases.append(mine or self.dock.lease(consumer, count, wait=self.limit, **given))
                 return self.leases[-1]
@@ -275,7 +272,7 @@ class FollowingSource(AsyncSource):
         super().finish()
         self._make_room()
 
-    def _save(self, step: int) -> None:
+    def save_after(self, step: int) -> None:
         """Save the state after `step` steps, which is that of now, but for the position."""
         position, self.position = self.position, step * self.batch
         self.save(step)

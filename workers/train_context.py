@@ -86,7 +86,7 @@ class TrainContext:
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
-            self.sink = FollowingSink(self.spec, context.path, self.follower, self.state.save, self.trained) \
+            self.sink = FollowingSink(self.spec, context.path, self.follower, self._save_part, self.trained) \
                 if self.follower else self._open_files(resumed_at)
 
     def _restore(self, worker: WorkerContext, in_memory: WorkerContext | None, writes: bool) -> int | None:
@@ -101,6 +101,10 @@ class TrainContext:
         if not context.resume and not self.attempt:
             return None
         return self.state.restore(None if self.attempt else first)
+
+    def _save_part(self, step: int) -> None:
+        """Save what the first trainer asks for, even if the next step has been drawn."""
+        self.source.save_after(step)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _links(self) -> tuple[LeaderLink | None, FollowerLink | None]:
         """Return this rank's link to other trainers, if it exchanges columns with any, or in mode sync with others."""

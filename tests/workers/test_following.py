@@ -15,7 +15,7 @@ from distflow.config.load import load
 from distflow.config.run import Checkpoint
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import StorageShardServer
-from distflow.errors import CheckpointError
+from distflow.errors import CheckpointError, RankMissing
 from distflow.plan import ROLLOUT, Layout
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.metrics import Metrics
@@ -206,10 +206,14 @@ def test_what_the_first_asks_for_is_done_before_the_next_step(trainers):
                 if refused:
                     raise CheckpointError(refused)
         else:
-            link.refuse(step)
+            leader.ask(0)
+            assert link.look(1) == [False, True]
         with pytest.raises(CheckpointError, match=refused) if refused else contextlib.nullcontext(), leader.part(step):
             pass
     assert link.asked == -1, "it is written"
+    with pytest.raises(RankMissing), link.part(4):
+        raise RankMissing("a rank has ended while it wrote")
+    assert not leader.store.has("parts/critic/4")
     assert link.finished
 
 
@@ -260,8 +264,8 @@ def test_a_checkpoint_is_there_when_all_its_parts_are(tmp_path, capsys):
     other.finish()
     first.finish()
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
-    links[1].refuse(2)
     first.save(2)
+    assert links[1].look(3) == [False, False]
     first.finish()
     assert "lacks the part of role `critic`: its ranks have done later steps" in capsys.readouterr().err
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
