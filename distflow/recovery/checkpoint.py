@@ -252,9 +252,9 @@ class Checkpoints:
         raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
 
     def _damage_in_parts(self, checkpoint: Path, roles: Iterable[str]) -> str:
-        apart = [role for role in roles if (checkpoint.parent / role).is_dir() and not holds(checkpoint, role)] \
+        separate = [role for role in roles if (checkpoint.parent / role).is_dir() and not holds(checkpoint, role)] \
             if dist.get_rank() == 0 else []
-        parts = [checkpoint.parent / role / checkpoint.name for role in gather_values(apart)[0]]
+        parts = [checkpoint.parent / role / checkpoint.name for role in gather_values(separate)[0]]
         return next((f"its part {part}: {wrong}" for part in parts if (wrong := self.damage_in(part))), "")
 
     def damage_in(self, checkpoint: Path) -> str:
