@@ -256,7 +256,11 @@ def _check_fans(spec: Spec, crossing: dict[str, tuple[str, ...]], flows: dict[st
         if flows[finest].out_fan[: len(fan)] != fan:
             what = (f"mode {spec.run.mode}: the trainer needs columns of nodes `{finest}` and `{node}`, which repeat "
                     "the same rows independently, so that they cannot travel together")
-            return [Diagnostic(what, spec.dag_source.location(("nodes", node), key=True), "Instead:  mode: sync")]
+            keys = " and no ".join(f"groups.{key}" for key in ("trainers", "inference")
+                                   if getattr(spec.run.groups, key))
+            hint = f"Instead:  no {keys}" if spec.run.mode == "sync" else "Instead:  mode: sync" + (
+                f", and no {keys}" if keys else "")
+            return [Diagnostic(what, spec.dag_source.location(("nodes", node), key=True), hint)]
     return []
 
 

@@ -51,6 +51,14 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
             elsewhere = elsewhere.union(before) if not cuts else elsewhere.intersection(before)
         cuts.append(TrainerCut(role, frozenset(of[role]), first, ranks))
         first += ranks
+    waited = {*leading}  # by the first trainer, itself or through another one
+    for _ in of:
+        waited.update(*(nodes for nodes in of.values() if any(
+            column.producer in nodes for node in waited for column in flows[node].reads)))
+    for role in () if mistakes else [role for role, nodes in of.items() if waited.isdisjoint(nodes)]:
+        mistakes.append(_refusal(spec, role, f"no other trainer reads what its nodes write ({', '.join(of[role])}), so "
+                                 "that the first one would not wait for it, and could be any number of steps ahead",
+                                 of[role][-1]))
     if cuts and (droppers := [node for node in chain if node in bound and (
             draws_of(spec, node, bound[node]) > 1 or (KEEP in flows[node].writes and node not in elsewhere))]):
         mistakes.append(_refusal(spec, cuts[0].role, f"node `{droppers[0]}` drops rows of a step, which it would still "

@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from distflow.config.load import Spec
-from distflow.data.batch import Batch, ColumnData
+from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather, gather_values
 from distflow.errors import CheckpointError
@@ -36,7 +37,8 @@ from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 
 _LOOK = 0.5  # seconds between two looks whether the first trainer has ended
-_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "snapshot", "tokens", "waiting")
+_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "samples", "snapshot", "tokens",
+             "waiting")
 """First parts of the names of metrics that each trainer has, whatever its nodes are."""
 
 
@@ -87,9 +89,21 @@ class TrainerBuffer(Databuffer):
         for task, columns, ids in (each for each in arrived if each[0].node in self.outgoing):
             self.step_columns[task.node, task.layout] = Batch(ids, columns)  # before rows are dropped by one of them
             part = self._fetch(self.outgoing[task.node], replace(task, layout=self.arrival))
+            if self.drawn is None:
+                part = self._in_form(part)
             if self.arrival.leads(self.rank):
                 self.source.put_for_others(task, part)
         super().receive(arrived)
+
+
+    def _in_form(self, part: Batch) -> Batch:
+        """Return a part whose rows may all have been dropped with the columns that other ranks have. Collective."""
+        mine = {name: (len(lengths), dtype_name(values.dtype), values.shape[1:])
+                for name, column in part.columns.items() for lengths, values in [levels(column)]}
+        forms = next(filter(None, gather_values(mine if len(part) else {})), {})
+        return part if len(part) else Batch(part.ids, {name: of_levels(
+            [torch.zeros(0, dtype=torch.int64)] * depth, torch.zeros((0, *shape), dtype=getattr(torch, dtype)))
+            for name, (depth, dtype, shape) in forms.items()})
 
 
 class LeaderLink:
@@ -116,8 +130,8 @@ class LeaderLink:
     def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield the step and the metrics of what others have done since the last call, on rank 0."""
         found = self.store.below("metrics").list("") if self.leads else {}
-        for key in sorted(found.keys() - self.written):
-            yield int(key.rpartition("/")[2]), json.loads(found[key])
+        for step, key in sorted((int(key.rpartition("/")[2]), key) for key in found.keys() - self.written):
+            yield step, json.loads(found[key])
         self.written.update(found)
 
     def forget(self, before: int) -> None:
@@ -125,6 +139,11 @@ class LeaderLink:
         for key in [key for key in self.written if int(key.rpartition("/")[2]) < before] if self.leads else ():
             self.store.below("metrics").delete(key)
             self.written.discard(key)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a rank that trains another role is to stop, and the run with it."""
+        return self.leads and self.store.has("stop")
 
     def end(self, step: int, finished: bool) -> None:
         """Have the others end after `step` steps, and wait until they have. `finished`: the run has come to its end,
@@ -160,9 +179,13 @@ class FollowerLink:
         step = int(self.store.get("asked") or -1)
         return -1 if step == self.asked_before or self.store.has(f"parts/{self.role}/{step}") else step
 
-    def refuse(self, step: int) -> None:
-        """Tell the first trainer, which has gone back, that the state after `step` steps is gone."""
-        self.store.put(f"parts/{self.role}/{step}", "its ranks have done later steps, and kept no state of this one")
+    def look(self, step: int) -> list[bool]:
+        """Return whether the state after `step` steps is asked for, and whether the first trainer does no more. A
+        state of before, to which that trainer has gone back, is refused: it is gone."""
+        over, asked = self.ended_by(step), self.asked  # in this order: it asks for the last state before it ends
+        if 0 <= asked < step:
+            self._tell(asked, "its ranks have done later steps, and kept no state of this one")
+        return [asked == step, over]
 
     def ended_by(self, step: int) -> bool:
         """Return whether the first trainer does no more than `step` steps."""
@@ -177,15 +200,30 @@ class FollowerLink:
     @contextlib.contextmanager
     def part(self, step: int) -> Iterator[None]:
         """Tell the first trainer how the writing of this part has gone."""
-        said = "written"
         try:
             yield
         except CheckpointError as error:
-            said = str(error)
+            self._tell(step, str(error))
             raise
-        finally:
-            if self.leads:
-                self.store.put(f"parts/{self.role}/{step}", said)
+        self._tell(step, "written")  # after any other error this trainer starts again, or the first waits in vain
+
+    def _tell(self, step: int, said: str) -> None:
+        if self.leads:
+            self.store.put(f"parts/{self.role}/{step}", said)
+
+    def note_resumed(self, step: int) -> None:
+        """Keep the step at which this trainer went on, for another attempt that has no later state."""
+        if self.leads:
+            self.store.put(f"resumed/{self.role}", str(step))
+
+    @property
+    def resumed_at(self) -> int | None:
+        found = self.store.get(f"resumed/{self.role}")
+        return None if found is None else int(found)
+
+    def stop(self) -> None:
+        """Ask the first trainer to stop the run."""
+        self.store.put("stop", "")
 
     def done(self) -> None:
         if self.leads:
@@ -225,7 +263,7 @@ class FollowingSink:
     def end(self, finished: bool = True) -> None:
         """Wait until the first trainer has ended, and save what it asks for meanwhile. Collective."""
         while True:
-            due, over = gather_values([self.link.asked == self.done, self.link.ended_by(self.done)])[0]
+            due, over = gather_values(self.link.look(self.done))[0]
             if due:
                 self.save(self.done)
             elif over:

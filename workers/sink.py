@@ -127,8 +127,8 @@ class Sink:
         if self.folder and self.progress:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
             self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
-            self.folder.write_step(done, values)
             self._write_metrics_of_others()
+            self.folder.write_step(done, values)
             self.progress.step(values)
             self.loggers.check()
             self._report_missing_prompts(done, values)

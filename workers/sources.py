@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.batch import Batch, ColumnData, Ragged, levels, of_levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
 from distflow.dock.index import Lease
-from distflow.errors import InvalidInput
+from distflow.errors import InvalidInput, SamplesChanged
 from distflow.plan import ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
@@ -124,11 +124,15 @@ class AsyncSource(Dataloader):
         ids, times = self.rows.ids, self.channel.rows // self.lineage.times(task.out_fan)
         if not len(ids):
             return
-        columns: dict[str, ColumnData] = dict.fromkeys(
-            next(move.columns for move in self.plan.dock if move.producer == task.node), torch.zeros(len(ids)))
-        if len(written):
+        names = next(move.columns for move in self.plan.dock if move.producer == task.node)
+        if not len(written):
+            columns = {name: _blank(written.columns.get(name, torch.zeros(0)), len(ids)) for name in names}
+        else:
             columns = written.select(torch.searchsorted(written.ids, ids // times).clamp(max=len(written) - 1)).columns
-        self.dock.put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
+        self._put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
+
+    def _put(self, rows: Batch) -> None:
+        self.dock.put(rows)
 
     def _kept(self, buffer: Databuffer) -> Tensor:
         """Return the ids of this rank's rows that have not been dropped."""
@@ -228,6 +232,16 @@ class SyncSource(AsyncSource):
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         return iter(())
 
+    def _put(self, rows: Batch) -> None:
+        """Put columns. Raises SamplesChanged: this trainer has repeated a step, and others have other samples of it."""
+        if self.dock.put(rows) == len(rows):
+            return
+        stored = self.dock.fetch(rows.ids, [*rows.columns])
+        if odd := [name for name, column in rows.columns.items() if not _alike(column, stored[name])]:
+            raise SamplesChanged(f"the samples of step {self.drawn_before} came otherwise when they were repeated "
+                                 f"(column {odd[0]}), and other ranks may have computed on those that came first: "
+                                 "resume the run from its newest checkpoint")
+
     def finish(self) -> None:
         super().finish()
         self._make_room()
@@ -258,13 +272,10 @@ class FollowingSource(AsyncSource):
         given = {"step": number, "share": self.rank, "shares": self.plan.ranks}
         while True:
             mine = self.dock.try_lease(consumer, count, wait=_WAIT, **given) if self.rank == 0 else None
-            asked = self.link.asked if self.rank == 0 else -1  # it asks before it puts what this step waits for
-            if 0 <= asked < number:
-                self.link.refuse(asked)
-            seen = [mine is not None, asked == number, self.rank == 0 and self.link.ended_by(number)]
-            there, due, over = gather_values(seen)[0]
+            look = self.link.look(number) if self.rank == 0 else []  # it asks before it puts what this step waits for
+            there, due, over = gather_values([mine is not None, *look])[0]
             if due:
-                self._save(number)
+                self.save_after(number)
             if there:
                 self.leases.append(mine or self.dock.lease(consumer, count, wait=self.limit, **given))
                 return self.leases[-1]
@@ -275,7 +286,7 @@ class FollowingSource(AsyncSource):
         super().finish()
         self._make_room()
 
-    def _save(self, step: int) -> None:
+    def save_after(self, step: int) -> None:
         """Save the state after `step` steps, which is that of now, but for the position."""
         position, self.position = self.position, step * self.batch
         self.save(step)
@@ -403,6 +414,22 @@ class UnorderedSource(AsyncSource):
         self.enqueued, self.taken = (int(state.get(name, default)) for name, default in (
             ("enqueued", self.position), ("taken", self.drawn_before)))
         self.oldest = {name: [*versions] for name, versions in state.get("oldest", {}).items()}
+
+
+def _blank(column: ColumnData, rows: int) -> ColumnData:
+    """Return so many rows in the form of a column that has none."""
+    lengths, values = levels(column)
+    blank = torch.zeros(rows, dtype=torch.int64)
+    return of_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
+
+
+def _alike(column: ColumnData, other: ColumnData) -> bool:
+    """Return whether two columns are the same, but for how a device rounds."""
+    (lengths, values), (others, stored) = levels(column), levels(other)
+    same = len(lengths) == len(others) and all(map(torch.equal, lengths, others)) and values.shape == stored.shape
+    if same and values.is_floating_point():
+        return torch.allclose(values, stored, rtol=1e-3, atol=1e-3, equal_nan=True)
+    return same and torch.equal(values, stored)
 
 
 def _add_reports(rows: Batch) -> None:

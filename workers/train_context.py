@@ -82,11 +82,11 @@ class TrainContext:
         self.first_step = resumed_at or 0
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
-        self.monitor = StepMonitor(run.robust.detectors)
+        self.monitor = StepMonitor(run.robust.detectors, own=not self.follower)
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
-            self.sink = FollowingSink(self.spec, context.path, self.follower, self.state.save, self.trained) \
+            self.sink = FollowingSink(self.spec, context.path, self.follower, self._save_part, self.trained) \
                 if self.follower else self._open_files(resumed_at)
 
     def _restore(self, worker: WorkerContext, in_memory: WorkerContext | None, writes: bool) -> int | None:
@@ -100,7 +100,17 @@ class TrainContext:
             self.state.checkpoints.claim(context.job, worker.round, self.attempt)
         if not context.resume and not self.attempt:
             return None
-        return self.state.restore(None if self.attempt else first)
+        if not (self.follower and context.resume):
+            return self.state.restore()
+        resumed_at = self.follower.resumed_at if self.attempt else None
+        done = self.state.restore(first if resumed_at is None else resumed_at, again=resumed_at is not None)
+        if resumed_at is None:
+            self.follower.note_resumed(done)
+        return done
+
+    def _save_part(self, step: int) -> None:
+        """Save what the first trainer asks for, even if the next step has been drawn."""
+        self.source.save_after(step)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _links(self) -> tuple[LeaderLink | None, FollowerLink | None]:
         """Return this rank's link to other trainers, if it exchanges columns with any, or in mode sync with others."""
@@ -195,7 +205,7 @@ class TrainContext:
         done, metrics = step + 1, current()
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
-        metrics.per_rank("stop", 0 if self.follower else heartbeat.current().page.stop, 0)
+        metrics.per_rank("stop", self._asked_to_stop(), 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
         self.divide_rows()
@@ -207,6 +217,15 @@ class TrainContext:
             self.sink.warn(done, name, alert)
             if alert.restart:
                 raise StepFailed(f"step {done}: {alert.what} (detector `{name}`, whose `restart` is set)")
+
+    def _asked_to_stop(self) -> int:
+        """Return whether this rank is to stop. One that follows another trainer asks that one to, and ends with it."""
+        asked = heartbeat.current().page.stop
+        if self.follower:
+            if asked:
+                self.follower.stop()
+            return 0
+        return asked or int(self.leader is not None and self.leader.stopped)
 
     def divide_rows(self) -> None:
         """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""

@@ -122,18 +122,16 @@ class TrainState:
                       file=sys.stderr, flush=True)
         self.snapshots.held.remove(slot)
 
-    def restore(self, of_first: int | None = None) -> int:
+    def restore(self, of_first: int | None = None, again: bool = False) -> int:
         """Load the newest state that is complete on all ranks, in memory or on disk, or that after as many steps as the
-        first trainer goes on from, `of_first`. Return how many steps are done, 0 if there is no state. Raises
-        CheckpointError; Disagreement if the ranks do not see the same files."""
-        if of_first is not None:
+        first trainer goes on from, `of_first`, or `again`, alone, from a later one. Return how many steps are done, 0
+        if there is no state. Raises CheckpointError; Disagreement if the ranks do not see the same files."""
+        if of_first is not None and not again:
             self.checkpoints.forget_after(of_first)
         on_disk = complete_checkpoints(self.folder)
         checkpoint, found = None, self._newest_in_memory(on_disk[-1] if on_disk else None)
         if found is None:
-            checkpoint = self.checkpoints.newest()
-            if of_first and (checkpoint is None or step_of(checkpoint) != of_first):
-                checkpoint = self._together(of_first)
+            checkpoint = self._on_disk(of_first, again)
             if checkpoint is None:
                 return 0
             found = self._newest_in_memory(checkpoint)  # newer than this one, if damaged checkpoints were passed over
@@ -156,15 +154,23 @@ class TrainState:
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
 
-    def _together(self, step: int) -> Path:
-        """Return the first trainer's checkpoint, if it has trained this one's roles too. Raises CheckpointError."""
+    def _on_disk(self, of_first: int | None, again: bool) -> Path | None:
+        """Return the checkpoint to go on from: of the first trainer, if that has trained this one's roles too, for a
+        part of the same step is older then. None if there is none. Raises CheckpointError."""
+        others = self.link.roles if isinstance(self.link, LeaderLink) else ()
+        newest = self.checkpoints.newest([*self.trained, *others])
+        step = step_of(newest) if newest else -1
+        if not of_first or (again and step > of_first):
+            return newest
         assert self.first
-        checkpoint = checkpoint_of(self.first, step)
-        if not all(holds(checkpoint, role) for role in self.trained):
-            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {step}, where the other trainers "
+        checkpoint = checkpoint_of(self.first, of_first)
+        if checkpoint.is_dir() and all(holds(checkpoint, role) for role in self.trained):
+            return checkpoint
+        if step != of_first:
+            raise CheckpointError(f"{self.folder} has no whole checkpoint of step {of_first}, where the other trainers "
                                   f"go on: it is missing or damaged. Move {checkpoint} away, and the run goes on "
                                   "from the one before")
-        return checkpoint
+        return newest
 
     def _newest_in_memory(self, checkpoint: Path | None) -> FetchedShard | None:
         return fetch_shard(self.snapshots, self.worker_context.replicas, step_of(checkpoint) if checkpoint else -1)

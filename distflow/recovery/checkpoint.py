@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from distflow.data.exchange import gather
+from distflow.data.exchange import gather, gather_values
 from distflow.errors import CheckpointError, Disagreement, DistflowError, Superseded
 from distflow.recovery import generations
 from distflow.recovery.checkpoint_files import (
@@ -225,9 +225,10 @@ class Checkpoints:
             raise CheckpointError(f"{checkpoint} does not say how far its run was")
         return {name: value for name, value in progress.items() if name not in (FILES, CHECKSUMS, CHECKSUM, GENERATION)}
 
-    def newest(self) -> Path | None:
+    def newest(self, roles: Iterable[str] = ()) -> Path | None:
         """Return the newest undamaged checkpoint; None if none was ever written. Each rank reads a share of the files.
-        Damaged checkpoints are passed over with an event and a warning, and renamed. Collective.
+        `roles`: whose parts must be whole too, if trainers of their own write them. Damaged checkpoints are passed over
+        with an event and a warning, and renamed. Collective.
 
         Raises:
             CheckpointError: on every rank: all are damaged, or a rank cannot read one that may be complete.
@@ -236,7 +237,7 @@ class Checkpoints:
         passed_over: dict[Path, str] = {}
         names = self._seen()
         for checkpoint in (self.folder / name for name in names):
-            wrong = self.damage_in(checkpoint)
+            wrong = self.damage_in(checkpoint) or self._damage_in_parts(checkpoint, roles)
             if not wrong:
                 if dist.get_rank() == 0:
                     _set_aside(passed_over)
@@ -249,6 +250,12 @@ class Checkpoints:
         if not names:
             return None
         raise CheckpointError("\n".join([f"there is no whole checkpoint in {self.folder}", *passed_over.values()]))
+
+    def _damage_in_parts(self, checkpoint: Path, roles: Iterable[str]) -> str:
+        separate = [role for role in roles if (checkpoint.parent / role).is_dir() and not holds(checkpoint, role)] \
+            if dist.get_rank() == 0 else []
+        parts = [checkpoint.parent / role / checkpoint.name for role in gather_values(separate)[0]]
+        return next((f"its part {part}: {wrong}" for part in parts if (wrong := self.damage_in(part))), "")
 
     def damage_in(self, checkpoint: Path) -> str:
         """Return what any rank finds damaged in a checkpoint; empty if nothing is. Collective."""

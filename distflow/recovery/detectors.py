@@ -324,11 +324,13 @@ def all_dropped(steps: Sequence[StepReport]) -> Alert | None:
 
 
 class StepMonitor:
-    """Asks all detectors of steps, after each step. `settings`: of detectors, by name."""
+    """Asks all detectors of steps, after each step. `settings`: of detectors, by name. `own`: those of the user too,
+    which know the metrics of the first trainer."""
 
-    def __init__(self, settings: Mapping[str, Mapping[str, float]]):
-        self.detectors: dict[str, StepDetector] = {name: partial(function, **settings.get(name, {}))
-                                                   for name, function in STEP_DETECTORS.items()}
+    def __init__(self, settings: Mapping[str, Mapping[str, float]], own: bool = True):
+        self.detectors: dict[str, StepDetector] = {
+            name: partial(function, **settings.get(name, {})) for name, function in STEP_DETECTORS.items()
+            if own or function.__module__ == __name__}
         self.steps: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self.reported: dict[str, str] = {}
 

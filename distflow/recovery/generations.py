@@ -122,10 +122,16 @@ def clear(folder: Path, mine: TrainerGeneration) -> None:
 
 
 def _claim(folder: Path, generation: TrainerGeneration) -> Path:
-    return folder.parent / _CLAIMS / str(generation)
+    return _place(folder) / str(generation)
+
+
+def _place(folder: Path) -> Path:
+    """Return where trainers claim a folder: those of several roles, whose folders lie in one, do not replace each
+    other."""
+    return folder.with_name(_CLAIMS if folder.name == "checkpoints" else f"{folder.name}.{_CLAIMS}")
 
 
 def _claims(folder: Path) -> list[TrainerGeneration]:
     with contextlib.suppress(FileNotFoundError):
-        return sorted(map(TrainerGeneration.of, os.listdir(folder.parent / _CLAIMS)))
+        return sorted(map(TrainerGeneration.of, os.listdir(_place(folder))))
     return []

@@ -57,7 +57,8 @@ def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
     def order(group: int) -> int:
         tasks = [problem.tasks[task] for task in placement.grouping[group]]
         kinds = {task.kind for task in tasks}
-        alone = len({task.role for task in tasks}) == 1 and tasks[0].role not in sampled
+        alone = len({task.role for task in tasks}) == 1 and tasks[0].role not in sampled and (TRAIN not in kinds or any(
+            task.kind == TRAIN and task.role != tasks[0].role for task in problem.tasks))
         return 2 if alone and len(found) > 1 and kinds != {GENERATE} else 0 if TRAIN in kinds else 1
 
     for group in sorted(range(len(placement.grouping)), key=order):

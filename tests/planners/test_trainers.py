@@ -95,6 +95,22 @@ def test_a_role_that_reads_nothing_of_the_first_trainer_is_refused(tmp_path):
     assert "node `clone` trains on nothing that the first trainer writes" in text
 
 
+def test_a_role_that_no_other_trainer_waits_for_is_refused(tmp_path):
+    dag = yaml.safe_load((ROOT / "dags/ppo.yaml").read_text())
+    dag["roles"]["cloned"] = {"copy_of": "actor", "trained": True}
+    dag["nodes"]["clone"] = {"role": "cloned", "type": "MODEL_TRAIN", "function": "policy_update",
+                             "dependencies": ["advantage"]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
+    text = refused("groups.trainers={cloned: 1}", dag=tmp_path / "mine.yaml")
+    assert "no other trainer reads what its nodes write (clone)" in text
+    assert "Take `cloned` out of  groups.trainers" in text
+
+
+def test_too_few_ranks_of_a_role_are_no_matter_of_the_launcher():
+    text = refused("groups.trainers={critic: 2}", "layouts={values: {dp: 4}}", ranks=6)
+    assert "Give its role more ranks:  groups: {trainers: {critic: 4}}" in text
+
+
 def test_a_filter_that_draws_again_is_refused(tmp_path):
     dag = yaml.safe_load((ROOT / "dags/ppo.yaml").read_text())
     dag["nodes"]["filter"] = {"role": "actor", "type": "COMPUTE", "function": "informative_groups",

@@ -118,6 +118,8 @@ def test_generations_grow_from_job_to_job_and_within_one(tmp_path):
     assert sorted(first) == first
     assert first[-1] < second
     assert claim(tmp_path / "checkpoints", "second", 0, 0) == second
+    for role, attempt in (("critic", 1), ("judge", 2), ("critic", 1)):
+        claim(tmp_path / "checkpoints" / role, "second", 0, attempt)  # each role's trainer starts again by itself
     for late in ((1, 0), (2, 5)):
         with pytest.raises(Superseded, match=r"job 1 of the run, .* \(job 2, round 0, attempt 0"):
             claim(tmp_path / "checkpoints", "first", *late)

@@ -15,7 +15,7 @@ from distflow.config.load import load
 from distflow.config.run import Checkpoint
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import StorageShardServer
-from distflow.errors import CheckpointError
+from distflow.errors import CheckpointError, RankMissing, SamplesChanged
 from distflow.plan import ROLLOUT, Layout
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.metrics import Metrics
@@ -206,21 +206,25 @@ def test_what_the_first_asks_for_is_done_before_the_next_step(trainers):
                 if refused:
                     raise CheckpointError(refused)
         else:
-            link.refuse(step)
+            leader.ask(0)
+            assert link.look(1) == [False, True]
         with pytest.raises(CheckpointError, match=refused) if refused else contextlib.nullcontext(), leader.part(step):
             pass
     assert link.asked == -1, "it is written"
+    with pytest.raises(RankMissing), link.part(4):
+        raise RankMissing("a rank has ended while it wrote")
+    assert not leader.store.has("parts/critic/4")
     assert link.finished
 
 
 def test_metrics_of_others_come_once_and_again_after_a_restart(trainers):
     leader, link = trainers.links
-    for done in (1, 2, 3):
+    for done in (1, 2, 10):
         link.post(done, {"value/loss": float(done)})
-    assert dict(leader.metrics()) == {done: {"value/loss": float(done)} for done in (1, 2, 3)}
+    assert [*leader.metrics()] == [(done, {"value/loss": float(done)}) for done in (1, 2, 10)]
     assert not dict(leader.metrics())
     leader.forget(3)
-    assert dict(LeaderLink(leader.store, ["critic"], 0, 1.0).metrics()).keys() == {3}
+    assert dict(LeaderLink(leader.store, ["critic"], 0, 1.0).metrics()).keys() == {10}
 
 
 class Engine:
@@ -260,8 +264,8 @@ def test_a_checkpoint_is_there_when_all_its_parts_are(tmp_path, capsys):
     other.finish()
     first.finish()
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
-    links[1].refuse(2)
     first.save(2)
+    assert links[1].look(3) == [False, False]
     first.finish()
     assert "lacks the part of role `critic`: its ranks have done later steps" in capsys.readouterr().err
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
@@ -275,9 +279,60 @@ def test_a_checkpoint_is_there_when_all_its_parts_are(tmp_path, capsys):
     together.save(2)
     together.finish()
     assert again.restore(2) == 2, "and apart again"
+    again.trained["critic"].engine.weight = torch.zeros(3)
+    again.save(2)
+    again.finish()
+    for alone in (False, True):
+        again = state_of(tmp_path, ["critic"], links[1])
+        assert again.restore(2, alone) == 2
+        assert again.trained["critic"].engine.weight.tolist() == [2.0] * 3, "that of both is the newer one"
     first = state_of(tmp_path, ["actor"])
     first.snapshot(3)
     first.save(3)
     first.finish()
     with pytest.raises(CheckpointError, match="critic has no whole checkpoint of step 3, where the other trainers go"):
         again.restore(3)
+    again.save(3)
+    again.finish()
+    assert state_of(tmp_path, ["critic"], links[1]).restore(2, again=True) == 3, "it has done a step since"
+    weights = next((tmp_path / "critic/step-00000003").glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"its part .*critic/step-00000003: .*checksum differs"):
+        state_of(tmp_path, ["actor"], links[0]).restore()
+
+
+def test_a_trainer_starts_again_where_it_was_resumed_and_has_the_run_stopped():
+    store = hosted(20.0)
+    leader, link = LeaderLink(store, ["critic"], 0, 20.0), FollowerLink(store, "critic", 0)
+    assert link.resumed_at is None
+    FollowerLink(store, "critic", 1).note_resumed(9)
+    link.note_resumed(4)
+    assert FollowerLink(store, "critic", 1).resumed_at == 4
+    assert not leader.stopped
+    FollowerLink(store, "critic", 1).stop()
+    assert leader.stopped
+
+
+@pytest.mark.parametrize("trainers", ["sync"], indirect=True)
+def test_a_repeated_step_must_have_the_same_samples(trainers):
+    """The dock keeps what came first, on which the critic may have computed."""
+    source, buffer, tasks = begin(trainers, 0)
+    ids, task = source.rows.ids, tasks["rollout"]
+    columns = {name: sampled(ids, ())[name] for name in task.writes}
+    for _ in range(2):
+        buffer.put(task, columns, ids)
+    responses = columns["responses"]
+    longer = Ragged(torch.cat([responses.values, responses.values[-1:]]), responses.lengths + (ids == ids[-1]))
+    with pytest.raises(SamplesChanged, match=r"samples of step 1 came otherwise .*responses"):
+        buffer.put(task, columns | {"responses": longer}, ids)
+
+
+@pytest.mark.parametrize("trainers", ["sync"], indirect=True)
+def test_rows_that_were_all_dropped_have_the_form_of_others(trainers, monkeypatch):
+    source, buffer, tasks = begin(trainers, 0)
+    monkeypatch.setattr("workers.following.gather_values", lambda mine: [mine, {"returns": (1, "float32", ())}])
+    nothing = Batch(torch.empty(0, dtype=torch.int64), {"returns": torch.empty(0)})
+    source.put_for_others(tasks["advantage"], buffer._in_form(nothing))
+    stored = source.dock.fetch(source.rows.ids, ["advantage/returns"])["advantage/returns"]
+    assert isinstance(stored, Ragged)
+    assert stored.lengths.tolist() == [0] * EACH
