@@ -59,7 +59,7 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
         mistakes.append(_refusal(spec, role, f"no other trainer reads what its nodes write ({', '.join(of[role])}), so "
                                  "that the first one would not wait for it, and could be any number of steps ahead",
                                  of[role][-1]))
-    if cuts and (droppers := [node for node in chain if node in bound and (
+    if cuts and not mistakes and (droppers := [node for node in chain if node in bound and (
             draws_of(spec, node, bound[node]) > 1 or (KEEP in flows[node].writes and node not in elsewhere))]):
         mistakes.append(_refusal(spec, cuts[0].role, f"node `{droppers[0]}` drops rows of a step, which it would still "
                                  "train on", droppers[0]))
