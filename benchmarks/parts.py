@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,7 +137,29 @@ def generation(bench: Bench, rollout: HFRollout) -> Part:
 
 
 def decoding(bench: Bench, rollout: HFRollout) -> Part:
-    """Steps of a batch that is full: what they take, and of that the kernels and the calls that launch them."""
+    """Steps of a batch that is full: what they take, and of that the kernels and the calls that launch them; where they
+    are captured, also what they take without that."""
+    seconds, events = _decode(bench, rollout)
+    launches = [event for event in events if "LaunchKernel" in event.key]
+    kernels = sum(event.self_device_time_total if bench.kind == "cuda" else event.self_cpu_time_total
+                  for event in events) / 1e3
+    calls = sum(event.count for event in launches)
+    launching = sum(event.self_cpu_time_total for event in launches) / 1e3
+    figures = {"milliseconds": [1e3 * each for each in seconds], "kernel_milliseconds": [kernels],
+               "launch_milliseconds": [launching], "launches": [calls]}
+    if rollout.captures:
+        rollout.captures = False
+        figures["computed_milliseconds"] = [1e3 * each for each in _decode(bench, rollout)[0]]
+        rollout.captures = True
+    ms = {name: statistics.median(each) for name, each in figures.items()}
+    without = f" (without CUDA graphs {ms['computed_milliseconds']:.3g} ms)" if rollout.captures else ""
+    return Part("decoding", f"a token of {bench.load.prompts * bench.load.samples} rows in {ms['milliseconds']:.3g} ms"
+                f"{without}; with a profiler {kernels:.3g} ms of it in kernels, {launching:.3g} ms in {calls:,} "
+                "launches", figures)
+
+
+def _decode(bench: Bench, rollout: HFRollout) -> tuple[list[float], Any]:
+    """Return the seconds of a token in each repeat, and the profiled events of one."""
     load, session = bench.load, rollout.session(0)
     ids = torch.arange(load.prompts * load.samples)
     for rows in chunked(rollout.rows(bench.tokens(load.prompts, load.prompt), load.samples, ids), load.samples):
@@ -149,17 +172,7 @@ def decoding(bench: Bench, rollout: HFRollout) -> Part:
         session.step()
         synchronize(bench.kind)
     session.abort()
-    events = profiled.key_averages()
-    launches = [event for event in events if "LaunchKernel" in event.key]
-    kernels = sum(event.self_device_time_total if bench.kind == "cuda" else event.self_cpu_time_total
-                  for event in events) / 1e3
-    calls = sum(event.count for event in launches)
-    launching = sum(event.self_cpu_time_total for event in launches) / 1e3
-    token = 1e3 * statistics.median(seconds)
-    return Part("decoding", f"a token of {len(ids)} rows in {token:.3g} ms; with a profiler {kernels:.3g} ms of it in "
-                f"kernels, {launching:.3g} ms in {calls:,} launches",
-                {"milliseconds": [1e3 * each for each in seconds], "kernel_milliseconds": [kernels],
-                 "launch_milliseconds": [launching], "launches": [calls]})
+    return seconds, profiled.key_averages()
 
 
 def chunked(rows: list[SampledRow], size: int) -> list[list[SampledRow]]:

@@ -18,7 +18,7 @@ from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import with_reward_columns
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.contracts.templates import with_template_columns
-from distflow.errors import Diagnostic, did_you_mean, listing, nearest
+from distflow.errors import Diagnostic, Location, did_you_mean, listing, nearest
 from distflow.plan import INFERENCE, TRAINER, Task
 from planners.columns import NodeColumns
 from planners.learning import learning_notes
@@ -389,3 +389,22 @@ def _idle(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns])
         for setting, parameter in contract.marks.requires.items():
             if not setting_value(spec, node, contract, setting):
                 yield from ((node, read.name, setting) for read in flows[node].reads if read.parameter == parameter)
+
+
+def role_location(spec: Spec, role: str, key: str) -> Location | None:
+    """Return where `groups` gives a role ranks of its own; `key`: inference or trainers."""
+    return spec.run_source.location(("groups", key, role), key=True)
+
+
+def unknown_role(spec: Spec, role: str, key: str) -> Diagnostic:
+    what = f"`groups.{key}` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
+    return Diagnostic(what, role_location(spec, role, key), did_you_mean(role, spec.dag.roles, "Roles"))
+
+
+def refused_role(spec: Spec, role: str, why: str, node: str | None = None, *, key: str) -> Diagnostic:
+    """Return that a role cannot have ranks of its own. `node`: whose line shows why."""
+    where = role_location(spec, role, key)
+    lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
+    return Diagnostic(f"role `{role}` cannot have ranks of its own: {why}", where,
+                      f"Take `{role}` out of  groups.{key}  : the first ranks that train have it then",
+                      tuple(filter(None, lines)))

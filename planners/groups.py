@@ -90,10 +90,10 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))
     trainers, odd = cut_trainers(spec, bound, chain, flows, apart, first + sum(spec.run.groups.inference.values()))
-    leading = {node for node in chain if node in bound}.difference(apart, *(each.nodes for each in trainers))
-    crossing = {node: names for own in (nodes, *(each.nodes for each in (*inference, *trainers)), leading)
+    of_first = {node for node in chain if node in bound}.difference(apart, *(each.nodes for each in trainers))
+    crossing = {node: names for own in (nodes, *(each.nodes for each in (*inference, *trainers)), of_first)
                 for node in chain if node in own
-                and (names := _crossing(node, own, flows, () if own is leading else (KEEP, *_READABLE)))}
+                and (names := _crossing(node, own, flows, () if own is of_first else (KEEP, *_READABLE)))}
     trains = any(contract.marks.type == "MODEL_TRAIN" for contract in bound.values())
     if not mistakes and not (sampling and trains):
         what = (f"mode {spec.run.mode} has ranks that {'train' if sampling else 'sample'} while others "
@@ -103,7 +103,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     mistakes += _check_stale(spec, flows, nodes, crossing)
     fused = frozenset()
     if spec.run.fuse and spec.run.on_stale == "wait":
-        fused = _fused(spec, bound, [node for node in chain if node in apart | leading], flows, apart) - crossing.keys()
+        own = [node for node in chain if node in apart | of_first]
+        fused = _fused(spec, bound, own, flows, apart) - crossing.keys()
     replicas = max((first - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
     halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference,
@@ -125,8 +126,8 @@ def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: d
         what = f"roles have {ranks - first} ranks of their own, and of {ranks} none is left to sample and to train"
         mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
                                    f"Start {ranks - first + 1} ranks or more"))
-    leading = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
-    crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), leading) for node in chain
+    of_first = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
+    crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), of_first) for node in chain
                 if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
     halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),
                       inference, trainers)

@@ -7,17 +7,21 @@ later one, or are refused; the trainer, which waits for all of them, is the last
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
 from distflow.config.models import base_of
 from distflow.contracts.signature import ENGINE_TYPES, Contract
-from distflow.errors import Diagnostic, Location, did_you_mean
+from distflow.errors import Diagnostic
 from distflow.plan import INFERENCE, KEEP, MEASURED, SOURCE, Layout
-from planners.check import prompted_role
+from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
 from planners.resampling import draws_of
+
+_refusal = functools.partial(refused_role, key="inference")
+_where = functools.partial(role_location, key="inference")
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,7 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
 
 def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, NodeColumns]) -> Iterator[Diagnostic]:
     if role not in spec.dag.roles:
-        what = f"`groups.inference` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
-        yield Diagnostic(what, _where(spec, role), did_you_mean(role, spec.dag.roles, "Roles"))
+        yield unknown_role(spec, role, key="inference")
     elif not nodes:
         yield _refusal(spec, role, "no node computes with its model")
     elif spec.dag.roles[role].trained:
@@ -140,15 +143,3 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
         mistakes.append(Diagnostic(what, _where(spec, role), f"Instead:  groups: {{inference: {{{role}: "
                                    f"{max(ranks // width, 1) * width}}}}}"))
     return model, mistakes
-
-
-def _refusal(spec: Spec, role: str, why: str, node: str | None = None) -> Diagnostic:
-    where = _where(spec, role)
-    lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
-    return Diagnostic(f"role `{role}` cannot have ranks of its own: {why}", where,
-                      f"Take `{role}` out of  groups.inference  : the ranks that train compute it then",
-                      tuple(filter(None, lines)))
-
-
-def _where(spec: Spec, role: str) -> Location | None:
-    return spec.run_source.location(("groups", "inference", role), key=True)

@@ -9,17 +9,21 @@ waited for in one: only rollouts wait for it, and not for the step that the firs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from distflow.config.load import Spec
 from distflow.config.models import base_of
 from distflow.contracts.signature import ENGINE_TYPES, Contract
-from distflow.errors import Diagnostic, Location, did_you_mean
+from distflow.errors import Diagnostic
 from distflow.plan import KEEP, TRAINER
-from planners.check import prompted_role
+from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
 from planners.resampling import draws_of
+
+_refusal = functools.partial(refused_role, key="trainers")
+_where = functools.partial(role_location, key="trainers")
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,15 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
     cuts, mistakes = [], []
     of = {role: [node for node in chain if node in bound and spec.dag.nodes[node].role == role
                  and spec.dag.nodes[node].type in ENGINE_TYPES] for role in spec.run.groups.trainers}
-    leading = [node for node in chain if node in bound and node not in elsewhere.union(*of.values())]
+    of_first = [node for node in chain if node in bound and node not in elsewhere.union(*of.values())]
     for role, ranks in spec.run.groups.trainers.items():
         before = chain[: min((chain.index(node) for node in of[role]), default=0)]
-        mistakes += _check(spec, role, of[role], leading, bound, flows)
+        mistakes += _check(spec, role, of[role], of_first, bound, flows)
         if spec.run.mode == "sync":  # there a step begins with what comes before
             elsewhere = elsewhere.union(before) if not cuts else elsewhere.intersection(before)
         cuts.append(TrainerCut(role, frozenset(of[role]), first, ranks))
         first += ranks
-    waited = {*leading}  # by the first trainer, itself or through another one
+    waited = {*of_first}  # by the first trainer, itself or through another one
     for _ in of:
         waited.update(*(nodes for nodes in of.values() if any(
             column.producer in nodes for node in waited for column in flows[node].reads)))
@@ -66,11 +70,10 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
     return tuple(cuts), mistakes
 
 
-def _check(spec: Spec, role: str, nodes: list[str], leading: list[str], bound: Mapping[str, Contract],
+def _check(spec: Spec, role: str, nodes: list[str], of_first: list[str], bound: Mapping[str, Contract],
            flows: Mapping[str, NodeColumns]) -> Iterator[Diagnostic]:
     if role not in spec.dag.roles:
-        what = f"`groups.trainers` names `{role}`, which is not a role with a model in DAG `{spec.dag.name}`"
-        yield Diagnostic(what, _where(spec, role), did_you_mean(role, spec.dag.roles, "Roles"))
+        yield unknown_role(spec, role, key="trainers")
         return
     shares = next((other for other in spec.dag.roles if base_of(spec, other) == role), "")
     trains = [node for node in nodes if bound[node].marks.type == "MODEL_TRAIN"]
@@ -80,30 +83,18 @@ def _check(spec: Spec, role: str, nodes: list[str], leading: list[str], bound: M
     elif sampling := [node for node in nodes if bound[node].samples]:
         yield _refusal(spec, role, f"node `{sampling[0]}` samples with it, whose weights the first trainer publishes",
                        sampling[0])
-    elif not any(bound[node].marks.type == "MODEL_TRAIN" for node in leading):
+    elif not any(bound[node].marks.type == "MODEL_TRAIN" for node in of_first):
         yield _refusal(spec, role, "no other role would be left to train on the first ranks")
     elif shares:
         yield _refusal(spec, role, f"role `{shares}` computes with the model under its adapters")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
         yield _refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
-    elif not any(column.producer in leading for node in nodes[: nodes.index(trains[0]) + 1]
-                 for column in flows[node].reads) or (spec.run.mode == "sync" and not _begins(nodes, leading, flows)):
+    elif not any(column.producer in of_first for node in nodes[: nodes.index(trains[0]) + 1]
+                 for column in flows[node].reads) or (spec.run.mode == "sync" and not _begins(nodes, of_first, flows)):
         yield _refusal(spec, role, f"node `{trains[0]}` trains on nothing that the first trainer writes, so that "
                        "nothing would keep the two in step", trains[0])
 
 
-def _begins(nodes: list[str], leading: list[str], flows: Mapping[str, NodeColumns]) -> bool:
+def _begins(nodes: list[str], of_first: list[str], flows: Mapping[str, NodeColumns]) -> bool:
     """Return whether the first of a group's nodes reads what the first trainer writes."""
-    return any(column.producer in leading for column in flows[nodes[0]].reads)
-
-
-def _refusal(spec: Spec, role: str, why: str, node: str | None = None) -> Diagnostic:
-    where = _where(spec, role)
-    lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
-    return Diagnostic(f"role `{role}` cannot train on ranks of its own: {why}", where,
-                      f"Take `{role}` out of  groups.trainers  : the first ranks train it then",
-                      tuple(filter(None, lines)))
-
-
-def _where(spec: Spec, role: str) -> Location | None:
-    return spec.run_source.location(("groups", "trainers", role), key=True)
+    return any(column.producer in of_first for column in flows[nodes[0]].reads)

@@ -32,7 +32,7 @@ from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.engines.role_engines import RoleEngines
-from workers.following import LeaderLink, write_models
+from workers.follower import LeaderLink, write_models
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended early"

@@ -3,7 +3,7 @@
     AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
                        rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
     SyncSource         those of the dataloader, beside trainers of other roles in mode sync
-    FollowingSource    those of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
+    FollowerSource    those of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
     UnorderedSource    prompts that are done first (`on_stale: drop` or `keep`)
 """
 
@@ -31,7 +31,7 @@ from planners.check import prompted_role
 from workers.colocated import ColocatedSource
 from workers.encode import dataloader
 from workers.engines.role_engines import RoleEngines
-from workers.following import FollowerLink, RunOver
+from workers.follower import FollowerLink, RunOver
 from workers.fusion import Fusion
 from workers.roles import tokenizer_of
 from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, awaited_by, reports_of
@@ -247,8 +247,8 @@ class SyncSource(AsyncSource):
         self._make_room()
 
 
-class FollowingSource(AsyncSource):
-    """Source of a following trainer, which takes the samples that the first one has enqueued. Its waits have no limit:
+class FollowerSource(AsyncSource):
+    """Source of a follower, which takes the samples that the first one has enqueued. Its waits have no limit:
     they last as long as the first trainer's steps, restarts and validations do."""
 
     def __init__(self, *given: Any, link: FollowerLink, save: Callable[[int], None], **named: Any):
@@ -463,7 +463,7 @@ def source_of(ctx: TrainContext) -> Dataloader:
     if run.mode == "sync" and not follows:
         return SyncSource(*given)
     if ctx.follower:
-        return FollowingSource(*given, link=ctx.follower, save=lambda step: ctx.state.save(step))
+        return FollowerSource(*given, link=ctx.follower, save=lambda step: ctx.state.save(step))
     if run.on_stale == "wait":
         return AsyncSource(*given)
     return UnorderedSource(*given, drops=run.on_stale == "drop", trained=ctx.trained)

@@ -29,13 +29,12 @@ from planners.check import prompted_role
 from workers.context import RankContext
 from workers.engines.sampling import key_of
 from workers.execution import SAMPLED, SampledRows, TrainExecutor, Watch
-from workers.following import (
+from workers.follower import (
     FollowerLink,
-    FollowingSink,
+    FollowerSink,
     LeaderLink,
-    RunOver,
     TrainerBuffer,
-    following_roles,
+    follower_roles,
 )
 from workers.profiler import StepProfiler
 from workers.roles import build_roles
@@ -86,7 +85,7 @@ class TrainContext:
         self.profiler = StepProfiler(run.profile, context.path, context.store.rank)
         self.superseded = self.stopping = False
         if writes:
-            self.sink = FollowingSink(self.spec, context.path, self.follower, self._save_part, self.trained) \
+            self.sink = FollowerSink(self.spec, context.path, self.follower, self._save_part, self.trained) \
                 if self.follower else self._open_files(resumed_at)
 
     def _restore(self, worker: WorkerContext, in_memory: WorkerContext | None, writes: bool) -> int | None:
@@ -114,7 +113,7 @@ class TrainContext:
 
     def _links(self) -> tuple[LeaderLink | None, FollowerLink | None]:
         """Return this rank's link to other trainers, if it exchanges columns with any, or in mode sync with others."""
-        roles, group = following_roles(self.context.plan), self.context.group
+        roles, group = follower_roles(self.context.plan), self.context.group
         if not (group and self.channel and (roles or self.spec.run.mode == "sync")):
             return None, None
         store = self.channel.store.below("trainers")
@@ -289,12 +288,6 @@ class TrainContext:
             self.sink.close()
             dist.barrier()  # a rank that leaves early tears the group down under the others
         return True
-
-    @contextlib.contextmanager
-    def until_over(self) -> Iterator[None]:
-        """Surround the steps of a trainer, which end where it follows one that has ended."""
-        with contextlib.suppress(RunOver):
-            yield
 
     def close(self) -> None:
         """End the processes that engines have started, and the connections to other groups."""

@@ -30,7 +30,7 @@ from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
-from workers.following import FollowerLink, LeaderLink
+from workers.follower import FollowerLink, LeaderLink
 
 
 class TrainState:

@@ -45,7 +45,7 @@ from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
-from workers.following import write_models
+from workers.follower import write_models
 from workers.inference import InferenceContext
 from workers.loop import infer, rollout, serve, train
 from workers.roles import build_roles, tokenizer_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.row_copies import copy_rows, raw, runs_of
+from distflow.data.row_copies import RowRuns, copy_rows, raw, runs_of
 from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
           "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
 _FEW = 64
-"""Elements of a row below which rows are gathered element by element: longer ones are copied one by one."""
+"""Elements of a run of rows, on average, below which they are gathered element by element, and not run by run."""
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -312,20 +313,29 @@ def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
     index = torch.arange(len(every), device=every.device)[index]  # which may be negative, or a mask
     lengths, begin = every[index], (every.cumsum(0) - every)[index]
     at, total = lengths.cumsum(0) - lengths, int(lengths.sum())
-    if total < _FEW * len(lengths) or any(isinstance(each, Ragged) or not each.is_cpu or each.requires_grad
-                                          for each in values):
+    plain = all(isinstance(each, Tensor) and each.is_cpu and not each.requires_grad for each in values)
+    pieces = [*_pieces(parts, index.numpy())] if plain else []
+    if not plain or total < _FEW * sum(len(runs.first) for *_, runs in pieces):
         shift = torch.repeat_interleave(begin - at, lengths)
         return Ragged(_gather(values, torch.arange(total, device=shift.device) + shift), lengths)
-    gathered, row, element = values[0].new_empty((total, *values[0].shape[1:])), 0, 0
+    gathered = values[0].new_empty((total, *values[0].shape[1:]))
     width = math.prod(gathered.shape[1:]) * gathered.element_size()
+    for part, first, there, runs in pieces:
+        copy_rows(raw(part.values), raw(gathered), begin.numpy()[there] - first, at.numpy()[there],
+                  lengths.numpy()[there], width, runs)
+    return Ragged(gathered, lengths)
+
+
+def _pieces(parts: Sequence[Ragged], index: np.ndarray) -> Iterator[tuple[Ragged, int, np.ndarray, RowRuns]]:
+    """Yield each part that has rows of `index`, its first element, where its rows are in it, and which of them stay
+    together."""
+    row = element = 0
     for part in parts:
-        here = index.numpy() - row
+        here = index - row
         there = np.flatnonzero((here >= 0) & (here < len(part)))
         if len(there):
-            copy_rows(raw(part.values), raw(gathered), begin.numpy()[there] - element, at.numpy()[there],
-                      lengths.numpy()[there], width, runs_of(here[there], there))
+            yield part, element, there, runs_of(here[there], there)
         row, element = row + len(part), element + len(part.values)
-    return Ragged(gathered, lengths)
 
 
 def _with_ids(columns: dict[str, ColumnData], rows: int) -> Batch:

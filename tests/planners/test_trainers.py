@@ -84,25 +84,18 @@ def test_what_cannot_train_apart_is_refused(overrides, said, hint):
     assert hint in text
 
 
-def test_a_role_that_reads_nothing_of_the_first_trainer_is_refused(tmp_path):
-    """Nothing would keep the two in step: its checkpoints would be of other steps."""
+@pytest.mark.parametrize(("function", "after", "said"), [
+    ("supervised_update", "rollout", "node `clone` trains on nothing that the first trainer writes"),
+    ("policy_update", "advantage", "no other trainer reads what its nodes write (clone)")])
+def test_a_role_that_nothing_keeps_in_step_is_refused(tmp_path, function, after, said):
+    """Its checkpoints would be of other steps."""
     dag = yaml.safe_load((ROOT / "dags/ppo.yaml").read_text())
     dag["roles"]["cloned"] = {"copy_of": "actor", "trained": True}
-    dag["nodes"]["clone"] = {"role": "cloned", "type": "MODEL_TRAIN", "function": "supervised_update",
-                             "dependencies": ["rollout"]}
+    dag["nodes"]["clone"] = {"role": "cloned", "type": "MODEL_TRAIN", "function": function,
+                             "dependencies": [after]}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
     text = refused("groups.trainers={cloned: 1}", dag=tmp_path / "mine.yaml")
-    assert "node `clone` trains on nothing that the first trainer writes" in text
-
-
-def test_a_role_that_no_other_trainer_waits_for_is_refused(tmp_path):
-    dag = yaml.safe_load((ROOT / "dags/ppo.yaml").read_text())
-    dag["roles"]["cloned"] = {"copy_of": "actor", "trained": True}
-    dag["nodes"]["clone"] = {"role": "cloned", "type": "MODEL_TRAIN", "function": "policy_update",
-                             "dependencies": ["advantage"]}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
-    text = refused("groups.trainers={cloned: 1}", dag=tmp_path / "mine.yaml")
-    assert "no other trainer reads what its nodes write (clone)" in text
+    assert said in text
     assert "Take `cloned` out of  groups.trainers" in text
 
 

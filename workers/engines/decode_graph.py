@@ -39,11 +39,11 @@ class DecodeGraph:
     """Reads one token of every slot, for as long as the slots have the same buffers and the model its weights' places.
     The first step is computed as it is, which loads kernels; the second is captured, without a GPU it is not."""
 
-    def __init__(self, model: PreTrainedModel, slots: Slots, former: DecodeGraph | None):
-        """`former`: the graph whose memory is used again."""
+    def __init__(self, model: PreTrainedModel, slots: Slots, wakes: int, former: DecodeGraph | None):
+        """`wakes`: how often the weights have got new places. `former`: the graph whose memory is used again."""
         self.model, self.slots = model, slots
         self.former = former if former is None or former.graph else former.former
-        self.resized, self.warm = slots.resized, False
+        self.made_for, self.warm = (slots.resized, wakes), False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tokens, self.positions, self.lengths = torch.zeros(
             3, slots.count, 1, dtype=torch.int64, device=model.device)

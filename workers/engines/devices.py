@@ -56,7 +56,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on `device`; it does not wait for what the device does, as a copy of pageable memory
     would."""
-    pinned = device.type == "cuda" and torch.cuda.is_available() and tensor.device.type == "cpu"
+    pinned = device.type == "cuda" and torch.cuda.is_initialized() and tensor.is_cpu
     return tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
 
 

@@ -37,7 +37,7 @@ from workers.engines.vision import image_inputs, position_inputs
 _FRACTION = 8
 """The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled by eighths."""
 _FRACTION_CAPTURED = 2
-"""Where steps are captured, once half of them is: a capture costs as much as some ten steps."""
+"""Where steps are captured, once half of them is: for a capture Python launches a step twice (not timed)."""
 _PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 
@@ -53,7 +53,7 @@ class HFRollout(Rollout):
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
         self.captures = generation.cuda_graphs and model.device.type == "cuda" and can_be_captured(model)
-        self.wakes = 0
+        self.wakes = 0  # how often the weights have got new places
         self.routers = Routers(model) if generation.routing_replay else None
         if self.routers:
             self.routers.records = True
@@ -125,7 +125,6 @@ class Decoding(Session):
         self.live = 0  # number of occupied slots
         self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
         self.graph: DecodeGraph | None = None
-        self.wakes = engine.wakes
         if engine.routers:
             self.state["experts"] = torch.zeros(0, 0, 0, 0, dtype=engine.routers.routing.dtype, device=self.device)
 
@@ -223,10 +222,8 @@ class Decoding(Session):
                           past_key_values=self.slots, use_cache=True).logits[:, -1]
 
     def _captured(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
-        if self.wakes != self.engine.wakes:  # the weights lie elsewhere
-            self.graph, self.wakes = None, self.engine.wakes
-        if self.graph is None or self.graph.resized != self.slots.resized:
-            self.graph = DecodeGraph(self.model, self.slots, self.graph)
+        if self.graph is None or self.graph.made_for != (self.slots.resized, self.engine.wakes):
+            self.graph = DecodeGraph(self.model, self.slots, self.engine.wakes, self.graph)
         return self.graph.step(tokens, positions, lengths)
 
     def _compact(self, chosen: Tensor) -> Tensor:

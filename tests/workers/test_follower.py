@@ -20,9 +20,9 @@ from distflow.plan import ROLLOUT, Layout
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.metrics import Metrics
 from planners import plan
-from workers.following import FollowerLink, LeaderLink, RunOver, TrainerBuffer
+from workers.follower import FollowerLink, LeaderLink, RunOver, TrainerBuffer
 from workers.rollout_channel import REPORT, RolloutChannel, _consumers, report_column
-from workers.sources import AsyncSource, FollowingSource, SyncSource
+from workers.sources import AsyncSource, FollowerSource, SyncSource
 from workers.train_state import TrainState
 
 ROWS, PROMPTS, STEPS, TOKEN = 8, 2, 3, bytes(32)
@@ -44,7 +44,7 @@ class Leading(At, AsyncSource):
     pass
 
 
-class Following(At, FollowingSource):
+class Following(At, FollowerSource):
     pass
 
 
@@ -330,7 +330,7 @@ def test_a_repeated_step_must_have_the_same_samples(trainers):
 @pytest.mark.parametrize("trainers", ["sync"], indirect=True)
 def test_rows_that_were_all_dropped_have_the_form_of_others(trainers, monkeypatch):
     source, buffer, tasks = begin(trainers, 0)
-    monkeypatch.setattr("workers.following.gather_values", lambda mine: [mine, {"returns": (1, "float32", ())}])
+    monkeypatch.setattr("workers.follower.gather_values", lambda mine: [mine, {"returns": (1, "float32", ())}])
     nothing = Batch(torch.empty(0, dtype=torch.int64), {"returns": torch.empty(0)})
     source.put_for_others(tasks["advantage"], buffer._in_form(nothing))
     stored = source.dock.fetch(source.rows.ids, ["advantage/returns"])["advantage/returns"]

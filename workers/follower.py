@@ -1,12 +1,12 @@
-"""What trainers say to each other, where roles train on ranks of their own (`groups.trainers`): the first trainer
-leads, and the others follow it.
+"""Connects the first trainer, the leader, with its followers: trainers of roles that have ranks of their own
+(`groups.trainers`).
 
     columns        through the dock, put as soon as a node has written them and waited for where a node reads them
     checkpoints    the first one asks for the parts of a step, and commits its own when all others are written
-    the end        a following trainer ends with the steps that the first one has done
+    the end        a follower ends with the steps that the first one has done
     metrics        the first one writes all of them
 
-A following trainer looks whether it is asked for anything whenever it waits for the first. It does so before it trains
+A follower looks whether it is asked for anything whenever it waits for the first. It does so before it trains
 (`planners.trainers` sees to that), so that its state is still the one after the step before.
 """
 
@@ -43,10 +43,10 @@ _OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "sampl
 
 
 class RunOver(Exception):
-    """Ends the loop of a following trainer: the first one has done its last step."""
+    """Ends the loop of a follower: the first trainer has done its last step."""
 
 
-def following_roles(plan: Plan) -> list[str]:
+def follower_roles(plan: Plan) -> list[str]:
     """Return the roles that train on ranks of their own."""
     return [group.name.removeprefix(f"{TRAINER} ") for group in plan.groups
             if group.kind == TRAINER and group.name != TRAINER]
@@ -95,7 +95,6 @@ class TrainerBuffer(Databuffer):
                 self.source.put_for_others(task, part)
         super().receive(arrived)
 
-
     def _in_form(self, part: Batch) -> Batch:
         """Return a part whose rows may all have been dropped with the columns that other ranks have. Collective."""
         mine = {name: (len(lengths), dtype_name(values.dtype), values.shape[1:])
@@ -107,7 +106,7 @@ class TrainerBuffer(Databuffer):
 
 
 class LeaderLink:
-    """A rank of the first trainer's view of the others: `roles`. `limit`: seconds to wait for them."""
+    """The first trainer's view of those that train `roles`, on one of its ranks. `limit`: seconds to wait for them."""
 
     def __init__(self, store: Store, roles: list[str], rank: int, limit: float):
         self.store, self.roles, self.limit, self.leads = store, roles, limit, rank == 0
@@ -158,7 +157,7 @@ class LeaderLink:
 
 
 class FollowerLink:
-    """A rank of a following trainer's view of the first one."""
+    """A follower's view of the first trainer, on one of its ranks."""
 
     def __init__(self, store: Store, role: str, rank: int):
         self.store, self.role, self.leads = store, role, rank == 0
@@ -184,7 +183,7 @@ class FollowerLink:
         state of before, to which that trainer has gone back, is refused: it is gone."""
         over, asked = self.ended_by(step), self.asked  # in this order: it asks for the last state before it ends
         if 0 <= asked < step:
-            self._tell(asked, "its ranks have done later steps, and kept no state of this one")
+            self._report(asked, "its ranks have done later steps, and kept no state of this one")
         return [asked == step, over]
 
     def ended_by(self, step: int) -> bool:
@@ -199,15 +198,15 @@ class FollowerLink:
 
     @contextlib.contextmanager
     def part(self, step: int) -> Iterator[None]:
-        """Tell the first trainer how the writing of this part has gone."""
+        """Report to the first trainer how the writing of this part has gone."""
         try:
             yield
         except CheckpointError as error:
-            self._tell(step, str(error))
+            self._report(step, str(error))
             raise
-        self._tell(step, "written")  # after any other error this trainer starts again, or the first waits in vain
+        self._report(step, "written")  # after any other error this trainer starts again, or the first waits in vain
 
-    def _tell(self, step: int, said: str) -> None:
+    def _report(self, step: int, said: str) -> None:
         if self.leads:
             self.store.put(f"parts/{self.role}/{step}", said)
 
@@ -230,8 +229,8 @@ class FollowerLink:
             self.store.put(f"done/{self.role}", "")
 
 
-class FollowingSink:
-    """Sink of a following trainer: the first one writes its metrics. It validates nothing."""
+class FollowerSink:
+    """Sink of a follower: the first trainer writes its metrics. It validates nothing."""
 
     late = False
 
