@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib.util
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
@@ -13,8 +15,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from distflow.recovery.worker_process import StackFile
+
 _LIMIT = 240.0
 _pool: list[tuple[multiprocessing.Process, Connection]] = []
+_stacks: dict[int, StackFile] = {}  # by pid
 _calls = 0
 
 
@@ -69,13 +74,19 @@ def _results(used: list[tuple[multiprocessing.Process, Connection]]) -> list[Any
             try:
                 good, value = line.recv()
             except EOFError:
-                process = used[rank][0]
-                process.join()
-                raise RankFailed(f"rank {rank} died with exit code {process.exitcode}") from None
+                raise RankFailed("\n".join(_deaths(used))) from None
             if not good:
                 raise RankFailed(_first_cause(used, rank, value))
             results[rank] = value
     return [results[rank] for rank in range(len(used))]
+
+
+def _deaths(used: list[tuple[multiprocessing.Process, Connection]]) -> list[str]:
+    """The exit status of each rank that has ended, with where it stood if it crashed."""
+    for process, _ in used:
+        process.join(1.0)
+    return [f"rank {rank} died with exit code {process.exitcode}\n{_stacks[process.pid].read()}"
+            for rank, (process, _) in enumerate(used) if process.exitcode is not None]
 
 
 def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: int, error: str) -> str:
@@ -91,8 +102,10 @@ def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: i
 def _start() -> tuple[multiprocessing.Process, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    stack = StackFile()
+    process = context.Process(target=_serve, args=(theirs, f"/proc/{os.getpid()}/fd/{stack.file}"), daemon=True)
     process.start()
+    _stacks[process.pid] = stack
     theirs.close()
     return process, ours
 
@@ -101,11 +114,13 @@ def _end(process: multiprocessing.Process, line: Connection) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     process.join()
+    _stacks.pop(process.pid).close()
     line.close()
 
 
-def _serve(line: Connection) -> None:
-    """One rank: jobs until the tests are over."""
+def _serve(line: Connection, stack: str) -> None:
+    """One rank: jobs until the tests are over. A crash writes its Python stack to the file `stack`."""
+    faulthandler.enable(open(stack, "w"))  # noqa: SIM115 - it stays open as long as the process lives
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError):
         while True:

@@ -42,8 +42,10 @@ from distflow.recovery.worker_process import (
     FAILED,
     INVALID,
     RELOAD,
+    StackFile,
     WorkerContext,
     become_worker,
+    place_in,
     read_exit_report,
 )
 from distflow.store.interface import StoreUnavailable, paused
@@ -296,18 +298,19 @@ class Supervisor:
         self.failures_handled = len(attempt.failures)
         self._update_config(attempt)
         readable, writable = os.pipe()
+        self.stack = StackFile()
         self.known_children = children(os.getpid())
         began, self.kills_before = time.monotonic(), out_of_memory.kill_count()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # or one that comes now would find no worker to end
         try:
-            self.worker = spawn(partial(become_worker, self.work, replace(self.context, attempt=attempt), writable),
-                                session=True, oom_score=out_of_memory.SCORE)
+            self.worker = spawn(partial(become_worker, self.work, replace(self.context, attempt=attempt), writable,
+                                        self.stack), session=True, oom_score=out_of_memory.SCORE)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.context = replace(self.context, first=False)
         os.close(writable)
         self._record("worker started", life=attempt.number, pid=self.worker.pid)
-        with contextlib.closing(os.fdopen(readable, "rb")) as pipe:
+        with contextlib.closing(os.fdopen(readable, "rb")) as pipe, contextlib.closing(self.stack):
             end = self._watch(self.worker, attempt)
             if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD) and len(self.group.ranks) > 1:
                 self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
@@ -347,8 +350,11 @@ class Supervisor:
                     raise
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
-                return self._failure(finding.what + " Somebody has stopped it (SIGSTOP)." * held + self._absent(),
-                                     symptom=finding.symptom, silent=finding.silent, outside=held)
+                stack = "" if held else self.stack.ask(worker)
+                what = finding.what + " Somebody has stopped it (SIGSTOP)." * held + \
+                    f" It stands{place_in(stack)}." * bool(stack) + self._absent()
+                return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
+                                     silent=finding.silent, outside=held)
 
     def _due_end(self, attempt: Attempt) -> _WorkerEnd | None:
         self._poll()
@@ -404,7 +410,9 @@ class Supervisor:
             own = killed and out_of_memory.killed_since(self.kills_before)
             if status == -signal.SIGABRT:  # so NCCL ends a process whose collective has timed out
                 why = self._absent()
-            return self._failure(f"it was ended by {signal.Signals(-status).name}.{why}",
+            stack = "" if -status in _EXTERNAL else self.stack.read()
+            what = f"it was ended by {signal.Signals(-status).name}{place_in(stack)}.{why}"
+            return self._failure(what, details=stack and f"{stack}\n{what}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
         return self._failure(f"it ended with exit status {status} and without a word")
 

@@ -127,7 +127,7 @@ def test_done_is_done(run, tmp_path):
 ENDS = {
     "raise ValueError('a broken thing')": "ValueError: a broken thing",
     "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",
-    "os.kill(os.getpid(), signal.SIGSEGV)": "it was ended by SIGSEGV.",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "it was ended by SIGSEGV in ",
     "os._exit(9)": "it ended with exit status 9 and without a word",
     "sys.exit(8)": "it left by sys.exit(8)",
     "raise DistflowError('the disk is full')": "the disk is full",
@@ -294,6 +294,27 @@ def test_a_stopped_worker_is_ended(run, tmp_path):
     assert "(detector `frozen`)" in events_of(tmp_path, "failure")[0]["what"]
 
 
+HANGS = {"in a call": "threading.Event().wait()", "in a call that holds Python's lock": "ctypes.PyDLL(None).pause()",
+         "on a signal": "os.kill(os.getpid(), signal.SIGSEGV)"}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_the_line_where_a_worker_hangs_or_crashes_is_named(run, tmp_path, how):
+    code, said = run("import ctypes\n"
+                     "robust = {'detectors': {'frozen': {'seconds': 1.0}, 'stalled': {'seconds': 1.0}}}\n\n"
+                     f"def reward():\n    {HANGS[how]}\n\n"
+                     "def work(context):\n    context.heartbeat.start()\n    lived(context)\n"
+                     "    if not context.attempt.number:\n        reward()\n")
+    assert code == 0
+    script = tmp_path / "supervisor0.py"
+    number = script.read_text().splitlines().index(f"    {HANGS[how]}") + 1
+    failure, = events_of(tmp_path, "failure")
+    assert f" in {script}, line {number}, in reward." in failure["what"]
+    assert failure["what"] in said
+    assert f'line {number} in reward\n  File "{script}", line ' in failure["details"]
+    assert failure["details"].endswith(failure["what"])
+
+
 def test_ranks_that_have_not_entered_a_collective_are_named(run, tmp_path):
     """As NCCL ends a process whose collective has timed out."""
     inside = json.dumps({"0/dp": [7, "all_reduce", "dp", [0, 1], 0.0]})
@@ -301,8 +322,9 @@ def test_ranks_that_have_not_entered_a_collective_are_named(run, tmp_path):
                   f"        RunStore.store.put('the run/0/collectives/0', {inside!r})\n        os.abort()\n")
     assert code == 0
     what = events_of(tmp_path, "failure")[0]["what"]
-    assert what.startswith("it was ended by SIGABRT. Collectives: rank 1 has not said that it entered all_reduce 7 of "
-                           "group `dp`, where rank 0 waits for ")
+    where = f"{tmp_path / 'supervisor0.py'}, line 33, in work"
+    assert what.startswith(f"it was ended by SIGABRT in {where}. Collectives: rank 1 has not said that it entered "
+                           "all_reduce 7 of group `dp`, where rank 0 waits for ")
 
 
 def test_a_worker_whose_supervisor_is_killed_ends(start, tmp_path):
