@@ -50,7 +50,7 @@ from distflow.config.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, GROUP = 2, 8
 GOALS = {"async": 1.5, "semi_sync": 1.5}
-AHEAD = {"async": 1, "async, 3 ahead": 3, "async, unordered": 1, "semi_sync": 1}
+AHEAD = {"semi_sync": 1, "semi_sync, unordered": 1, "async, 3 ahead": 3, "async, unordered": 1, "async": 1}
 """Staleness by side. Unordered: on_stale: drop."""
 
 
@@ -193,8 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.updates <= 2 * given.skip:
         parser.error(f"--updates {given.updates} leaves nothing to time between {given.skip} first and last ones")
     modes = get_args(Run.model_fields["mode"].annotation)
-    sides = [side for side in given.sides or ("semi_sync", "async, 3 ahead", "async, unordered", "async")
-             if side.partition(",")[0] in modes]
+    sides = [side for side in given.sides or AHEAD if side.partition(",")[0] in modes]
     sides = sides[-1:] if given.quick else sides
     with tempfile.TemporaryDirectory(prefix="modes-") as scratch:
         contest = Contest(given, Path(scratch))
