@@ -7,8 +7,7 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from distflow.cli.calibration import Calibration, calibration, spec_of
 from distflow.cli.common import add_dag_arguments, load_and_plan, table
 from distflow.cli.plan_text import describe
 from distflow.config.load import Spec
-from distflow.config.yaml_source import parse, read
+from distflow.config.yaml_source import read
 from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan_file import PlacedPlan, read_plan_file
 
@@ -64,7 +63,8 @@ def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
                         "folders, as runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show "
                         "what does not shrink with the rows")
     parser.add_argument("--runnable", action="store_true",
-                        help="of what the solvers may choose, only what  launch.py --plan  can run")
+                        help="only what  launch.py --plan  can run: the best of the kinds of plans that runs have, and "
+                        "of those that the search finds")
     parser.add_argument("--solver", choices=("hybrid", "ilp"), default="hybrid",
                         help="search fast (default), or search and then prove how far from the best of the layouts "
                         "considered the plan is")
@@ -92,12 +92,10 @@ def add_replan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, metavar="SHARE", default=_THRESHOLD,
                         help="by how much of an iteration a plan must be better to be proposed (default: "
                         f"{_THRESHOLD})")
-    parser.set_defaults(dag_file=None)
+    parser.set_defaults(dag_file=None, runnable=True, solver="hybrid", seed=0, seconds=None, within=0.0)
 
 
 def mixed(options: argparse.Namespace) -> int:
-    if options.runnable:
-        _refuse_search_options(options)
     known = None
     if options.runs:
         spec = spec_of(options)
@@ -126,7 +124,7 @@ def explain(options: argparse.Namespace) -> int:
 def replan(options: argparse.Namespace) -> int:
     if not 0 <= options.threshold < 1:
         raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
-    spec, options.runnable = spec_of(options), True
+    spec = spec_of(options)
     known = calibration(spec, options.runs)
     costed = _costed(spec, known)
     plan = _solved(options, spec, costed, known)
@@ -138,16 +136,6 @@ def replan(options: argparse.Namespace) -> int:
     elif options.explain:
         print("\n".join(known.report(options.runs)))
     return 0
-
-
-def _refuse_search_options(options: argparse.Namespace) -> None:
-    """Raise InvalidInput for options of the search where plans that can be run are few and all enumerated."""
-    others = {"--solver ilp": options.solver == "ilp", "--seconds": options.seconds is not None,
-              "--within": options.within > 0}
-    if any(others.values()):
-        given = " and ".join(name for name, is_given in others.items() if is_given)
-        raise InvalidInput(f"{given} with --runnable: plans that can be run are few and all gone through. "
-                           f"Leave {given} out.")
 
 
 def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
@@ -212,25 +200,23 @@ def _running(spec: Spec, path: str, ranks: int) -> Iterator[str]:
 def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, known: Calibration | None) -> PlacedPlan:
     from planners.heterogeneous.explain import impossible
     from planners.heterogeneous.plan_file import digests_of, written
-    from planners.heterogeneous.runnable import ranks_of, runnable
+    from planners.heterogeneous.runnable import runnable
 
-    if options.runnable:
-        best, considered, hint = runnable(spec, costed), None, "See what else there is:  without --runnable"
-    else:
-        best, considered = _searched(options, costed)
-        hint = "Give it more  --seconds"
+    found, considered = _searched(options, costed)
+    best = runnable(spec, costed, found) if options.runnable else found[-1] if found else None
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
+        hint = "See what else there is:  without --runnable" if options.runnable else "Give it more  --seconds"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
     plan = written(costed.problem, best, digests_of(spec, costed.problem),
-                   "runnable" if options.runnable else options.solver, min(costed.bound(), best.seconds),
-                   ranks_of(costed.problem, best) if options.runnable else None)
-    return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0, "bound_considered": considered})
+                   "runnable" if options.runnable else options.solver, min(costed.bound(), best.seconds))
+    return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0,
+                                   "bound_considered": considered if [best] == found[-1:] else None})
 
 
-def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[Placement | None, float | None]:
+def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[list[Placement], float | None]:
     """Search, and prove which answer is the best of the layouts considered if the solver is to; show how far that is on
-    a terminal. Return the answer, and what is proven."""
+    a terminal. Return the answers, each better than the one before, and what is proven."""
     from rich.console import Console
 
     from planners.heterogeneous.exact import prove
@@ -241,24 +227,27 @@ def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[Place
     def stop() -> bool:  # planners have no clock
         return time.monotonic() >= end
 
-    best, considered = None, None
+    answers: list[Placement] = []
+    considered = None
     with Console(stderr=True).status("searching") as status:
         for found in search(costed.problem, options.seed, BUDGET if options.seconds is None else sys.maxsize, stop,
                             options.within, costed):
-            best = found.placement
-            status.update(_progress("search", best, found.bound, f"{found.evaluations} layouts and placements"))
-        for proof in prove(costed.problem, best, stop, costed=costed) if best and options.solver == "ilp" else ():
-            best, considered = proof.placement, proof.bound
-            status.update(_progress("proof", best, considered, f"{proof.open} groupings open"))
+            answers += [found.placement] if found.placement and found.placement not in answers[-1:] else []
+            status.update(_progress("search", answers, found.bound, f"{found.evaluations} layouts and placements"))
+        for proof in prove(costed.problem, answers[-1], stop, costed=costed) \
+                if answers and options.solver == "ilp" else ():
+            answers += [proof.placement] if proof.placement not in answers[-1:] else []
+            considered = proof.bound
+            status.update(_progress("proof", answers, considered, f"{proof.open} groupings open"))
             if proof.gap <= options.within:
                 break
-    return best, considered
+    return answers, considered
 
 
-def _progress(what: str, best: Placement | None, bound: float, more: str) -> str:
+def _progress(what: str, answers: Sequence[Placement], bound: float, more: str) -> str:
     from planners.heterogeneous.explain import duration
 
-    return f"{what}: best {duration(best.seconds if best else 0.0)}, bound {duration(bound)}, {more}"
+    return f"{what}: best {duration(answers[-1].seconds if answers else 0.0)}, bound {duration(bound)}, {more}"
 
 
 def _toys(spec: Spec) -> Iterator[str]:
@@ -338,26 +327,19 @@ def _answers(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
 
 def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: PlacedPlan) -> Iterator[str]:
     """Yield whether ranks can run a plan, and if not, why, and what the best one that they can run takes."""
-    from planners import apply_plan_file
-    from planners import plan as make_plan
     from planners.apply_plan_file import machines_in_order
     from planners.heterogeneous.explain import duration
-    from planners.heterogeneous.runnable import runnable
+    from planners.heterogeneous.runnable import refused, runnable
 
     yield ""
-    own = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
-    text = yaml.safe_dump(plan.model_dump(mode="json"))
-    ranks = len(plan.ranks)
-    try:
-        make_plan(apply_plan_file(own, parse(text, "the plan"), ranks), ranks)
-        yield f"can be run: yes, by {ranks} ranks on these machines in this order: " \
+    if not (why := refused(spec, plan)):
+        yield f"can be run: yes, by {len(plan.ranks)} ranks on these machines in this order: " \
             + machines_in_order(costed.problem, plan)
         return
-    except InvalidInput as error:
-        yield f"can be run: no; {error.mistakes[0].what}"
+    yield f"can be run: no; {why}"
     best = runnable(spec, costed)
     yield "  no plan that can be run fits" if best is None else (
-        f"  the best plan that can be run takes {duration(best.seconds)}, {best.seconds / placement.seconds:.2f} times "
+        f"  a plan that can be run takes {duration(best.seconds)}, {best.seconds / placement.seconds:.2f} times "
         "as long:  --runnable")
 
 

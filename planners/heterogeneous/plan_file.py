@@ -28,12 +28,11 @@ def _said(value: Any) -> Any:
     return {key: _said(each) for key, each in value.items() if (key, each) != ("efficiency", None)}
 
 
-def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float,
-            ranks: list[list[int]] | None = None) -> PlacedPlan:
-    """Return the placement as a plan file. `ranks`: of each group, if it matters which they are."""
+def written(problem: Problem, placement: Placement, made_for: Digests, solver: str, bound: float) -> PlacedPlan:
+    """Return the placement as a plan file."""
     device_groups = problem.hardware.device_groups
     groups = []
-    for group, subset, own in zip(placement.grouping, placement.subsets, ranks or ranks_of(problem, placement.subsets)):
+    for group, subset, own in zip(placement.grouping, placement.subsets, ranks_of(problem, placement.subsets)):
         devices: dict[str, int] = {}
         for device_group, count in zip(device_groups, subset):
             if count:

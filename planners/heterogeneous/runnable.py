@@ -3,22 +3,28 @@
 Ranks run one chain together, or train on the first of them and sample on the next, and where all machines have ranks
 may have one role on the last. The shares of a task follow each other, and tasks that compute with one engine
 split it alike. The rest is enumerated: which machines have ranks, how models are split, how many ranks train, and the
-rows of each share.
+rows of each share. What a search has found without these limits counts where ranks can run it all the same.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from distflow.config.load import Spec
+from distflow.config.yaml_source import parse
+from distflow.errors import InvalidInput
 from distflow.plan import Layout as Split
+from distflow.plan_file import PlacedPlan
+from planners.apply_plan_file import apply_plan_file
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
+from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
     GENERATE,
     SYNC,
-    TRAIN,
     DeviceSubset,
     Grouping,
     Hardware,
@@ -28,6 +34,7 @@ from planners.heterogeneous.problem import (
     TaskLayout,
     shared,
 )
+from planners.planner import plan as make_plan
 from planners.planner import roles_apart
 from planners.splits import check_split
 
@@ -35,9 +42,30 @@ _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
-def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. Groups
-    are tried by the least seconds that they may take, until those left cannot be faster than what is found."""
+def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
+    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. `found`,
+    by a search, are considered too: those that ranks can run as they are."""
+    best = _enumerated(spec, costed)
+    faster = sorted((each for each in found if best is None or each.seconds < best.seconds),
+                    key=lambda each: each.seconds)
+    problem = costed.problem
+    return next((each for each in faster if not refused(spec, written(problem, each, digests_of(spec, problem),
+                                                                      "runnable", 0.0))), best)
+
+
+def refused(spec: Spec, plan: PlacedPlan) -> str:
+    """Return why ranks cannot run a plan; "" if they can."""
+    own, ranks = replace(spec, run=spec.run.model_copy(update={"layouts": {}})), len(plan.ranks)
+    try:
+        make_plan(apply_plan_file(own, parse(json.dumps(plan.model_dump(mode="json")), "the plan"), ranks), ranks)
+    except InvalidInput as error:
+        return error.mistakes[0].what
+    return ""
+
+
+def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
+    """Return the fastest of the enumerated ones. Groups are tried by the least seconds that they may take, until those
+    left cannot be faster than what is found."""
     groups = enumerate(run_groups(costed.problem, roles_apart(spec)))
     found: list[tuple[float, int, Placement]] = []
     for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
@@ -46,26 +74,6 @@ def runnable(spec: Spec, costed: CostedProblem) -> Placement | None:
         if placement := _placement(spec, costed, *each):
             found.append((placement.seconds, number, placement))
     return min(found)[2] if found else None
-
-
-def ranks_of(problem: Problem, placement: Placement) -> list[list[int]]:
-    """Return the devices of each group of a runnable placement: of a machine that several have, the first ones train,
-    and the next sample."""
-    found, taken = [[] for _ in placement.grouping], [0] * len(problem.hardware.ranks)
-    sampled = {task.role for task in problem.tasks if task.kind == GENERATE}
-
-    def order(group: int) -> int:
-        tasks = [problem.tasks[task] for task in placement.grouping[group]]
-        kinds = {task.kind for task in tasks}
-        alone = len({task.role for task in tasks}) == 1 and tasks[0].role not in sampled and (TRAIN not in kinds or any(
-            task.kind == TRAIN and task.role != tasks[0].role for task in problem.tasks))
-        return 2 if alone and len(found) > 1 and kinds != {GENERATE} else 0 if TRAIN in kinds else 1
-
-    for group in sorted(range(len(placement.grouping)), key=order):
-        for number, (own, count) in enumerate(zip(problem.hardware.ranks, placement.subsets[group])):
-            found[group] += own[taken[number]:taken[number] + count]
-            taken[number] += count
-    return found
 
 
 def run_groups(problem: Problem, roles: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:

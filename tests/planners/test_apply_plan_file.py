@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from distflow.plan import Layout, Plan
 from planners import apply_plan_file, plan
 from planners.heterogeneous import runnable as runnable_plans
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.plan_file import digests_of, written
-from planners.heterogeneous.runnable import ranks_of, run_groups, runnable
+from planners.heterogeneous.plan_file import digests_of, ranks_of, written
+from planners.heterogeneous.runnable import refused, run_groups, runnable
+from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
 from planners.planner import roles_apart
 
@@ -44,8 +46,7 @@ def obey(spec_of: Callable, tmp_path: Path) -> Callable[..., tuple[Plan, str]]:
         spec = spec_of(*more, dag=dag)
         costed = CostedProblem(problem_of(spec))
         found = runnable(spec, costed)
-        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
-                       ranks_of(costed.problem, found)).model_dump(mode="json")
+        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
         change(said)
         (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
         own = apply_plan_file(spec_of(*more, *later, dag=dag), read(tmp_path / "plan.yaml", "plan.yaml"), ranks)
@@ -226,6 +227,20 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     every = [*run_groups(costed.problem, roles_apart(spec))]
     assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
     assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
+
+
+def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> None:
+    spec = spec_of("mode=async")
+    costed = CostedProblem(problem_of(spec))
+    enumerated = runnable(spec, costed)
+    answers = [each.placement for each in search(costed.problem, 0, 2000, costed=costed) if each.placement]
+    made = [written(costed.problem, each, digests_of(spec, costed.problem), "hybrid", 0.0) for each in answers]
+    able = [each for each, plan_file in zip(answers, made) if not refused(spec, plan_file)]
+    assert 0 < len(able) < len(answers)
+    faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
+    unable = [replace(each, seconds=0.0) for each in answers if each not in able]
+    assert runnable(spec, costed, [*unable, slower, faster]) is faster
+    assert runnable(spec, costed, [*unable, slower]) == enumerated
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
@@ -415,7 +430,7 @@ def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: P
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
     assert found.subsets == ((2, 0),)
-    assert ranks_of(costed.problem, found) == [[0, 1]]
+    assert ranks_of(costed.problem, found.subsets) == [[0, 1]]
 
 
 def test_other_ranks_and_other_layouts_are_refused(obey: Callable) -> None:
@@ -447,8 +462,7 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     spec = load(dag, None, [f"mode={mode}", "data.batch=512"], name)
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
-    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0,
-                   ranks_of(costed.problem, found)).model_dump(mode="json")
+    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
     ranks = sum(map(sum, found.subsets))
     own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)

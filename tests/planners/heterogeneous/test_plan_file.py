@@ -150,16 +150,6 @@ def test_a_file_that_is_no_plan_is_refused(plan: Callable, tmp_path: Path) -> No
     assert "Did you mean `solver`?" in error
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("--solver", "ilp", "--runnable"), "--solver ilp with --runnable: plans that can be run are few"),
-    (("--runnable", "--seconds", "3", "--within", "0.1"), "Leave --seconds and --within out"),
-])
-def test_what_is_enumerated_is_not_searched(plan: Callable, arguments: tuple[str, ...], says: str) -> None:
-    code, _, error = plan("mixed", *arguments)
-    assert code == 2
-    assert says in error
-
-
 @pytest.mark.parametrize(("command", "arguments"), [
     ("show", ("--explain",)), ("show", ("--out", "x.yaml")), ("mixed", ("--plan", "x.yaml")),
     ("mixed", ("--threshold", "0.1")), ("explain", ("--plan", "x.yaml", "--runnable")),
