@@ -13,6 +13,10 @@ from distflow.cli import main
 from distflow.config.load import load
 from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.plan_file import digests_of, written
+from planners.heterogeneous.runnable import runnable
+from planners.heterogeneous.workload import problem_of
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e-6, "latency_us": 1e6}},
            "devices": {name: {"tflops": {"float32": 0.1 * speed}, "memory_gib": 4, "memory_gb_s": 10 * speed}
@@ -96,10 +100,19 @@ def test_it_goes_on_by_another_plan(launch, workspace, planned):
 
 def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
     apart = ("--set", "mode=async")
-    assert main(["plan", "mixed", *GRPO, *apart, "--cluster", "cluster.yaml", "--runnable", "--out", "plan.yaml"]) == 0
+    spec = load("grpo.yaml", "tiny.yaml", ["data.batch=8", "mode=async"], "cluster.yaml")
+    costed = CostedProblem(problem_of(spec))
+    made = written(costed.problem, runnable(spec, costed), digests_of(spec, costed.problem), "runnable", 0.0)
+    Path("plan.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
     launch(2, *planned, *apart, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4
     assert yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]["rollout"] == 1
+
+
+def test_a_plan_that_takes_turns_says_that_it_runs_in_mode_sync(planned, capsys):
+    apart = ("--set", "mode=async")
+    assert main(["plan", "mixed", *GRPO, *apart, "--cluster", "cluster.yaml", "--runnable"]) == 0
+    assert "all tasks take turns: it runs in mode sync, not async" in capsys.readouterr().out
 
 
 def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, workspace, planned):

@@ -92,7 +92,7 @@ def add_replan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, metavar="SHARE", default=_THRESHOLD,
                         help="by how much of an iteration a plan must be better to be proposed (default: "
                         f"{_THRESHOLD})")
-    parser.set_defaults(dag_file=None, runnable=True, solver="hybrid", seed=0, seconds=None, within=0.0)
+    parser.set_defaults(dag_file=None, runnable=True, solver=None)  # no search: a run keeps its mode
 
 
 def mixed(options: argparse.Namespace) -> int:
@@ -202,7 +202,7 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
     from planners.heterogeneous.plan_file import digests_of, written
     from planners.heterogeneous.runnable import runnable
 
-    found, considered = _searched(options, costed)
+    found, considered = _searched(options, costed) if options.solver else ([], None)
     best = runnable(spec, costed, found) if options.runnable else found[-1] if found else None
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
@@ -271,6 +271,8 @@ def _described(spec: Spec, plan: PlacedPlan) -> Iterator[str]:
         least = duration(plan.bound_considered + plan.rest_seconds)
         yield "it is the best of the layouts considered" if plan.bound_considered >= plan.seconds * (1 - 1e-6) \
             else f"the best of the layouts considered takes at least {least}"
+    if len(plan.groups) == 1 and spec.run.mode != "sync":
+        yield f"in its one group all tasks take turns: it runs in mode sync, not {spec.run.mode}"
     yield from _toys(spec)
     for number, group in enumerate(plan.groups, 1):
         devices = " + ".join(f"{count} {name}" for name, count in group.devices.items())

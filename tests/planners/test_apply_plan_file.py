@@ -238,7 +238,7 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     able = [each for each, plan_file in zip(answers, made) if not refused(spec, plan_file)]
     assert 0 < len(able) < len(answers)
     faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
-    unable = [replace(each, seconds=0.0) for each in answers if each not in able]
+    unable = [replace(each, seconds=1e-9) for each in answers if each not in able]
     assert runnable(spec, costed, [*unable, slower, faster]) is faster
     assert runnable(spec, costed, [*unable, slower]) == enumerated
 
