@@ -236,7 +236,7 @@ def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[list[
             status.update(_progress("search", answers, found.bound, f"{found.evaluations} layouts and placements"))
         for proof in prove(costed.problem, answers[-1], stop, costed=costed) \
                 if answers and options.solver == "ilp" else ():
-            answers += [proof.placement] if proof.placement not in answers[-1:] else []
+            answers += [proof.placement] if proof.placement and proof.placement not in answers[-1:] else []
             considered = proof.bound
             status.update(_progress("proof", answers, considered, f"{proof.open} groupings open"))
             if proof.gap <= options.within:
