@@ -108,6 +108,7 @@ DAGS = [
     case("never_trained", 5, "critic", "role `critic` is declared as trained, but no MODEL_TRAIN node trains it"),
     case("unknown_copy", 5, "acto", "role `reference` is a copy of `acto`, which is not a role", "mean `actor`?"),
     case("copies_in_a_circle", 4, "reference", "in a circle: actor → reference → actor", others=(6,)),
+    case("unordered_samples", 7, "again", "nodes `rollout` and `again` both write column `finished`"),
     case("independent_fans", 10, "update", "`rollout` and of `again`, which repeat the same rows independently"),
     case("values_of_a_policy", 8, "actor", "node `values`: function `values` needs a model that gives one number for "
          "each token (head: value), and that of role `actor` gives a vocabulary (head: lm)",
