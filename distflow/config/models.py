@@ -73,6 +73,7 @@ ROLLOUTS: dict[str, Engine] = {
         "routing_replay": "distflow does not read routed experts from its server",
         "quantization": "distflow has not replaced the weights of a quantized server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
+        "min_p": "the log-probabilities that its server gives would be those after it",
         "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
                          "{batch_invariant: true}  , and not the tokens that other engines draw"},
                      elsewhere="DISTFLOW_SGLANG_PYTHON",
@@ -148,7 +149,8 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "stop": "`generation.stop`", "routing_replay": "`generation.routing_replay`",
+           "stop": "`generation.stop`", "min_p": "`generation.min_p`",
+           "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
@@ -158,7 +160,8 @@ def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
-              "stop": bool(settings.generation.stop), "routing_replay": settings.generation.routing_replay,
+              "stop": bool(settings.generation.stop), "min_p": settings.generation.min_p > 0,
+              "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),

@@ -164,6 +164,9 @@ class Generation(Document):
     top_k: NonNegativeInt = 0
     """Sample from so many of the likeliest tokens; 0: from all."""
     stop: Texts = []
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024).
+    Not with `rollout: sglang`."""
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
