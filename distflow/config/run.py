@@ -13,6 +13,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -243,8 +244,10 @@ class RoleRun(Document):
     learning_rate: PositiveFloat = 1e-6
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What becomes of the learning rate after the warm-up: it stays, or falls to 0 at the last step, in a line or
-    along a cosine."""
+    """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
+    in a line or along a cosine."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where `schedule` ends."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
@@ -255,6 +258,16 @@ class RoleRun(Document):
     """A gradient whose norm is larger is scaled down to it."""
     generation: Generation = Generation()
     """How the role samples."""
+
+    @field_validator("min_learning_rate")
+    @classmethod
+    def _is_fallen_to(cls, value: float, info: ValidationInfo) -> float:
+        start = info.data.get("learning_rate", math.inf)
+        if value > start:
+            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it")
+        if value and info.data.get("schedule") == "constant":
+            raise ValueError("it changes nothing in a constant schedule. Instead:  schedule: cosine")
+        return value
 
     def recomputes(self, parameters: int) -> bool:
         """Return whether a model of so many parameters recomputes its activations."""
