@@ -42,7 +42,7 @@ class ImageEncoder:
             images = [self.image_processor.pixels(image)
                       for image in open_images(record, data.images or "", self.folder)]
             messages = _with_image_parts(messages_of(record, data), len(images))
-            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), data.enable_thinking)
+            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
             pixels.append(Ragged.from_rows(images) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
@@ -119,7 +119,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     """Return the records' questions, their images (None without an encoder), and how many questions were cut."""
     if image_encoder:
         return *image_encoder.prompts(tokenizer, data, records), 0
-    prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
+    prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), **data.for_template)
                for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
     kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]

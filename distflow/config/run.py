@@ -275,6 +275,9 @@ class RoleRun(Document):
 
 
 _TURNS = 100_000  # most prompts in which several training sets have their shares
+_TEMPLATE_SETTINGS = ("enable_thinking", "tools")  # of `data`, which the chat template gets too
+_OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
+                 "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs")
 
 
 class Data(Document):
@@ -303,6 +306,8 @@ class Data(Document):
     text of one."""
     enable_thinking: bool | None = None
     """Passed to the chat template, where that has such a switch; default: the template's own."""
+    chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
+    """Further variables of the chat template, as {reasoning_effort: low}."""
     strict: bool = False
     """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
     `data/records_skipped` of the metrics and events.jsonl say so."""
@@ -338,6 +343,22 @@ class Data(Document):
     @property
     def turns(self) -> tuple[int, ...]:
         """How many prompts come from each of these in a round, in which all have their shares."""
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in _TEMPLATE_SETTINGS:
+                raise ValueError(f"`{name}` has a key of its own. Instead:  data: {{{name}: …}}")
+            if name in _OF_TOKENIZER:
+                raise ValueError(f"`{name}` is no variable of chat templates: it says how to encode. Take it out")
+        return value
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_kwargs, **thinking}
+
         weights = [Fraction(str(weight)) for weight in self.train.values()]
         counts = [int(weight * math.lcm(*(each.denominator for each in weights))) for weight in weights]
         return tuple(count // math.gcd(*counts) for count in counts)
