@@ -164,10 +164,10 @@ class Generation(Document):
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
     """Sample from so many of the likeliest tokens; 0: from all."""
-    stop: Texts = []
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Sample from tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024).
     Not with `rollout: sglang`."""
+    stop: Texts = []
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
     batch_rows: PositiveInt = 512
@@ -323,7 +323,10 @@ class Data(Document):
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it."""
+    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it; see `long_prompts`."""
+    long_prompts: Literal["cut", "drop"] = "cut"
+    """What becomes of training prompts that are longer than that. drop: another record takes the place of each, which
+    `data/records_skipped` of the metrics and events.jsonl say. Not with `images`. Validation's are cut."""
     max_target_tokens: PositiveInt = 1024
     """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
 
@@ -340,9 +343,6 @@ class Data(Document):
                 expression(text)
         return value
 
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """How many prompts come from each of these in a round, in which all have their shares."""
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
@@ -359,6 +359,9 @@ class Data(Document):
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         return {**self.chat_template_kwargs, **thinking}
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """How many prompts come from each of these in a round, in which all have their shares."""
         weights = [Fraction(str(weight)) for weight in self.train.values()]
         counts = [int(weight * math.lcm(*(each.denominator for each in weights))) for weight in weights]
         return tuple(count // math.gcd(*counts) for count in counts)
@@ -369,6 +372,14 @@ class Data(Document):
             raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
                              "most. Write them with fewer digits, as 0.7 and 0.3")
         return self
+
+    @field_validator("long_prompts")
+    @classmethod
+    def _counts_text(cls, value: str, info: ValidationInfo) -> str:
+        if value == "drop" and info.data.get("images"):
+            raise ValueError("it counts tokens of text, and those of `images` come on top. Take it out, and drop "
+                             "records by `filter`")
+        return value
 
 
 class Validation(Document):
