@@ -10,7 +10,7 @@ from distflow.config.load import Spec
 from distflow.contracts.modules import parsed
 from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
-from distflow.plan import KEEP, REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column
+from distflow.plan import FINISHED, KEEP, REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ _REPLACEABLE = {"prompts"}
 prompts of its own."""
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
-                 "token_rewards", ROUTED_EXPERTS}
+                 "token_rewards", FINISHED, ROUTED_EXPERTS}
 """Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
 
 
@@ -156,13 +156,17 @@ class _Tracer:
 
     def check_writers(self) -> None:
         for column, nodes in self.writers.items():
-            if column in (KEEP, REWARD_PARTS):
+            if column in (KEEP, REWARD_PARTS) or (column == FINISHED and not self._is_read(column)):
                 continue  # each drops rows, or reports parts of rewards; no node reads the column
             for index, first in enumerate(nodes):
                 for second in nodes[index + 1 :]:
                     ordered = self.closure.has_edge(first, second) or self.closure.has_edge(second, first)
                     if not ordered and not {first, second} & self.unsure:
                         self._unordered(column, first, second)
+
+    def _is_read(self, column: str) -> bool:
+        return any(self.spec.dag.nodes[node].reads.get(read.name, read.name) == column
+                   for node, contract in self.bound.items() for read in contract.reads)
 
     def _unordered(self, column: str, first: str, second: str) -> None:
         spots = tuple(self._spot(node) for node in (first, second))

@@ -19,6 +19,7 @@ from distflow.config.load import load
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Parallel, RoleRun
 from distflow.contracts import decorators
+from distflow.contracts.signature import built_in
 from distflow.recovery import detectors, hooks
 from planners import plan
 
@@ -214,3 +215,13 @@ def test_the_keys_that_others_settings_become_are_ours():
                 part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
             part = part["additionalProperties"] if word == "NAME" else part["properties"][word]
             part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
+
+
+def test_the_nodes_that_others_settings_become_are_ours():
+    functions, page = built_in(), PAGES["docs/coming_from.md"].partition("## TRL")[2]
+    given = re.findall(r"`(?:rollout|reward|advantage|critic|update)\.with\.(\w+)", page)
+    assert len(given) > 35
+    assert set(given) <= {name for contract in functions.values() for name in contract.settings}
+    named = {one or other for one, other in re.findall(r"nodes? `(\w+)`|\(role actor\),? (?:and|then) `(\w+)`", page)}
+    assert len(named) > 8
+    assert named <= functions.keys()

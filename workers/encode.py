@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
-from distflow.data.dataloader import ONE, Dataloader, Mixture, WithoutEmpty
+from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
 from distflow.data.dataset import LabelledRecords, Record, fields_of, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
@@ -42,7 +43,7 @@ class ImageEncoder:
             images = [self.image_processor.pixels(image)
                       for image in open_images(record, data.images or "", self.folder)]
             messages = _with_image_parts(messages_of(record, data), len(images))
-            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), data.enable_thinking)
+            prompt = prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
             prompts.append(torch.tensor(self._spread(prompt, images, data.max_prompt_tokens)))
             pixels.append(Ragged.from_rows(images) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
@@ -119,11 +120,18 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     """Return the records' questions, their images (None without an encoder), and how many questions were cut."""
     if image_encoder:
         return *image_encoder.prompts(tokenizer, data, records), 0
-    prompts = [prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), data.enable_thinking)
-               for record in records]
+    prompts = [_prompt(tokenizer, data, record) for record in records]
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
     kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
     return Ragged.from_rows(kept), None, cut
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
+    return prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), **data.for_template)
+
+
+def _too_long(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:
+    return len(_prompt(tokenizer, data, record)) > data.max_prompt_tokens
 
 
 def data_file(spec: Spec, name: str) -> Path:
@@ -137,9 +145,12 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
     data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
     opened = [*open_training_sets(data, spec.data_path).values()]
-    sets = [WithoutEmpty(records, fields) for records in opened]
+    tokenizer, too_long = tokenizer or role.tokenizer, None
+    if data.long_prompts == "drop":
+        too_long = functools.partial(_too_long, tokenizer, data)
+    sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
     images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
-    encode = encoder(tokenizer or role.tokenizer, data, images)
+    encode = encoder(tokenizer, data, images)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)

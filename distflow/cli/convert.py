@@ -33,7 +33,8 @@ _AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token
                "seq-mean-token-mean": "seq_mean_token_mean"}
 _LOSSES = {"grpo": "seq_mean_token_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length_sum"}
 _KL_NODES = {"ppo": "advantage", "rloo": "penalty", "reinforce_pp": "tokens"}  # where a DAG has KL in the reward
-_SCHEDULES = {"constant_with_warmup": "constant"}
+_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+_KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _LOGGERS = ("tensorboard", "wandb", "mlflow")
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
     ("ROLLOUT", False): ("actor", "MODEL_INFERENCE", "generate"),
@@ -58,6 +59,7 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     reference: bool = True
+    drops_truncated: bool = False
 
     def get(self, key: str, default: Any = None) -> Any:
         self.taken.add(key)
@@ -229,7 +231,8 @@ def _from_verl(done: Conversion) -> None:
                "data.max_response_length": "roles.actor.generation.max_new_tokens"})
     done.copy({"optim.lr": "roles.actor.learning_rate", "optim.weight_decay": "roles.actor.weight_decay",
                "grad_clip": "roles.actor.max_grad_norm", "ppo_max_token_len_per_gpu": "roles.actor.micro_batch_tokens",
-               "fsdp_config.param_offload": "roles.actor.offload", "ppo_epochs": "with:update.epochs"}, actor)
+               "fsdp_config.param_offload": "roles.actor.offload", "ppo_epochs": "with:update.epochs",
+               "optim.betas": "roles.actor.betas"}, actor)
     done.copy({"n": "with:rollout.group_size", "temperature": "roles.actor.generation.temperature",
                "top_p": "roles.actor.generation.top_p", "name": "roles.actor.rollout",
                "tensor_model_parallel_size": "layouts.rollout.tp", "val_kwargs.n": "validation.samples",
@@ -237,6 +240,7 @@ def _from_verl(done: Conversion) -> None:
                "val_kwargs.temperature": "validation.temperature"}, rollout)
     _verl_data(done)
     _verl_loss(done, actor)
+    _verl_schedule(done, f"{actor}optim.")
     done.put("roles.actor.engine", "megatron" if done.get(actor + "strategy") == "megatron" else None)
     done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
     done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
@@ -265,6 +269,8 @@ def _verl_data(done: Conversion) -> None:
         done.settings["data.answer"] = "ground_truth"
         done.notes.append("verl's files have the answer in `reward_model`: write it as a column `ground_truth`, by "
                           "pandas `t['ground_truth'] = [each['ground_truth'] for each in t.pop('reward_model')]`")
+    done.put("data.long_prompts", "drop" if done.get("data.filter_overlong_prompts") is True else None)
+    _template(done, "data.apply_chat_template_kwargs.")
     if done.get("custom_reward_function.path"):
         done.notes.append("your reward function goes into a module under @reward, which the DAG imports: "
                           "docs/own_algorithm.md")
@@ -278,6 +284,9 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         done.arguments["update.clip"] = low
         if high is not None and high != low:
             done.arguments["update.clip_high"] = high
+        done.copy({"clip_ratio_c": "with:update.dual_clip"}, actor)
+    if done.get(actor + "entropy_coeff", 0):
+        done.arguments["update.entropy"] = done.get(actor + "entropy_coeff")
     if (mode := done.get(actor + "loss_agg_mode")) in _AGGREGATES:
         done.arguments["update.aggregate"] = _AGGREGATES[mode]
     mini, batch = done.get(actor + "ppo_mini_batch_size"), done.get("data.train_batch_size")
@@ -294,12 +303,28 @@ def _verl_loss(done: Conversion, actor: str) -> None:
     done.reference = bool(in_loss) or done.algorithm in _KL_NODES
     if in_loss:
         done.arguments["update.kl"] = loss_weight
+        if done.given.get(actor + "kl_loss_type") in _KL_KINDS:
+            done.arguments["update.kl_kind"] = _KL_KINDS[done.get(actor + "kl_loss_type")]
     if done.algorithm == "ppo":
         done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
         done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
                    "ppo_epochs": "with:critic.epochs"}, "critic.")
     elif done.algorithm == "grpo" and done.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
         done.arguments["advantage.scale"] = False
+
+
+def _verl_schedule(done: Conversion, optim: str) -> None:
+    kind = done.get(f"{optim}lr_scheduler_type", done.get(f"{optim}warmup_style"))
+    done.put("roles.actor.schedule", kind)
+    if kind == "cosine" and (share := done.get(f"{optim}min_lr_ratio")):
+        done.put("roles.actor.min_learning_rate", share * done.get(f"{optim}lr", 1e-6))
+
+
+def _template(done: Conversion, prefix: str) -> None:
+    """Convert the variables of the chat template, which stand under `prefix`."""
+    for key in [key for key in done.given if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        done.put(f"data.{name}" if name == "enable_thinking" else f"data.chat_template_kwargs.{name}", done.get(key))
 
 
 def _from_trl(done: Conversion) -> None:
@@ -310,6 +335,7 @@ def _from_trl(done: Conversion) -> None:
                "weight_decay": "roles.actor.weight_decay", "max_grad_norm": "roles.actor.max_grad_norm",
                "gradient_checkpointing": "roles.actor.recompute", "temperature": "roles.actor.generation.temperature",
                "top_p": "roles.actor.generation.top_p", "top_k": "roles.actor.generation.top_k",
+               "min_p": "roles.actor.generation.min_p", "delta": "with:update.dual_clip",
                "vllm_tensor_parallel_size": "layouts.rollout.tp", "eval_steps": "validation.every",
                "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share", "save_steps": "checkpoint.every",
                "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
@@ -322,9 +348,19 @@ def _from_trl(done: Conversion) -> None:
     done.put("data.batch", prompts)
     done.notes.append(f"data.batch: {prompts} prompts are those of one process; multiply it by how many you had")
     done.put("data.question", "prompt")
-    schedule = done.get("lr_scheduler_type", "linear")
-    done.put("roles.actor.schedule", _SCHEDULES.get(schedule, schedule))
+    _template(done, "chat_template_kwargs.")
+    done.drops_truncated = done.get("mask_truncated_completions", False)
+    _trl_schedule(done)
+    _trl_loss(done)
     done.put("roles.actor.rollout", "vllm" if done.get("use_vllm") else None)
+    if done.get("reward_funcs"):
+        done.notes.append("your reward functions go into a module under @reward, which the DAG imports: "
+                          "docs/own_algorithm.md")
+    _loggers(done, "report_to")
+    _without_validation_data(done)
+
+
+def _trl_loss(done: Conversion) -> None:
     loss = done.get("loss_type", "dapo")
     if loss in _LOSSES:
         done.arguments["update.aggregate"] = _LOSSES[loss]
@@ -336,11 +372,15 @@ def _from_trl(done: Conversion) -> None:
     done.reference = beta > 0
     if beta:
         done.arguments["update.kl"] = beta
-    if done.get("reward_funcs"):
-        done.notes.append("your reward functions go into a module under @reward, which the DAG imports: "
-                          "docs/own_algorithm.md")
-    _loggers(done, "report_to")
-    _without_validation_data(done)
+
+
+def _trl_schedule(done: Conversion) -> None:
+    schedule = done.get("lr_scheduler_type", "linear")
+    done.put("roles.actor.schedule", _SCHEDULES.get(schedule, schedule))
+    if schedule == "cosine_with_min_lr":
+        share = done.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
+        done.put("roles.actor.min_learning_rate",
+                 done.get("lr_scheduler_kwargs.min_lr", share * done.get("learning_rate", 1e-6)))
 
 
 def _loggers(done: Conversion, key: str) -> None:
@@ -363,6 +403,11 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
         dag["nodes"]["update"].get("with", {}).pop("kl", None)
         for node in dag["nodes"].values():
             node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
+    if done.drops_truncated:
+        dag["nodes"]["whole"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
+                                 "dependencies": ["advantage"]}
+        update = dag["nodes"].pop("update")  # it stands last
+        dag["nodes"]["update"] = {**update, "dependencies": [*update["dependencies"], "whole"]}
     for key, value in done.arguments.items():
         node, argument = key.split(".")
         dag["nodes"][node].setdefault("with", {})[argument] = value

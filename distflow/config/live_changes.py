@@ -5,9 +5,9 @@ from __future__ import annotations
 from distflow.errors import Diagnostic, Location, listing
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 
-_TRAINING = ("micro_batch_tokens", "learning_rate", "schedule", "warmup_steps", "weight_decay", "betas",
-             "max_grad_norm", "recompute")
-_SAMPLING = ("top_p", "top_k", "batch_rows")
+_TRAINING = ("micro_batch_tokens", "learning_rate", "schedule", "min_learning_rate", "warmup_steps", "weight_decay",
+             "betas", "max_grad_norm", "recompute")
+_SAMPLING = ("top_p", "top_k", "min_p", "batch_rows")
 _OF_TRAINER = {"checkpoint": ("every", "keep"), "validation": ("every", "stop_at", "patience")}
 _WHY_NOT = {
     "model": "its weights are loaded, and the checkpoints are of it",

@@ -73,6 +73,7 @@ ROLLOUTS: dict[str, Engine] = {
         "routing_replay": "distflow does not read routed experts from its server",
         "quantization": "distflow has not replaced the weights of a quantized server",
         "stop": "its server is given tokens, and has no tokenizer by which it could find a text in them",
+        "min_p": "the log-probabilities that its server gives would be those after it",
         "its own draws": "it draws with seeds, the same for a row in any company, only with  generation: "
                          "{batch_invariant: true}  , and not the tokens that other engines draw"},
                      elsewhere="DISTFLOW_SGLANG_PYTHON",
@@ -148,7 +149,8 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "stop": "`generation.stop`", "routing_replay": "`generation.routing_replay`",
+           "stop": "`generation.stop`", "min_p": "`generation.min_p`",
+           "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
@@ -158,7 +160,8 @@ def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
-              "stop": bool(settings.generation.stop), "routing_replay": settings.generation.routing_replay,
+              "stop": bool(settings.generation.stop), "min_p": settings.generation.min_p > 0,
+              "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
@@ -248,20 +251,25 @@ def check_chat_options(spec: Spec) -> list[Diagnostic]:
                if node.type == "MODEL_TRAIN" and node.role in spec.dag.roles and spec.dag.roles[node.role].head == "lm"}
     templates = {role: _chat_template(spec, role) for role in trained or spec.dag.roles}
     mistakes = []
-    for option in ("enable_thinking", "tools"):
-        lacks = [lack_of(option, template, spec.run.data) if template is not None else ""
-                 for template in templates.values()]
+    for option, path in template_options(spec.run.data).items():
+        lacks = [lack_of(option, template) if template is not None else "" for template in templates.values()]
         if lacks and all(lacks):
             role = next(iter(templates))
-            what = f"`data.{option}` would change nothing: the chat template of role `{role}` {lacks[0]}"
-            mistakes.append(Diagnostic(what, spec.run_source.location(("data", option)),
+            what = f"`{'.'.join(path)}` would change nothing: the chat template of role `{role}` {lacks[0]}"
+            mistakes.append(Diagnostic(what, spec.run_source.location(path),
                                        "Take it out, or give the role a model whose template has it."))
     return mistakes
 
 
-def lack_of(option: str, template: str, data: Data) -> str:
-    """Return what a chat template lacks for an option of the data; "" if nothing, or if the option is not set."""
-    if getattr(data, option) is None or option in template:
+def template_options(data: Data) -> dict[str, tuple[str, ...]]:
+    """Return the options that the chat template is to know, each with its path in the run file."""
+    own = {name: ("data", name) for name in ("enable_thinking", "tools") if getattr(data, name) is not None}
+    return {**own, **{name: ("data", "chat_template_kwargs", name) for name in data.chat_template_kwargs}}
+
+
+def lack_of(option: str, template: str) -> str:
+    """Return what a chat template lacks for an option; "" if nothing."""
+    if option in template:
         return ""
     return f"does not know `{option}`" if template else "is missing"
 

@@ -13,6 +13,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -163,6 +164,9 @@ class Generation(Document):
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
     """Sample from so many of the likeliest tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens that have at least this share of the likeliest one's probability (Nguyen et al. 2024).
+    Not with `rollout: sglang`."""
     stop: Texts = []
     """Texts that end a response, beside the model's own end token; one text, or a list. They stay in the response, and
     their tokens are trained like all that were sampled. Not with `rollout: sglang`."""
@@ -240,8 +244,10 @@ class RoleRun(Document):
     learning_rate: PositiveFloat = 1e-6
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What becomes of the learning rate after the warm-up: it stays, or falls to 0 at the last step, in a line or
-    along a cosine."""
+    """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
+    in a line or along a cosine."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where `schedule` ends."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
@@ -253,12 +259,25 @@ class RoleRun(Document):
     generation: Generation = Generation()
     """How the role samples."""
 
+    @field_validator("min_learning_rate")
+    @classmethod
+    def _is_fallen_to(cls, value: float, info: ValidationInfo) -> float:
+        start = info.data.get("learning_rate", math.inf)
+        if value > start:
+            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it")
+        if value and info.data.get("schedule") == "constant":
+            raise ValueError("it changes nothing in a constant schedule. Instead:  schedule: cosine")
+        return value
+
     def recomputes(self, parameters: int) -> bool:
         """Return whether a model of so many parameters recomputes its activations."""
         return self.engine == "fsdp" and (parameters > 1e9 if self.recompute is None else self.recompute)
 
 
 _TURNS = 100_000  # most prompts in which several training sets have their shares
+_TEMPLATE_SETTINGS = ("enable_thinking", "tools")  # of `data`, which the chat template gets too
+_OF_TOKENIZER = ("add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "chat_template",
+                 "padding", "truncation", "max_length", "conversation", "return_tensors", "tokenizer_kwargs")
 
 
 class Data(Document):
@@ -287,6 +306,8 @@ class Data(Document):
     text of one."""
     enable_thinking: bool | None = None
     """Passed to the chat template, where that has such a switch; default: the template's own."""
+    chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = {}
+    """Further variables of the chat template, as {reasoning_effort: low}."""
     strict: bool = False
     """Whether a record whose question or answer is empty is a mistake. Else another record takes its place, and
     `data/records_skipped` of the metrics and events.jsonl say so."""
@@ -302,7 +323,10 @@ class Data(Document):
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
     max_prompt_tokens: PositiveInt = 1024
-    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it."""
+    """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it; see `long_prompts`."""
+    long_prompts: Literal["cut", "drop"] = "cut"
+    """What becomes of training prompts that are longer than that. drop: another record takes the place of each, which
+    `data/records_skipped` of the metrics and events.jsonl say. Not with `images`. Validation's are cut."""
     max_target_tokens: PositiveInt = 1024
     """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
 
@@ -319,6 +343,22 @@ class Data(Document):
                 expression(text)
         return value
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name in _TEMPLATE_SETTINGS:
+                raise ValueError(f"`{name}` has a key of its own. Instead:  data: {{{name}: …}}")
+            if name in _OF_TOKENIZER:
+                raise ValueError(f"`{name}` is no variable of chat templates: it says how to encode. Take it out")
+        return value
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        return {**self.chat_template_kwargs, **thinking}
+
     @property
     def turns(self) -> tuple[int, ...]:
         """How many prompts come from each of these in a round, in which all have their shares."""
@@ -332,6 +372,14 @@ class Data(Document):
             raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
                              "most. Write them with fewer digits, as 0.7 and 0.3")
         return self
+
+    @field_validator("long_prompts")
+    @classmethod
+    def _counts_text(cls, value: str, info: ValidationInfo) -> str:
+        if value == "drop" and info.data.get("images"):
+            raise ValueError("it counts tokens of text, and those of `images` come on top. Take it out, and drop "
+                             "records by `filter`")
+        return value
 
 
 class Validation(Document):

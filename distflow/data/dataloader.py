@@ -43,11 +43,12 @@ def source_weight(source: str, values: torch.Tensor | float) -> None:
     current().per_rank(f"{SOURCE_WEIGHT}{source}", total, len(values_B))
 
 
-class WithoutEmpty:
-    """Records in which each with an empty field is replaced by the next without; no index, so that opening is quick."""
+class UsableRecords:
+    """Records in which each that has an empty field, or is too long, is replaced by the next that has none and is not;
+    no index, so that opening is quick."""
 
-    def __init__(self, records: Records, fields: Fields):
-        self.records, self.fields = records, fields
+    def __init__(self, records: Records, fields: Fields, too_long: Callable[[Record], bool] | None = None):
+        self.records, self.fields, self.too_long = records, fields, too_long
         self.known: set[int] = set()
 
     def __len__(self) -> int:
@@ -57,23 +58,29 @@ class WithoutEmpty:
         return self.records.where(index)
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self._instead(index) if self.fields.empty(record) else record
+        return [self._instead(index) if self._lack_of(record) else record
                 for index, record in zip(indices, self.records.get(indices))]
 
     def _instead(self, index: int) -> Record:
         for number in range(index, index + len(self.records)):
             record = self.records.get([number % len(self.records)])[0]
-            if not self.fields.empty(record):
+            if not (lack := self._lack_of(record)):
                 return record
-            self._record_skipped(number % len(self.records), record)
-        raise InvalidInput(Diagnostic(f"field `{self.fields.empty(record)}` of every record is empty",
-                                      self.records.where(index)))
+            self._record_skipped(number % len(self.records), *lack)
+        raise InvalidInput(Diagnostic("field `{}` of every record {}".format(*lack), self.records.where(index)))
 
-    def _record_skipped(self, index: int, record: Record) -> None:
+    def _lack_of(self, record: Record) -> tuple[str, str] | None:
+        """Return the field by which a record cannot be used, and why; None if it can."""
+        if empty := self.fields.empty(record):
+            return empty, "is empty"
+        too_long = self.too_long is not None and self.too_long(record)
+        return (self.fields.question, "is too long a prompt") if too_long else None
+
+    def _record_skipped(self, index: int, field: str, reason: str) -> None:
         current().add("data/records_skipped", 1)
         if index not in self.known:
             self.known.add(index)
-            events.record("record skipped", field=self.fields.empty(record), where=str(self.records.where(index)))
+            events.record("record skipped", field=field, reason=reason, where=str(self.records.where(index)))
 
 
 class Mixture:

@@ -26,7 +26,9 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
     actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
     trainer.save_freq=-1 trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
-    trainer.total_epochs=15 data.filter_overlong_prompts=True $@
+    actor_rollout_ref.actor.entropy_coeff=0.001 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
+    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
+    trainer.total_epochs=15 data.filter_overlong_prompts=True data.truncation=error $@
 """
 PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.05}},
        "data": {"train_files": "train.jsonl", "train_batch_size": 64, "prompt_key": "question"},
@@ -37,7 +39,8 @@ PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": Tru
 TRL = {"model_name_or_path": "m", "dataset_name": "train.jsonl", "num_generations": 4, "max_completion_length": 32,
        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": "1e-6", "beta": 0.04,
        "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 30,
-       "report_to": ["tensorboard"], "lr_scheduler_type": "cosine", "logging_steps": 10, "lora_r": 8}
+       "report_to": ["tensorboard"], "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-7},
+       "logging_steps": 10, "lora_r": 8, "min_p": 0.05, "mask_truncated_completions": True}
 SIIRL: dict[str, Any] = {"dag_id": "grpo_pipeline", "nodes": [
     {"node_id": "rollout", "node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT", "dependencies": []},
     {"node_id": "function_reward", "node_type": "COMPUTE", "node_role": "REWARD", "dependencies": ["rollout"]},
@@ -69,17 +72,18 @@ def test_a_script_of_verl(capsys) -> None:
     dag, run = converted(VERL, "theirs.sh")
     printed = capsys.readouterr().out
     assert dag["nodes"]["rollout"]["with"] == {"group_size": 5}
-    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "seq_mean_token_mean",
-                                              "mini_batches": 4}
+    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "dual_clip": 10.0, "entropy": 0.001,
+                                              "aggregate": "seq_mean_token_mean", "mini_batches": 4}
     assert "reference" not in dag["nodes"], "without use_kl_loss nothing needs one"
     assert run == {"steps": 100, "ranks": 2, "log": ["tensorboard"],
                    "roles": {"actor": {"model": "Qwen/Qwen3-8B", "rollout": "hf", "learning_rate": 1e-6,
-                                       "generation": {"max_new_tokens": 64}}},
-                   "data": {"train": "train.jsonl", "batch": 100},
+                                       "generation": {"max_new_tokens": 64}, "schedule": "cosine",
+                                       "min_learning_rate": pytest.approx(1e-7)}},
+                   "data": {"train": "train.jsonl", "batch": 100, "long_prompts": "drop"},
                    "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6}}
     assert "steps: 100 is a guess. The file counts epochs, 15" in printed
     assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
-                                                           "data.filter_overlong_prompts: True\n"
+                                                           "data.truncation: error\n"
 
 
 def test_a_file_of_verl_with_a_critic() -> None:
@@ -100,6 +104,10 @@ def test_a_file_of_trl() -> None:
     assert run["data"] == {"train": "train.jsonl", "batch": 8, "question": "prompt"}
     assert run["roles"]["actor"]["lora"] == {"rank": 8}
     assert run["roles"]["actor"]["schedule"] == "cosine"
+    assert run["roles"]["actor"]["min_learning_rate"] == 1e-7
+    assert run["roles"]["actor"]["generation"]["min_p"] == 0.05
+    assert dag["nodes"]["whole"]["function"] == "drop_truncated"
+    assert list(dag["nodes"]) == ["rollout", "reward", "reference", "advantage", "whole", "update"]
     assert Path("theirs/not_converted.txt").read_text() == "logging_steps: 10\n"
 
 

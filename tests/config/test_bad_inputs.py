@@ -108,6 +108,7 @@ DAGS = [
     case("never_trained", 5, "critic", "role `critic` is declared as trained, but no MODEL_TRAIN node trains it"),
     case("unknown_copy", 5, "acto", "role `reference` is a copy of `acto`, which is not a role", "mean `actor`?"),
     case("copies_in_a_circle", 4, "reference", "in a circle: actor → reference → actor", others=(6,)),
+    case("unordered_samples", 7, "again", "nodes `rollout` and `again` both write column `finished`"),
     case("independent_fans", 10, "update", "`rollout` and of `again`, which repeat the same rows independently"),
     case("values_of_a_policy", 8, "actor", "node `values`: function `values` needs a model that gives one number for "
          "each token (head: value), and that of role `actor` gives a vocabulary (head: lm)",
@@ -170,6 +171,11 @@ RUNS = [
          others=(5, 6, 7, 8)),
     case("empty_stop", 6, '["</answer>", ""]', "an empty text would end every response at once. Take it out",
          others=(7,)),
+    case("rising_schedule", 4, "1e-5", "`roles.actor.min_learning_rate`: 1e-05 is above learning_rate (1e-06)"),
+    case("minimum_of_constant", 4, "1e-7", "it changes nothing in a constant schedule. Instead:  schedule: cosine"),
+    case("template_setting", 5, "{enable_thinking: false}", "`enable_thinking` has a key of its own. Instead:  data: "
+         "{enable_thinking: …}"),
+    case("dropped_images", 5, "drop", "those of `images` come on top. Take it out, and drop records by `filter`"),
     case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]

@@ -13,7 +13,7 @@ import pytest
 
 from distflow import cli, launch
 from distflow.config.load import load
-from distflow.data.dataloader import WithoutEmpty
+from distflow.data.dataloader import UsableRecords
 from distflow.data.dataset import Fields, check_records, open_records
 from distflow.errors import InvalidInput
 from distflow.telemetry import events
@@ -139,7 +139,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text('{"question": "", "answer": "0"}\n' * 2)
     events.current().open(tmp_path / "events.jsonl", 0)
     try:
-        records = WithoutEmpty(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False))
+        records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False))
         current().take()
         assert [record["question"] for record in records.get(range(5))] == ["a", "a", "b", "b", "a"]
         assert current().collect(lambda mine: [mine])["data/records_skipped"] == 4  # the first one for the last too
@@ -149,7 +149,13 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record skipped", line)
                                                                                        for line in "135"]
     with pytest.raises(InvalidInput, match="of every record is empty"):
-        WithoutEmpty(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])
+        UsableRecords(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])
+    records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False),
+                            lambda record: record["question"] == "a")
+    assert [record["question"] for record in records.get(range(5))] == ["b"] * 5
+    (tmp_path / "long.jsonl").write_text('{"question": "a", "answer": "0"}\n' * 2)
+    with pytest.raises(InvalidInput, match="field `question` of every record is too long a prompt"):
+        UsableRecords(open_records(tmp_path / "long.jsonl"), Fields("question"), lambda record: True).get([0])
 
 
 def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

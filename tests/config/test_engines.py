@@ -59,6 +59,14 @@ def test_stop_strings_are_for_engines_that_find_them(capsys, monkeypatch):
     assert main([*stop, "roles.actor.rollout=hf"]) == 0
 
 
+def test_min_p_is_for_engines_whose_log_probabilities_are_those_before_it(capsys, monkeypatch):
+    monkeypatch.setenv(ROLLOUTS["sglang"].elsewhere, sys.executable)  # as if it were installed
+    least = ["validate", "grpo", "--set", "roles.actor.generation.min_p=0.1", "--set"]
+    assert main([*least, "roles.actor.rollout=sglang"]) == 2
+    assert "wants `rollout: sglang` and `generation.min_p`, which it cannot do" in capsys.readouterr().err
+    assert main([*least, "roles.actor.rollout=hf"]) == 0
+
+
 @pytest.mark.parametrize("role", ["actor", "teacher"])
 def test_distillation_from_other_tokens_is_for_the_engine_that_has_it(capsys, role):
     assert main(["validate", "gkd", "--set", f"roles.{role}.engine=megatron"]) == 2

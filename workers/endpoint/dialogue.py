@@ -102,7 +102,7 @@ class Dialogue:
         if not self.turns:
             try:
                 tokens = prompt_tokens(self.tokenizer, [each.for_template() for each in messages], request.tools,
-                                       request.chat_template_kwargs.enable_thinking)
+                                       **request.chat_template_kwargs.model_dump(exclude_none=True))
             except _UNRENDERED as error:
                 raise RequestRefused(f"the chat template cannot render these messages: {str(error)[:300]}") from None
             return tokens, messages[-1].text

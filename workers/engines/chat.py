@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.models import lack_of
+from distflow.config.models import lack_of, template_options
 from distflow.config.run import Data
 from distflow.data.problems import content_text
 from distflow.errors import InvalidInput
@@ -24,24 +24,24 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
-                  tools: list[dict[str, Any]] | None = None, enable_thinking: bool | None = None) -> list[int]:
-    """Return the tokens of a question (text or chat messages). A final message of the assistant is continued."""
+                  tools: list[dict[str, Any]] | None = None, **options: Any) -> list[int]:
+    """Return the tokens of a question (text or chat messages). A final message of the assistant is continued. The
+    `options` are variables of the chat template."""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
     with tokenizer_lock:
         if not tokenizer.chat_template:
             return tokenizer("".join(f"{content_text(message.get('content'))}\n" for message in messages))["input_ids"]
-        more: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         continues, render = messages[-1]["role"] == "assistant", cast(Any, tokenizer.apply_chat_template)
         return render(messages, tools=tools, add_generation_prompt=not continues, continue_final_message=continues,
-                      return_dict=False, **more)
+                      return_dict=False, **options)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
     """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files."""
-    for option in ("enable_thinking", "tools"):
-        if lacks := lack_of(option, str(tokenizer.chat_template or ""), data):
-            raise InvalidInput(f"`data.{option}` would change nothing: the tokenizer's chat template {lacks}. Take it "
-                               "out of the run file, or give the role a model whose template has it")
+    for option, path in template_options(data).items():
+        if lacks := lack_of(option, str(tokenizer.chat_template or "")):
+            raise InvalidInput(f"`{'.'.join(path)}` would change nothing: the tokenizer's chat template {lacks}. Take "
+                               "it out of the run file, or give the role a model whose template has it")
 
 
 class Between:

@@ -175,7 +175,7 @@ class Decoding(Session):
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
         settings = self.engine.generation
         chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
-                                settings.top_k, settings.top_p)
+                                settings.top_k, settings.top_p, settings.min_p)
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
         state["count"] += state["live"]

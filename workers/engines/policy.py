@@ -204,7 +204,7 @@ def _padded(tokens: Tensor, more: int) -> Tensor:
 
 
 class Policy(SharedPrompt):
-    """Vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T] (detached), both float32."""
+    """Vocabulary head: `logprobs` [T] of all response tokens, and `entropies` [T], both float32."""
 
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)

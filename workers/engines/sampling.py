@@ -5,6 +5,8 @@ Without generator state the same rows draw the same tokens on any number of rank
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,22 +35,22 @@ def key_of(*parts: int) -> int:
     return int(key)
 
 
-def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0,
-         top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
+         min_p: float = 0.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
-    Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k and top-p."""
+    Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k, top-p and min-p."""
     scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
     logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
-        cumulative = _restricted(logprobs, top_k, top_p).exp().cumsum(-1, dtype=torch.float64)
+        cumulative = _restricted(logprobs, top_k, top_p, min_p).exp().cumsum(-1, dtype=torch.float64)
         threshold = noise[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _restricted(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
+def _restricted(logprobs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     if top_k:
         limit = logprobs.topk(min(top_k, logprobs.shape[1])).values[:, -1:]
         logprobs = logprobs.masked_fill(logprobs < limit, -torch.inf)
@@ -57,6 +59,9 @@ def _restricted(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
         before = ordered.exp().cumsum(-1) - ordered.exp()
         ordered = ordered.masked_fill(before >= top_p * ordered.exp().sum(-1, keepdim=True), -torch.inf)
         logprobs = torch.empty_like(logprobs).scatter_(1, index, ordered)
+    if min_p:
+        limit = logprobs.amax(-1, keepdim=True) + math.log(min_p)
+        logprobs = logprobs.masked_fill(logprobs < limit, -torch.inf)
     return logprobs
 
 

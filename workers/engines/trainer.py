@@ -199,13 +199,15 @@ def even_cuts(needed: Sequence[int], cap: int, count: int,
 
 
 def schedule(settings: RoleRun, step: int, steps: int) -> float:
-    """Return the learning rate's factor at `step` (from 0) of `steps`: linear warm-up, then decay to 0."""
+    """Return the learning rate's factor at `step` (from 0) of `steps`: linear warm-up, then decay to its minimum."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    if settings.schedule == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
+    if settings.schedule == "constant":
+        return 1.0
+    left = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    least = settings.min_learning_rate / settings.learning_rate
+    return least + (1.0 - least) * left
 
 
 def _placeholder(pad_token: int, with_images: bool) -> Batch:

@@ -23,8 +23,8 @@ _ON_GPU = 8  # times as many there: short kernels are slow
 
 
 def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `tokens` [N] or [N, K] after `hidden` [N, D], shaped like them, and entropies [N]
-    (detached), both float32. `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh
+    """Return log-probabilities of `tokens` [N] or [N, K] after `hidden` [N, D], shaped like them, and entropies [N],
+    both float32 and with gradients. `head` has no bias; its weight [V, D] may be a DTensor split by rows over one mesh
     dimension."""
     weight = head.weight
     if isinstance(weight, DTensor):
@@ -46,10 +46,8 @@ def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, t
 def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `tokens` [N] or [N, K] and entropies [N] under `logits` [N, V]."""
     logprobs = torch.log_softmax(logits, -1)
-    with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
     rows = torch.arange(len(tokens), device=tokens.device)
-    return logprobs[rows if tokens.ndim == 1 else rows[:, None], tokens], entropies
+    return logprobs[rows if tokens.ndim == 1 else rows[:, None], tokens], _Entropies.apply(logprobs)
 
 
 @torch.no_grad()
@@ -84,6 +82,21 @@ def likeliest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return tokens.int(), best - logits.logsumexp(-1, keepdim=True)
 
 
+class _Entropies(torch.autograd.Function):
+    """Entropies [N] of `logprobs` [N, V], which log_softmax keeps in any case: they take no memory of their own."""
+
+    @staticmethod
+    def forward(ctx, logprobs: Tensor) -> Tensor:
+        ctx.save_for_backward(logprobs)
+        ctx.set_materialize_grads(False)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor | None) -> Tensor | None:
+        (logprobs,) = ctx.saved_tensors
+        return None if gradient is None else -gradient[:, None] * logprobs.exp() * (logprobs + 1.0)
+
+
 class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
@@ -108,22 +121,25 @@ class _Scores(torch.autograd.Function):
             spread = total.log()
             _by_row(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
             entropies[piece], normalizers[piece] = spread - weighted / total, top + spread
-        ctx.save_for_backward(hidden, weight, asked, normalizers)
+        ctx.save_for_backward(hidden, weight, asked, normalizers, entropies)
         ctx.temperature, ctx.group, ctx.first, ctx.part = temperature, group, first, part
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        """∂ log p(t) / ∂ logits = onehot(t) − p."""
-        hidden, weight, asked, normalizers = ctx.saved_tensors
-        gradient = gradient.reshape(asked.shape)
+    def backward(ctx, of_logprobs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        """∂ log p(t) / ∂ logits = onehot(t) − p, and ∂ entropy / ∂ logits = −p (log p + entropy)."""
+        hidden, weight, asked, normalizers, entropies = ctx.saved_tensors
+        gradient = normalizers.new_zeros(asked.shape) if of_logprobs is None else of_logprobs.reshape(asked.shape)
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         for piece in _pieces(hidden, ctx.part):
             logits = _logits(hidden[piece], weight, ctx.temperature)
             scale = gradient[piece] / ctx.temperature
-            table = _less(logits, normalizers[piece]).exp_().mul_(-scale.sum(1, keepdim=True))
+            table, amounts = _less(logits, normalizers[piece]), -scale.sum(1, keepdim=True)
+            if of_entropies is not None:
+                amounts = amounts - (table + entropies[piece, None]) * (of_entropies[piece, None] / ctx.temperature)
+            table = table.exp_().mul_(amounts)
             columns, here = _local_columns(asked[piece] - ctx.first, len(weight))
             if len(weight):
                 rows = torch.arange(len(table), device=table.device)[:, None]

@@ -38,12 +38,12 @@ _MOMENT = 1.0  # seconds between checks of the service that runs the commands, w
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("prompts", "responses", "response_mask", "rollout_logprobs", "versions", "completions",
-              "environment_rewards", "turns", "keep", "routed_experts"))
+              "environment_rewards", "turns", "finished", "keep", "routed_experts"))
 def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_size: int = 1,
               max_turns: PositiveInt = 16, max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
               max_prompt_tokens: PositiveInt = 1024, printed_reward: bool = True, seconds: PositiveFloat = 300.0,
               processes: PositiveInt = 16, memory_gib: PositiveFloat = 4.0, **columns: list[str],
-              ) -> tuple[Ragged, Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Ragged]:
+              ) -> tuple[Ragged, Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
     """Start the command `agent` `group_size` times for each prompt, up to `processes` at a time. Return the prompt of
     its first request in place of the dataset's, and then what `converse` returns.
 

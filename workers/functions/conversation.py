@@ -39,16 +39,16 @@ _PATIENCE = 3  # steps in a row in which all trajectories may fail before the ru
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
       writes=("responses", "response_mask", "rollout_logprobs", "versions", "completions", "environment_rewards",
-              "turns", "keep", "routed_experts"))
+              "turns", "finished", "keep", "routed_experts"))
 def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: Environment,
              environment_settings: dict | None = None, group_size: int = 1, max_turns: PositiveInt = 4,
              max_new_tokens: PositiveInt | None = None, max_tokens: PositiveInt = 1024,
              observation_role: Literal["user", "tool"] = "user", step_seconds: PositiveFloat = 10.0,
              processes: PositiveInt = 2, memory_gib: PositiveFloat = 4.0, **columns: list[str],
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Ragged]:
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
     """Sample `group_size` conversations with an environment for each prompt: all tokens after the prompt, which of them
-    were sampled, the rewards of the environment, the number of turns, whether the environment did not fail, and with
-    `generation.routing_replay` the experts chosen for each token.
+    were sampled, the rewards of the environment, the number of turns, whether they came to their end, whether the
+    environment did not fail, and with `generation.routing_replay` the experts chosen for each token.
 
     A turn has up to `max_new_tokens`, a whole conversation up to `max_tokens`; one that would be longer ends early. A
     trajectory whose environment fails, or takes longer than `step_seconds`, is not kept. Where the environment begins
@@ -264,8 +264,7 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     """Report metrics and failures. `who` answers: its kind, as "environment", and its name. Raises RewardsFailed."""
     metrics, failures = current(), [episode.failure for episode in episodes if episode.failure]
     metrics.mean("environment/turns", sum(episode.turns for episode in episodes), len(episodes))
-    truncated = sum(episode.cut or not episode.row.finished for episode in episodes)
-    metrics.mean("response/truncated", truncated, len(episodes))
+    metrics.mean("response/truncated", sum(not episode.finished for episode in episodes), len(episodes))
     metrics.add("environment/cut", sum(episode.cut for episode in episodes))
     metrics.add("environment/failed", len(failures))
     metrics.add("environment/timeouts", sum(failure.timeout for failure in failures))
@@ -308,7 +307,7 @@ def _tokens(episodes: list[Trajectory]) -> Ragged:
 
 
 def columns_of(episodes: list[Trajectory], engine: RoleEngines,
-             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Ragged]:
+             ) -> tuple[Ragged, Ragged, Ragged, Ragged, list[str], Tensor, Tensor, Tensor, Tensor, Ragged]:
     responses, pieces = _tokens(episodes), [piece for episode in episodes for piece in episode.pieces]
     mask = [torch.full((len(piece.tokens),), piece.sampled and not episode.failure)
             for episode in episodes for piece in episode.pieces]
@@ -321,4 +320,5 @@ def columns_of(episodes: list[Trajectory], engine: RoleEngines,
             responses.with_values(torch.cat(versions) if pieces else torch.empty(0, dtype=torch.int32)),
             engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
+            torch.tensor([episode.finished for episode in episodes], dtype=torch.bool),
             torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool), *experts)

@@ -107,7 +107,7 @@ class _Divergence:
         metrics.add("loss", total.detach() * self.share)
         metrics.mean_of("distillation/divergence", loss_S.detach())
         metrics.mean_of("distillation/teacher_tail", 1 - teacher_SMK.exp().sum(-1))
-        metrics.mean_of("policy/entropy", entropy_T[trained_S])
+        metrics.mean_of("policy/entropy", entropy_T.detach()[trained_S])
         return total
 
 

@@ -48,6 +48,14 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveIn
     return keep
 
 
+@node(writes="keep")
+def drop_truncated(finished: Tensor) -> Tensor:
+    """Drop answers that were cut off at the limit (overlong filtering, DAPO: Yu et al. 2025, 3.4). Behind the
+    advantages they still count in the means of their groups, as in TRL; before them, nowhere."""
+    current().mean_of("filter/kept", finished)
+    return finished
+
+
 def _order(group: Tensor, *keys: Tensor) -> Tensor:
     order = torch.arange(len(group))
     for key in (*reversed(keys), group):

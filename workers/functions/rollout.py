@@ -33,12 +33,13 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveI
     return Ragged.from_rows([row[-max_prompt_tokens:] for row in rows])
 
 
-@node(type="MODEL_INFERENCE", writes=("responses", "rollout_logprobs", "versions", "completions", "routed_experts"),
-      repeats="group_size", default_for="actor")
+@node(type="MODEL_INFERENCE", repeats="group_size", default_for="actor",
+      writes=("responses", "rollout_logprobs", "versions", "completions", "finished", "routed_experts"))
 def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged | None = None, *, group_size: int = 1,
-             max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, Ragged, Ragged, list[str], Ragged]:
-    """Sample `group_size` answers to each prompt: tokens, their log-probabilities, the weights' version, the text, and
-    with `generation.routing_replay` the experts chosen for each token."""
+             max_new_tokens: PositiveInt | None = None) -> tuple[Ragged, Ragged, Ragged, list[str], Tensor, Ragged]:
+    """Sample `group_size` answers to each prompt: tokens, their log-probabilities, the weights' version, the text,
+    whether it came to its end instead of being cut off [B] bool, and with `generation.routing_replay` the experts
+    chosen for each token."""
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     samples = engine.generate(prompts, ids, group_size, max_new_tokens, images=images)
     metrics, lengths = current(), samples.tokens.lengths
@@ -48,7 +49,7 @@ def generate(engine: RoleEngines, prompts: Ragged, row: Tensor, images: Ragged |
     metrics.add("response/fingerprint", fingerprint(samples.tokens, ids))
     experts = engine.routed_experts(samples.experts, prompts.lengths.repeat_interleave(group_size), lengths)
     return (samples.tokens, samples.logprobs, samples.versions,  # pyright: ignore[reportReturnType]  # last if planned
-            engine.decode(samples.tokens), *experts)
+            engine.decode(samples.tokens), samples.finished, *experts)
 
 
 def note_lengths(prompts_P: Tensor, responses_B: Tensor) -> None:

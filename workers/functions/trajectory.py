@@ -62,6 +62,11 @@ class Trajectory:
         return sum(len(piece.tokens) for piece in self.pieces)
 
     @property
+    def finished(self) -> bool:
+        """Whether it came to its end, instead of being cut off by a limit."""
+        return self.row.finished and not self.cut
+
+    @property
     def last(self) -> str:
         """Kind of the last event; "" before the first turn is over."""
         return self.events[-1][0] if self.events else ""

@@ -61,8 +61,8 @@ class PolicyLoss:
     """Loss of a policy update: the sum of a micro-batch's weighted token losses. Untrained tokens are left out first,
     as they may have log-probabilities of -inf. `share` is the weight of one call in the step's reported loss."""
 
-    def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float):
-        self.surrogate, self.kl, self.kl_kind, self.share = surrogate, kl, kl_kind, share
+    def __init__(self, surrogate: Surrogate, kl: float, kl_kind: str, share: float, entropy: float = 0.0):
+        self.surrogate, self.kl, self.kl_kind, self.share, self.entropy = surrogate, kl, kl_kind, share, entropy
         self.mismatch: Mismatch | None = Mismatch()
         """Until the step's first optimizer step the trainer's policy is still the rollout's: they are compared then."""
 
@@ -82,6 +82,8 @@ class PolicyLoss:
             kl_S = kl_estimate(logprobs_S, columns["reference"], self.kl_kind)
             loss_S = loss_S + self.kl * kl_S
             metrics.mean_of("policy/kl_reference", kl_S.detach())
+        if self.entropy:
+            loss_S = loss_S - self.entropy * entropy_S
         total = weighted_sum(loss_S, columns["weights"])
         metrics.add("loss", total.detach() * self.share)
         metrics.mean_of("policy/ratio", ratio_S)
@@ -89,7 +91,7 @@ class PolicyLoss:
             metrics.mean_of("policy/clip_ratio", clipped_S)
             metrics.mean_of("policy/clip_ratio_low", clipped_S & (ratio_S < 1))
             metrics.mean_of("policy/clip_ratio_high", clipped_S & (ratio_S > 1))
-        metrics.mean_of("policy/entropy", entropy_S)
+        metrics.mean_of("policy/entropy", entropy_S.detach())
         if self.mismatch:
             self.mismatch.add(logprobs_S, columns["behaviour"])
         return total
@@ -116,12 +118,12 @@ def policy_update(
     images: Ragged | None = None, routed_experts: Ragged | None = None, *,
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] | Loss = "ppo", loss_settings: dict | None = None,
     clip: NonNegativeFloat | None = None, clip_high: NonNegativeFloat | None = None,
-    dual_clip: Annotated[float, Field(gt=1)] | None = None, kl: NonNegativeFloat = 0.0,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None, kl: NonNegativeFloat = 0.0, entropy: NonNegativeFloat = 0.0,
     kl_kind: Literal["k2", "k3"] = "k3", normalize: Literal["none", "batch"] = "none",
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
 ) -> None:
-    """Make a policy-gradient step with a loss for each token, plus KL to a reference if `kl` is not zero.
+    """Make a policy-gradient step: each token's loss, plus `kl` times KL to a reference, minus `entropy` times entropy.
 
     Losses and their usual bounds are in `workers/functions/losses.py`; `MODULE:FUNCTION` names your own, under `@loss`.
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded. `importance` weighs
@@ -144,10 +146,10 @@ def policy_update(
     parts = divided(engine, rows, mini_batches) * epochs
     own = ":" in loss
     of_token = own_loss(loss, loss_settings or {}) if own else surrogate(loss, clip, clip_high, dual_clip)
-    objective = PolicyLoss(of_token, kl, kl_kind, 1 / max(len(parts), 1))
+    objective = PolicyLoss(of_token, kl, kl_kind, 1 / max(len(parts), 1), entropy)
     for part in parts:
         chosen = weighted(engine, rows.select(part), aggregate, fixed_length)
-        optimize(engine, chosen if kl or own else _with_gradient(chosen), objective)
+        optimize(engine, chosen if kl or entropy or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
 
 
@@ -172,7 +174,7 @@ def supervised_update(
 
 
 def _with_gradient(rows: Batch) -> Batch:
-    """Return the rows that have a gradient, and the first few: without a KL term, rows with advantages 0 have none."""
+    """Return the first few rows, and those with a gradient: without KL and entropy others than of advantage 0."""
     advantages = rows["advantages"]
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True

@@ -252,8 +252,7 @@ class TrainingCalls:
 
     def _encoded(self, question: str) -> list[int]:
         data = self.ctx.spec.run.data
-        tokens = prompt_tokens(self.role.tokenizer, messages_of({data.question: question}, data), None,
-                               data.enable_thinking)
+        tokens = prompt_tokens(self.role.tokenizer, messages_of({data.question: question}, data), **data.for_template)
         if len(tokens) > data.max_prompt_tokens:
             raise RequestRefused(f"a prompt has {len(tokens)} tokens, and data.max_prompt_tokens is "
                                  f"{data.max_prompt_tokens}: {question[:60]!r}…")

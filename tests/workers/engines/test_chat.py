@@ -137,6 +137,20 @@ def test_without_a_template_each_message_is_a_line(embedded):
     assert embedded.decode(prompt_tokens(embedded, ASKED)) == "Be brief.\n1?\n"
 
 
+def test_other_variables_reach_the_template_too(chatml):
+    chatml.chat_template = CHATML.replace("assistant\n", "assistant\n{{ reasoning_effort }}")
+    data = Data(train="", chat_template_kwargs={"reasoning_effort": "low"}, enable_thinking=True)
+    assert data.for_template == {"reasoning_effort": "low", "enable_thinking": True}
+    assert chatml.decode(prompt_tokens(chatml, ASKED, reasoning_effort="low")).endswith("assistant\nlow")
+    with pytest.raises(InvalidInput, match=r"`data\.enable_thinking` would change nothing"):
+        require_template(chatml, data)
+    chatml.chat_template += "{# enable_thinking #}"
+    require_template(chatml, data)
+    other = Data(train="", chat_template_kwargs={"reasoning_efort": "low"})
+    with pytest.raises(InvalidInput, match=r"`data\.chat_template_kwargs\.reasoning_efort` would change nothing"):
+        require_template(chatml, other)
+
+
 @pytest.mark.parametrize("more", [{"enable_thinking": False}, {"tools": "tools"}])
 def test_what_the_template_does_not_know_is_refused(chatml, embedded, more):
     chatml.chat_template = THINKING

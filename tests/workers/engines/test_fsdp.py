@@ -98,6 +98,14 @@ def test_the_learning_rate_follows_its_schedule(kind, expected):
     assert [schedule(settings, step, 10) for step in (0, 1, 2, 6)] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("linear", [0.5, 1.0, 0.775, 0.55, 0.1]),
+                                                ("cosine", [0.5, 1.0, 0.8682, 0.55, 0.1])])
+def test_the_learning_rate_falls_to_its_minimum(kind, expected):
+    """Halfway down it is in the middle between both; the last value is that after the last step."""
+    settings = RoleRun(schedule=kind, warmup_steps=2, learning_rate=1e-5, min_learning_rate=1e-6)
+    assert [schedule(settings, step, 10) for step in (0, 2, 4, 6, 10)] == pytest.approx(expected, abs=1e-4)
+
+
 def test_state_goes_through_a_dictionary(model, mesh, batch):
     one, other = engine(copy.deepcopy(model), mesh), engine(model, mesh)
     one.update(batch, plain, 1.0, 0)

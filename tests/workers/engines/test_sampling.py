@@ -48,8 +48,9 @@ def test_temperature_zero_takes_the_likeliest():
 
 @pytest.mark.parametrize(("limits", "allowed"), [
     ({"top_k": 2}, {0, 3}), ({"top_p": 0.6}, {0}), ({"top_p": 0.8}, {0, 3}), ({"top_k": 3, "top_p": 0.999}, {0, 1, 3}),
-    ({"top_k": 99}, {0, 1, 2, 3})])
-def test_top_k_and_top_p_restrict_the_choice_but_not_the_log_probability(limits, allowed):
+    ({"top_k": 99}, {0, 1, 2, 3}), ({"min_p": 0.3}, {0, 3}), ({"min_p": 0.1}, {0, 1, 3}),
+    ({"min_p": 0.1, "top_p": 0.8}, {0, 3}), ({"min_p": 1e-9}, {0, 1, 2, 3})])
+def test_top_k_top_p_and_min_p_restrict_the_choice_but_not_the_log_probability(limits, allowed):
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])  # probabilities 0.64, 0.09, 0.03, 0.24
     tokens, logprobs = pick(logits.expand(5000, 4), uniform(2, torch.arange(5000), 0), 1.0, **limits)
     assert set(tokens.tolist()) == allowed

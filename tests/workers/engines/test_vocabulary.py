@@ -35,24 +35,37 @@ def drawn(vocabulary_size: int, dtype: torch.dtype = torch.float32):
     return hidden, head, torch.randint(vocabulary_size, (50,), generator=generator), torch.linspace(-1, 1, 50)
 
 
-def results(hidden, head, tokens, counts, of=score) -> list[torch.Tensor]:
-    """Log-probabilities, entropies and the gradients of a weighted sum."""
+def results(hidden, head, tokens, counts, of=score, entropy=0.0) -> list[torch.Tensor]:
+    """Log-probabilities, entropies and the gradients of a weighted sum of both, as `entropy` counts the second."""
     logprobs, entropies = of(hidden, head, tokens, 0.7)
-    assert not entropies.requires_grad
-    gradients = torch.autograd.grad((logprobs * counts).sum(), [hidden, head.weight])
-    return [logprobs.detach(), entropies, *gradients]
+    total = (logprobs * counts).sum() + entropy * (entropies * torch.linspace(1, 2, len(entropies))).sum()
+    gradients = torch.autograd.grad(total, [hidden, head.weight])
+    return [logprobs.detach(), entropies.detach(), *gradients]
 
 
 def at_once(hidden, head, tokens, temperature):
     return scored(head(hidden).float() / temperature, tokens)
 
 
+@pytest.mark.parametrize("entropy", [0.0, 0.5])
 @pytest.mark.parametrize("piece", [1, 300 * 7, 300 * 50 - 1])
-def test_pieces_change_nothing(monkeypatch, piece):
-    expected = results(*drawn(300), of=at_once)
+def test_pieces_change_nothing(monkeypatch, piece, entropy):
+    expected = results(*drawn(300), of=at_once, entropy=entropy)
     monkeypatch.setattr(vocabulary, "PIECE", piece)
-    for one, other in zip(results(*drawn(300)), expected):
+    for one, other in zip(results(*drawn(300), entropy=entropy), expected):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [300 * 7, vocabulary.PIECE])
+def test_entropies_and_their_gradients_are_those_of_torch(monkeypatch, piece):
+    monkeypatch.setattr(vocabulary, "PIECE", piece)
+    hidden, head, tokens, counts = drawn(300)
+    entropies = score(hidden, head, tokens, 0.7)[1]
+    found = torch.autograd.grad((entropies * counts).sum(), [hidden, head.weight])
+    expected = torch.distributions.Categorical(logits=head.double()(hidden.double()) / 0.7).entropy()
+    wanted = torch.autograd.grad((expected * counts).sum(), [hidden, head.weight])
+    for one, other in zip([entropies, *found], [expected, *wanted]):
+        assert torch.allclose(one.double(), other.double(), atol=1e-5)
 
 
 def several(hidden, head, tokens, counts):
@@ -120,7 +133,7 @@ def over_ranks(size: int) -> list[torch.Tensor]:
     hidden, head, tokens, counts = drawn(size)
     head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)], src_data_rank=None))
     with pieces_of(10 * (size // 2)):  # several pieces, and more of 64 rows than of 63
-        *found, gradient = results(hidden, head, tokens, counts)
+        *found, gradient = results(hidden, head, tokens, counts, entropy=0.5)
         *of_several, other = results(*several(hidden, head, tokens, counts))
         best = likeliest(hidden, head, 64, 0.7)[1]
     return [*(part.numpy() for part in (*found, *of_several, best)), *(part.full_tensor().numpy()
@@ -130,7 +143,7 @@ def over_ranks(size: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [300, 127])
 def test_a_vocabulary_that_is_cut_over_ranks_gives_the_same(size):
     hidden, head, tokens, counts = drawn(size)
-    *expected, gradient = results(hidden, head, tokens, counts, of=at_once)
+    *expected, gradient = results(hidden, head, tokens, counts, of=at_once, entropy=0.5)
     *of_several, other = results(*several(hidden, head, tokens, counts), of=at_once)
     expected += [*of_several, torch.log_softmax(head(hidden) / 0.7, -1).topk(64).values, gradient, other]
     for found in run_ranks(2, over_ranks, size):

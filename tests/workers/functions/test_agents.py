@@ -54,7 +54,8 @@ with open(f"{folder}/served.jsonl", "a") as file:
 print("much is said")
 print("nothing" if fate == "silent" else json.dumps({"reward": len(question)}))
 '''
-COLUMNS = ("prompts", "responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "keep")
+COLUMNS = ("prompts", "responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished",
+           "keep")
 
 
 @pytest.fixture
@@ -179,4 +180,4 @@ def test_a_turn_that_no_command_waits_for_is_not_trained(role, tmp_path, monkeyp
 
 
 def test_no_rows(role, tmp_path):
-    assert [len(value) for value in vars(run(role, tmp_path, [])).values()] == [0] * 9
+    assert [len(value) for value in vars(run(role, tmp_path, [])).values()] == [0] * len(COLUMNS)

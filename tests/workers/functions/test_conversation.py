@@ -89,7 +89,7 @@ class Moody(Echo):
         turn = super().step(text)
         return Turn(f"{turn.observation} again {STARTED}", turn.done, turn.reward)
 '''
-COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "keep")
+COLUMNS = ("responses", "mask", "logprobs", "versions", "completions", "rewards", "turns", "finished", "keep")
 
 
 @pytest.fixture
@@ -185,6 +185,7 @@ def test_limits_of_turns_and_tokens(role, prompts):
     metrics = current().collect(lambda mine: [mine])
     assert cut.turns.tolist() == [3, 3, 1, 1, 3, 3]
     assert cut.keep.all()
+    assert not cut.finished[2:4].any()
     assert metrics["environment/cut"] == 2
     assert cut.responses.lengths.max() <= 60
     assert converse_with(role, prompts, max_tokens=4).responses.lengths.max() <= 4
@@ -231,7 +232,7 @@ def test_prompts_that_come_one_by_one_make_no_steps_of_their_own():
 def test_no_rows(role):
     empty = Ragged.from_rows([])
     values = converse(role, empty, torch.empty(0, dtype=torch.int64), environment="echoes:Echo", questions=[], fate=[])
-    assert [len(value) for value in values] == [0] * 8
+    assert [len(value) for value in values] == [0] * len(COLUMNS)
 
 
 class Late:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.telemetry.metrics import current
 from workers.engines.sampling import key_of, uniform
-from workers.functions.filters import informative_groups, rank_filter
+from workers.functions.filters import drop_truncated, informative_groups, rank_filter
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=16)
 """(group, reward) of each row."""
@@ -24,6 +25,12 @@ def test_a_group_stays_if_its_rewards_differ(rows):
     keep = informative_groups(*columns(rows)).tolist()
     assert keep == [len({reward for other, reward in rows if other == group}) > 1 for group, _ in rows]
 
+
+
+def test_answers_that_were_cut_off_are_dropped():
+    current().take()
+    assert drop_truncated(torch.tensor([True, False, True])).tolist() == [True, False, True]
+    assert current().collect(lambda mine: [mine])["filter/kept"] == pytest.approx(2 / 3)
 
 @given(rows=ROWS, best=st.integers(1, 3), others=st.integers(0, 2), kind=st.sampled_from(["worst", "random"]),
        order=st.randoms(use_true_random=False))

@@ -48,8 +48,9 @@ class Table:
         for start in range(0, len(batch), self.rows_at_once):
             micro = batch.slice(start, min(start + self.rows_at_once, len(batch)))
             tokens = micro["responses"].values
-            logprobs = torch.log_softmax(self.logits, 0)[tokens]
-            loss = loss_of(logprobs, torch.zeros(len(tokens)), micro)
+            logprobs = torch.log_softmax(self.logits, 0)
+            entropy = -(logprobs.exp() * logprobs).sum()
+            loss = loss_of(logprobs[tokens], entropy.expand(len(tokens)), micro)
             loss.backward()
             value += loss.detach()
         gradient = self.total(self.logits.grad.clone())
@@ -89,10 +90,11 @@ def surrogate(kind: str, log_ratios, logprobs, advantage, low, high):
 
 
 def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, kl: float, kl_kind: str,
-          normalize: str) -> list[float]:
+          normalize: str, entropy: float) -> list[float]:
     """Loss and gradient of one step over all rows."""
     total = math.log(sum(math.exp(x) for x in LOGITS))
     probabilities = [math.exp(x - total) for x in LOGITS]
+    surprise = -sum(p * math.log(p) for p in probabilities)
     kept = [[i for i, trained in enumerate(row["trained"]) if trained] for row in rows]
     tokens, filled = sum(map(len, kept)), sum(map(bool, kept))
     mean = sum(row["advantage"] * len(places) for row, places in zip(rows, kept)) / max(tokens, 1)
@@ -109,9 +111,10 @@ def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, k
             d = x - row["reference"][i]
             extra, steep = (math.exp(-d) - 1 + d, 1 - math.exp(-d)) if kl_kind == "k3" else (d * d / 2, d)
             part, slope = (row["importance"][i] * y + kl * z for y, z in ((part, extra), (slope, steep)))
-            value += weight * part
-            for token in range(len(LOGITS)):
-                gradient[token] += weight * slope * ((token == row["tokens"][i]) - probabilities[token])
+            value += weight * (part - entropy * surprise)
+            for token, p in enumerate(probabilities):
+                gradient[token] += weight * slope * ((token == row["tokens"][i]) - p)
+                gradient[token] += weight * entropy * p * (math.log(p) + surprise)
     return [value, *gradient]
 
 
@@ -136,7 +139,8 @@ LOSSES = st.sampled_from([("ppo", 0.2, 0.3), ("ppo", 0.0, 5.0), ("gspo", 0.1, 0.
                           ("cispo", 0.0, 0.5), ("reinforce", 0.0, 0.0)])
 AGGREGATES = st.sampled_from(["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"])
 MORE = st.fixed_dictionaries({"kl": st.sampled_from([0.0, 0.1]), "kl_kind": st.sampled_from(["k2", "k3"]),
-                              "normalize": st.sampled_from(["none", "batch"])})
+                              "normalize": st.sampled_from(["none", "batch"]),
+                              "entropy": st.sampled_from([0.0, 0.3])})
 
 
 def options_of(loss, aggregate, more):

@@ -139,7 +139,8 @@ class MegatronEngine(Trainer):
             loss = logprobs.new_zeros(())
         else:
             loss = logprobs.sum() * 0.0 if is_placeholder(micro) else loss_of(logprobs, entropies, micro)
-        return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack([logprobs.detach(), entropies])
+        return loss, torch.zeros((), dtype=torch.int, device=self.device), torch.stack(
+            [logprobs.detach(), entropies.detach()])
 
     def _on_all_stages(self, found: list[Tensor], packs: list[Packed]) -> list[Tensor]:
         if self.layout.pp == 1:

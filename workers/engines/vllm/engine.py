@@ -53,9 +53,8 @@ class VLLMSession(RequestSession):
         for row in rows:
             row.begin()
             request = self.request_for(row)
-            settings, first = self.engine.generation, len(row.sequence) - row.prompt
-            params = parameters(self.key_of(row), self.temperature, settings.top_k, settings.top_p, row.id, first,
-                                row.limit, self.engine.ends)
+            params = parameters(self.key_of(row), self.temperature, self.engine.generation, row.id,
+                                len(row.sequence) - row.prompt, row.limit, self.engine.ends)
             with translated(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
                     request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks,

@@ -15,6 +15,7 @@ from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from distflow.config.run import Generation
 from workers.engines.sampling import pick, uniform
 
 _CHUNK = 1 << 23  # logits that are sampled from at a time: vLLM does not account for this memory
@@ -29,6 +30,7 @@ class _Choice(NamedTuple):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
 
 
 class _Slot(NamedTuple):
@@ -40,13 +42,14 @@ class _Slot(NamedTuple):
     output: list[int]
 
 
-def parameters(key: int, temperature: float, top_k: int, top_p: float, id: int, first: int, limit: int,
+def parameters(key: int, temperature: float, settings: Generation, id: int, first: int, limit: int,
                ends: list[int]) -> SamplingParams:
     """Return a request whose tokens `Drawing` samples. `first`: position of its first token after the prompt."""
+    choice = _Choice(key, temperature, settings.top_k, settings.top_p, settings.min_p)
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
         skip_clone=True,
-        extra_args={"choice": [key, temperature, top_k, top_p], "row": [id, first]})
+        extra_args={"choice": [*choice], "row": [id, first]})
 
 
 class Drawing(LogitsProcessor):
@@ -101,7 +104,7 @@ class Drawing(LogitsProcessor):
         position = torch.tensor([slot.first + len(slot.output) for slot in slots], device=self.device)
         noise = uniform(choice.key, ids, position)
         count = max(1, _CHUNK // logits.shape[1])
-        picked = [pick(logits[some], part, choice.temperature, choice.top_k, choice.top_p)
+        picked = [pick(logits[some], part, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
                   for some, part in zip(indices.split(count), noise.split(count))]
         tokens, logprobs = zip(*picked)
         return torch.cat(tokens), torch.cat(logprobs)
