@@ -2,12 +2,13 @@
 
     ChunkStore       buffers and chunk masks of a version; filled from one side and served from the other at once
     IncomingChunks   a run of chunks under way, verified chunk by chunk
-    Weights          a complete version as tensors: whole ones, or the slices that another layout needs
+    Weights          a complete version as tensors
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -28,8 +29,8 @@ class ChunkStore:
     """Chunks of one version of the weights.
 
     memory: by part [bytes] uint8, as soon as it is decided where the part lies: in memory of this process, or of a
-    source. have: verified chunks. wanted: needed chunks; complete: they are all that is published. moved: bytes
-    received so far, verified or not. unchanged: bytes taken from another version.
+    source. have: verified chunks. wanted: needed chunks. moved: bytes received so far, verified or not. unchanged:
+    bytes taken from another version.
     """
 
     def __init__(self, version: int, key: str):
@@ -45,7 +46,6 @@ class ChunkStore:
         self.changed = threading.Condition()  # re-entrant
         self.alike: dict[tuple[str, int], bool] = {}  # whether a part of another version lies as here
         self.count = self.moved = self.unchanged = 0
-        self.complete = True
 
     def add(self, number: int, part: RankManifest, packed: bytes, memory: numpy.ndarray | None = None) -> None:
         full = memory is not None
@@ -58,17 +58,14 @@ class ChunkStore:
             self.count += len(part) if full else 0
             self.changed.notify_all()
 
-    def want(self, slices: Mapping[str, ShardSlice] | None) -> None:
-        """Want only the chunks of these slices, and of all tensors that are not among them; None: everything. A slice
-        that several ranks published is wanted of the first of them."""
-        self.complete, seen = not slices, set[ShardSlice]()
+    def want_all(self) -> None:
+        """Want the chunks of all slices; a slice that several ranks published is wanted of the first of them."""
+        seen = set[ShardSlice]()
         for number, part in self.parts.items():
             for content in part.contents:
-                if content.slice in seen:
-                    continue
-                seen.add(content.slice)
-                touched = part.touching(content, (slices or {}).get(content.slice.name, content.slice))
-                self.wanted[number][touched.start : touched.stop] = True
+                if content.slice not in seen:
+                    seen.add(content.slice)
+                    self.wanted[number][part.chunks_of(content)] = True
 
     def place_part(self, number: int, mapped: numpy.ndarray | None, offered: numpy.ndarray,
                    allocate: Callable[[int], numpy.ndarray]) -> bool:
@@ -225,10 +222,10 @@ def unpack_masks(masks: Mapping[int, bytes], head: PublishedVersion) -> ChunkMas
 
 class Weights:
     """Complete, verified version in this process's host memory, which stays unchanged while this object or a tensor of
-    it lives. wanted: the slices that were pulled, by name; other tensors are whole."""
+    it lives."""
 
-    def __init__(self, chunks: ChunkStore, wanted: Mapping[str, ShardSlice]):
-        self.chunks, self.wanted = chunks, wanted
+    def __init__(self, chunks: ChunkStore):
+        self.chunks = chunks
         self.found: dict[str, list[tuple[int, SliceEntry]]] = {}
         for number, part in chunks.parts.items():
             for content in part.contents:
@@ -243,48 +240,31 @@ class Weights:
         """Identity of the version: its number, and the attempt of the trainer, which may publish a number again."""
         return self.chunks.key
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.slice_of(name).nbytes for name in self.found)
-
-    def names(self) -> list[str]:
-        return sorted(self.found, key=lambda name: self.found[name][0][1].order)
-
-    def slice_of(self, name: str) -> ShardSlice:
-        first = self.found[name][0][1].slice
-        return self.wanted.get(name, ShardSlice.whole(name, first.shape, first.dtype))
-
-    def tensors(self, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor by name, on the CPU, perhaps a view of memory that other processes use: it must not be
-        changed. A tensor that `into` names is written there instead, of whatever device or dtype that is. Raises
-        `WeightsError` if slices do not cover a tensor, or `into` has another shape for it."""
-        for name in self.names():
-            yield name, self._one(name, (into or {}).get(name))
+        changed. Raises `WeightsError` if slices do not cover a tensor."""
+        for name in sorted(self.found, key=lambda name: self.found[name][0][1].order):
+            yield name, self._one(name)
 
     @torch.no_grad()
-    def _one(self, name: str, target: Tensor | None) -> Tensor:
-        shard_slice, pieces = self.slice_of(name), self._pieces(name)
-        if target is not None and tuple(target.shape) != shard_slice.size:
-            raise WeightsError(f"tensor `{name}` comes as {list(shard_slice.size)} and was to be written into one of "
-                               f"{list(target.shape)}")
-        if sum(common.numel for common, _ in pieces) != shard_slice.numel:
-            raise WeightsError(f"the slices published of tensor `{name}` {list(shard_slice.shape)} do not cover "
-                               "what is wanted of it exactly once; did all ranks publish the same tensors?")
-        if target is None:
-            if len(pieces) == 1 and pieces[0][1].is_contiguous():
-                return pieces[0][1]
-            target = torch.empty(shard_slice.size, dtype=shard_slice.dtype)
-        for common, piece in pieces:
-            target[common.within(shard_slice)].copy_(piece)
-        return target
+    def _one(self, name: str) -> Tensor:
+        first, pieces = self.found[name][0][1].slice, self._pieces(name)
+        odd = any(each.shape != first.shape for each in pieces)
+        if odd or sum(each.numel for each in pieces) != math.prod(first.shape):
+            raise WeightsError(f"the slices published of tensor `{name}` {list(first.shape)} do not cover it exactly "
+                               "once; did all ranks publish the same tensors?")
+        if len(pieces) == 1:
+            return pieces[first]
+        whole = torch.empty(first.shape, dtype=first.dtype)
+        for shard_slice, piece in pieces.items():
+            whole[shard_slice.index].copy_(piece)
+        return whole
 
-    def _pieces(self, name: str) -> list[tuple[ShardSlice, Tensor]]:
-        """Return what each published slice has of the wanted one, once, also if several ranks published it."""
-        wanted, pieces = self.slice_of(name), {}
+    def _pieces(self, name: str) -> dict[ShardSlice, Tensor]:
+        """Return each published slice once, also if several ranks published it, with its contents."""
+        pieces = dict[ShardSlice, Tensor]()
         for number, (shard_slice, offset, _) in self.found[name]:
-            common = shard_slice.overlap(wanted)
-            if common is not None and shard_slice not in pieces:
+            if shard_slice not in pieces:
                 memory = torch.from_numpy(self.chunks.memory[number])[offset : offset + shard_slice.nbytes]
-                tensor = memory.view(shard_slice.dtype).view(shard_slice.size)
-                pieces[shard_slice] = common, tensor[common.within(shard_slice)]
-        return list(pieces.values())
+                pieces[shard_slice] = memory.view(shard_slice.dtype).view(shard_slice.size)
+        return pieces

@@ -46,13 +46,12 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class HeldChunks:
-    """Chunks of one version that a holder has, and expects. complete: the expected ones are all that was published."""
+    """Numbers of chunks of one version that a holder has, and expects: a relay all, a trainer rank its own part."""
 
     version: int
     key: str
     have: int
     expected: int
-    complete: bool = False
 
 
 @dataclass(frozen=True)

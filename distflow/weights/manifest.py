@@ -72,13 +72,9 @@ class RankManifest:
         """Return the bytes of a chunk, or of several."""
         return slice(first * self.chunk, min((first + count) * self.chunk, self.size))
 
-    def touching(self, content: SliceEntry, shard_slice: ShardSlice) -> range:
-        """Return the chunks with bytes that `content` and `shard_slice` share."""
-        common = content.slice.overlap(shard_slice)
-        if common is None or not common.numel:
-            return range(0)
-        first, last = common.reach(content.slice)
-        return range((content.offset + first) // self.chunk, (content.offset + last - 1) // self.chunk + 1)
+    def chunks_of(self, content: SliceEntry) -> slice:
+        """Return the chunks with bytes of a slice."""
+        return slice(content.offset // self.chunk, -(-(content.offset + content.slice.nbytes) // self.chunk))
 
     def pack(self) -> bytes:
         contents = [[shard_slice.name, shard_slice.shape, shard_slice.start, shard_slice.size,
@@ -141,10 +137,6 @@ class PublishedVersion:
     @property
     def chunks(self) -> int:
         return sum(share.chunks for share in self.shares)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(share.size for share in self.shares)
 
     def pack(self) -> str:
         return json.dumps([self.version, self.attempt, self.shares])

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy
@@ -28,7 +28,6 @@ from distflow.weights.directory import Directory, HeldChunks, Holders, SourceEnt
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, version_of
 from distflow.weights.publisher import SourceServer
-from distflow.weights.shard_slice import ShardSlice
 from distflow.weights.sources import (
     ENDED,
     LOST,
@@ -304,8 +303,7 @@ class Puller:
         self.directory = Directory(store, SourceEntry(who, self.source.address, machine=machine_of(available)))
         self.stopped = threading.Event()
         self.whole: Weights | None = None
-        self.filling: tuple[ChunkStore, Mapping[str, ShardSlice]] | None = None
-        """Incomplete version, with the slices wanted of it; it can be continued."""
+        self.filling: ChunkStore | None = None  # incomplete version, which can be continued
         self.source.start()
         self.directory.start()
 
@@ -321,18 +319,7 @@ class Puller:
         """Wait a moment for a version that follows the one with this key."""
         self.directory.wait_for_next(key)
 
-    def wait(self, version: int, seconds: float) -> int:
-        """Return the newest version once it is at least as new as this. Raises `WeightsLate`."""
-        deadline = time.monotonic() + seconds
-        while (newest := self.newest()) < version:
-            if time.monotonic() > deadline:
-                raise WeightsLate(f"version {version} was not published within {seconds:g} s; the newest is {newest}. "
-                                  "The trainer may be down, or slower than this limit")
-            time.sleep(_LOOK)
-        return newest
-
-    def pull(self, version: int | None = None, *, least: int = -1, wanted: Mapping[str, ShardSlice] | None = None,
-             seconds: float = 600.0) -> Weights:
+    def pull(self, version: int | None = None, *, least: int = -1, seconds: float = 600.0) -> Weights:
         """Return a version, complete, verified and in this process's memory.
 
         Without `version`: the newest that living processes have all of, which may be the one that is here already. When
@@ -341,7 +328,6 @@ class Puller:
 
         Args:
             least: wait for a version that is no older than this.
-            wanted: slices of tensors, by name, for a rank that needs no more; all others are pulled whole.
 
         Raises:
             WeightsLost: `version` is not published, or no living process has all of it.
@@ -351,7 +337,7 @@ class Puller:
         while True:
             for head in self._choices(version, least):
                 try:
-                    return self._pull_version(head, dict(wanted or {}), until)
+                    return self._pull_version(head, until)
                 except WeightsLost as error:
                     record("weights_lost", version=head.version, why=str(error))
                     last_error = f": {error}"
@@ -361,10 +347,6 @@ class Puller:
                 raise WeightsLate(f"no version of the weights could be pulled in {seconds:g} s; the newest "
                                   f"published is {self.newest()}{last_error}. The trainer may be down: start it again")
             self.stopped.wait(_LOOK)
-
-    @property
-    def sent(self) -> int:
-        return self.source.sent
 
     def stop(self) -> None:
         """Let the pull that is under way raise `WeightsLate`, and any other after it."""
@@ -388,23 +370,23 @@ class Puller:
         return [head for number, head in enumerate(heads) if (self.whole is not None and self.whole.key == head.key) or
                 ((not number or head.version > mine) and is_available(alive, head.key, range(len(head.shares))))]
 
-    def _pull_version(self, head: PublishedVersion, wanted: dict[str, ShardSlice], until: float) -> Weights:
+    def _pull_version(self, head: PublishedVersion, until: float) -> Weights:
         old = self.whole
-        if old is not None and (old.key, old.wanted) == (head.key, wanted):
+        if old is not None and old.key == head.key:
             return old
-        begun, chunks = timeline.now(), self._store(head, wanted)
+        begun, chunks = timeline.now(), self._store(head)
         fetch = ChunkPuller(self.directory, head, chunks, old and old.chunks, self.buffers.take, self.connections,
                             self.deadline, until, self.stopped)
         try:
             fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
-            chunks.want(wanted)
+            chunks.want_all()
             self.source.offer(chunks)
             self.directory.update(held=(*((_held(old.chunks),) if old else ()), _held(chunks)))
             fetch.fetch_chunks()
         finally:  # another process of this machine may be elected
             self.directory.update_later(pulling="")
-        self.whole, self.filling = (pulled := Weights(chunks, wanted)), None
-        if old is not None and old.key != chunks.key:
+        self.whole, self.filling = (pulled := Weights(chunks)), None
+        if old is not None:
             self.source.withdraw(old.key)
         self.directory.update(held=(_held(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
@@ -414,14 +396,13 @@ class Puller:
                                sources=dict(fetch.received))
         return pulled
 
-    def _store(self, head: PublishedVersion, wanted: dict[str, ShardSlice]) -> ChunkStore:
-        if self.filling is not None and (self.filling[0].key, self.filling[1]) == (head.key, wanted):
-            return self.filling[0]
-        if self.filling is not None:
-            self.source.withdraw(self.filling[0].key)
-        self.filling = ChunkStore(head.version, head.key), wanted
-        return self.filling[0]
+    def _store(self, head: PublishedVersion) -> ChunkStore:
+        if self.filling is None or self.filling.key != head.key:
+            if self.filling is not None:
+                self.source.withdraw(self.filling.key)
+            self.filling = ChunkStore(head.version, head.key)
+        return self.filling
 
 
 def _held(chunks: ChunkStore) -> HeldChunks:
-    return HeldChunks(chunks.version, chunks.key, chunks.count, chunks.expected, chunks.complete)
+    return HeldChunks(chunks.version, chunks.key, chunks.count, chunks.expected)

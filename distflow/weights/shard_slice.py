@@ -38,27 +38,10 @@ class ShardSlice:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def overlap(self, other: ShardSlice) -> ShardSlice | None:
-        """Return the part that both slices have, or None. Raises `WeightsError`: their tensors' shapes differ."""
-        if self.shape != other.shape:
-            raise WeightsError(f"tensor `{self.name}` is {list(self.shape)} as published and {list(other.shape)} as "
-                               "wanted; both must be the shape of the whole tensor")
-        start = tuple(map(max, self.start, other.start))
-        stop = (min(a + b, c + d) for a, b, c, d in zip(self.start, self.size, other.start, other.size))
-        size = tuple(end - begin for begin, end in zip(start, stop))
-        return None if min(size, default=1) <= 0 else ShardSlice(self.name, self.shape, start, size, self.dtype)
-
-    def within(self, outer: ShardSlice) -> tuple[slice, ...]:
-        """Return the index of this slice in a tensor of `outer`'s size."""
-        return tuple(slice(begin - base, begin - base + length)
-                     for begin, base, length in zip(self.start, outer.start, self.size))
-
-    def reach(self, outer: ShardSlice) -> tuple[int, int]:
-        """Return the first byte of this slice in `outer`, stored row by row, and the one after its last."""
-        first = last = 0
-        for part, length in zip(self.within(outer), outer.size):
-            first, last = first * length + part.start, last * length + part.stop - 1
-        return first * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of this slice in the whole tensor."""
+        return tuple(slice(begin, begin + length) for begin, length in zip(self.start, self.size))
 
 
 def slices_of(shards: Mapping[str, Tensor]) -> list[tuple[ShardSlice, Tensor]]:

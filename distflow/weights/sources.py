@@ -58,7 +58,7 @@ def order_sources(entries: Holders, key: str, me: str, mine: int, missing: Colle
     sources = dict[str, list[tuple[SourceEntry, HeldChunks]]]()
     for entry, held in _holders(entries, key):
         if entry.rank < 0 or entry.rank in missing:
-            as_one = entry.rank < 0 and held.complete and entry.machine not in ("", here)
+            as_one = entry.rank < 0 and entry.machine not in ("", here)
             sources.setdefault(entry.machine if as_one else entry.who, []).append((entry, held))
     return [entry for entry, _ in sorted((min(pairs, key=choice) for pairs in sources.values()), key=rank)]
 
@@ -89,7 +89,7 @@ def is_supplied(entry: SourceEntry, key: str, me: str, entries: Holders) -> bool
 def is_available(entries: Holders, key: str, ranks: Sequence[int]) -> bool:
     """Return whether a living relay has all of a version, or the trainer's `ranks` have their parts."""
     holders = _holders(entries, key)
-    return any(entry.rank < 0 and held.complete and held.have >= held.expected for entry, held in holders) or \
+    return any(entry.rank < 0 and held.have >= held.expected for entry, held in holders) or \
         {entry.rank for entry, _ in holders} >= {*ranks[: len(ranks) if entries.whole else SEEN]}
 
 

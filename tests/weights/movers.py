@@ -61,15 +61,6 @@ class Mover:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
-def half(number: int, which: int) -> Any:
-    """Return the first or the second half of the weight with this number that rank 0 publishes."""
-    import torch
-
-    from distflow.weights.shard_slice import ShardSlice
-
-    return ShardSlice(f"rank0.weight{number}", (65536,), (which * 32768,), (32768,), torch.int64)
-
-
 def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0, every: int = 1) -> dict[str, Any]:
     """Tensors that follow from version and rank; the first `same` of them do not depend on the version, and of the
     others only every so many elements. A torn mixture of two versions is not what this gives for either."""
@@ -80,13 +71,11 @@ def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0, every: in
             + (0 if number < same else version * 104729 * (index % every == 0)) for number in range(count)}
 
 
-def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, wanted: Any = None, **which: int) -> bool:
+def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, **which: int) -> bool:
     import torch
 
     expected = {name: tensor for rank in range(ranks)
                 for name, tensor in tensors_of(version, mib, rank, **which).items()}
-    for name, part in (wanted or {}).items():
-        expected[name] = expected[name][part.start[0] : part.start[0] + part.size[0]]
     return expected.keys() == tensors.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
@@ -219,7 +208,7 @@ class Pulling(Serving):
 
     def pull(self, mib: float, ranks: int = 1, same: int = 0, every: int = 1, **given: Any) -> dict[str, Any]:
         weights = self.puller.pull(**given)
-        good = right(dict(weights.tensors()), weights.version, mib, ranks, given.get("wanted"), same=same, every=every)
+        good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same, every=every)
         return {"version": weights.version, "right": good}
 
     def be_patient(self, seconds: float) -> None:

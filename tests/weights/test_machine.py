@@ -7,7 +7,6 @@ import time
 
 import pytest
 from stores import CountingStore, client
-from weights.movers import half
 
 from distflow.weights import directory
 from distflow.weights.directory import Directory, HeldChunks, MachineRelays, SourceEntry
@@ -110,19 +109,6 @@ def test_the_lease_of_an_elected_rank_that_stands_still_runs_out(trainer, machin
     assert trainer.ask("sent")["sent"] <= sent + 2 * RUN, "what it had requested before"
 
 
-def test_ranks_that_want_other_slices_pull_each_chunk_once(trainer, machine, events, store):
-    ranks, mib = machine("a", 3), 8  # a chunk is half of a weight
-    wanted = [{f"rank0.weight{number}": half(number, which) for number in range(2 * mib)} for which in range(2)]
-    trainer.ask("publish", version=1, mib=mib)
-    for rank, slices in zip(ranks, wanted):
-        rank.send("pull", mib=mib, wanted=slices)
-    assert [rank.answer() for rank in ranks[:2]] == [{"version": 1, "right": True}] * 2
-    assert ranks[2].ask("pull", mib=mib) == {"version": 1, "right": True}
-    assert [crossed(last_pulls(events)[f"a{rank}"]) for rank in range(3)] == [{"trainer-0": mib << 19}] * 2 + [{}]
-    assert trainer.ask("sent")["sent"] == mib << 20
-    assert [term for _, term in elected_of(store, "a").values()] == [2], "one after the other"
-
-
 def test_a_rank_that_is_alone_pays_nothing(store, token, monkeypatch):
     """Each of its pulls takes as many operations of the store as one that knows no machine."""
     publisher, counts = Publisher(client(store.port), token, rank=0, ranks=1, transport="tcp"), []
@@ -153,7 +139,7 @@ KEY = "3.attempt"
 def make(store):
     def make(who):
         """No heartbeat is ever late, unless a test says so."""
-        entry = SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9, True),))
+        entry = SourceEntry(who, ("127.0.0.1", 1), machine="m", held=(HeldChunks(3, KEY, 0, 9),))
         one = Directory(store, entry, dead=math.inf)
         one.update()
         return one

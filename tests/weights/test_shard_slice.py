@@ -1,13 +1,14 @@
-"""Slices of training layouts, moved by real ranks, give back the whole state, and every slice of it."""
+"""Slices of training layouts, moved by real ranks, give back the whole state."""
 
-import dataclasses
-
+import numpy
 import pytest
 import torch
 from ranks import run_ranks
 from stores import client
 
+from distflow.weights.chunk_store import ChunkStore, Weights
 from distflow.weights.errors import WeightsError
+from distflow.weights.manifest import SUM, RankManifest, lay_out
 from distflow.weights.shard_slice import ShardSlice
 
 TOKEN = bytes(range(32))
@@ -37,7 +38,7 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Linear(24, 10), torch.nn.LayerNorm(10))
 
 
-def move(port: int, kind, dtype, wanted):
+def move(port: int, kind, dtype):
     """Publish on all ranks, pull on rank 0: (name, tensor) as lists; and the bytes of each rank."""
     import torch.distributed as dist
 
@@ -52,7 +53,7 @@ def move(port: int, kind, dtype, wanted):
     found = None
     if rank == 0:
         puller = Puller(store, TOKEN, "rollout")
-        weights = puller.pull(wanted=wanted)
+        weights = puller.pull()
         found = [(name, tensor.clone()) for name, tensor in weights.tensors()]
         puller.close()
     dist.barrier()
@@ -63,7 +64,7 @@ def move(port: int, kind, dtype, wanted):
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp x tp", 4)])
 def test_whole_tensors(store, kind, ranks):
-    results = run_ranks(ranks, move, store.port, kind, None, None)
+    results = run_ranks(ranks, move, store.port, kind, None)
     expected = dict(model().named_parameters())
     assert [name for name, _ in results[0][0]] == list(expected)
     for name, tensor in results[0][0]:
@@ -74,26 +75,11 @@ def test_whole_tensors(store, kind, ranks):
     assert max(sizes) <= 3 * min(sizes)
 
 
-def test_slices_for_tensor_parallel_rollouts(store):
-    expected = dict(model().named_parameters())
-    for part in range(2):
-        wanted = {"0.weight": ShardSlice("0.weight", (24, 12), (12 * part, 0), (12, 12), torch.bfloat16),
-                  "1.weight": ShardSlice("1.weight", (10, 24), (0, 12 * part), (10, 12), torch.bfloat16)}
-        found = dict(run_ranks(4, move, store.port, "fsdp x tp", torch.bfloat16, wanted)[0][0])
-        assert torch.equal(found["0.weight"], expected["0.weight"][12 * part : 12 * part + 12].bfloat16())
-        assert torch.equal(found["1.weight"], expected["1.weight"][:, 12 * part : 12 * part + 12].bfloat16())
-        assert torch.equal(found["2.bias"], expected["2.bias"].bfloat16())
-
-
-def test_boxes_meet():
-    whole = ShardSlice.whole("w", (6, 4), torch.int32)
-    part = dataclasses.replace(whole, start=(2, 1), size=(3, 2))
-    other = dataclasses.replace(whole, start=(4, 0), size=(2, 4))
-    common = part.overlap(other)
-    assert (common.start, common.size) == ((4, 1), (1, 2))
-    assert part.overlap(dataclasses.replace(whole, start=(0, 0), size=(2, 4))) is None
-    values = torch.arange(24, dtype=torch.int32).view(6, 4)
-    first, last = common.reach(whole)
-    assert values.view(-1)[first // 4 : last // 4].tolist() == values[common.within(whole)].flatten().tolist()
-    with pytest.raises(WeightsError, match="both must be the shape"):
-        part.overlap(ShardSlice.whole("w", (4, 6), torch.int32))
+@pytest.mark.parametrize("shapes", [[(2, 2), (1, 4)], [(2, 2)]], ids=["unlike", "too few"])
+def test_slices_that_make_no_tensor(shapes):
+    chunks = ChunkStore(1, "1.a")
+    for rank, shape in enumerate(shapes):
+        contents, size = lay_out([ShardSlice("w", shape, (0, 0), (1, 2), torch.uint8)], [0])
+        chunks.add(rank, RankManifest(size, 64, contents, bytes(SUM)), b"", numpy.zeros(size, numpy.uint8))
+    with pytest.raises(WeightsError, match="did all ranks publish the same tensors"):
+        dict(Weights(chunks).tensors())

@@ -14,7 +14,7 @@ KEY = "3.team"
 
 
 def entry(who, have=10, rank=-1, **more):
-    return SourceEntry(who, ("127.0.0.1", 1), rank, (HeldChunks(3, KEY, have, 10, rank < 0),), **more)
+    return SourceEntry(who, ("127.0.0.1", 1), rank, (HeldChunks(3, KEY, have, 10),), **more)
 
 
 def entries(*given):
