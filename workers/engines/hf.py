@@ -198,7 +198,7 @@ class Decoding(Session):
         live = self.state["live"].nonzero().squeeze(1)
         last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
         ends = [stop.reached(self.rows[slot], tokens) for slot, tokens in zip(live.tolist(), last)]
-        stopped[live] = torch.tensor(ends, device=self.device)
+        stopped[live] = torch.tensor(ends, dtype=torch.bool, device=self.device)  # of no live row too
         return stopped
 
     def _advance(self, chosen: Tensor) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.engines.embedded import EOS, build_tokenizer
-from workers.engines.hf import last_tokens
+from distflow.config.run import Generation
+from workers.engines.embedded import EOS, build_model, build_tokenizer
+from workers.engines.hf import HFRollout, last_tokens
 from workers.engines.rollout import SampledRow, StopStrings
 
 
@@ -44,3 +45,13 @@ def test_only_the_last_tokens_of_the_slots_that_are_asked_for_are_read():
     tokens, counts = torch.arange(40).reshape(4, 10), torch.tensor([0, 2, 5, 10])
     assert last_tokens(tokens, counts, torch.tensor([1, 3, 0]), 3) == [[10, 11], [37, 38, 39], []]
     assert last_tokens(tokens, counts, torch.tensor([2]), 100) == [[20, 21, 22, 23, 24]]
+
+
+def test_a_session_whose_rows_were_all_aborted_goes_on(tokenizer):
+    model = build_model(len(tokenizer), 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    rollout = HFRollout(model, Generation(max_new_tokens=6), tokenizer.pad_token_id, [tokenizer.eos_token_id])
+    rollout.stop, session = StopStrings(tokenizer, ["no such text"]), rollout.session(3)
+    session.add([SampledRow(0, torch.tensor([7, 8]), 2, 99)])
+    session.step()
+    assert len(session.abort()) == 1
+    assert session.step() == []
