@@ -30,13 +30,6 @@ class Intervals:
             self.starts.append(start)
             self.ends.append(end)
 
-    @classmethod
-    def of(cls, numbers: Iterable[int]) -> Intervals:
-        result = cls()
-        for number in numbers:
-            result.add(number)
-        return result
-
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self.starts, number) - 1
         return at >= 0 and number < self.ends[at]
