@@ -93,15 +93,12 @@ def test_those_that_are_killed_last_start_nothing_meanwhile():
     """As a supervisor that would start again what is killed, and kill the worker that kills."""
     def supervise() -> None:
         worker = processes.spawn(lambda: processes.kill_tree(os.getppid(), last=(os.getppid(), os.getpid())) and None)
-        os.write(writable, b"\n")
         while worker.poll() is None:
             processes.spawn(lambda: time.sleep(600), die_with_parent=0)
 
     processes.adopt_orphans()
     known = processes.children(os.getpid())
-    readable, writable = os.pipe()
     supervisor = processes.spawn(supervise, session=True)
-    os.read(readable, 1)
     assert supervisor.poll(20) == -signal.SIGKILL
     until = time.monotonic() + 5
     while (left := processes.descendants(os.getpid(), but=known)) and time.monotonic() < until:
