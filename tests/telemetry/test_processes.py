@@ -6,10 +6,12 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from distflow.telemetry import processes
 
@@ -111,3 +113,11 @@ def test_those_that_are_killed_last_start_nothing_meanwhile():
 def test_programs_that_a_fork_executes_do_end_by_the_signals_that_it_defies():
     status = processes.spawn(lambda: -subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode).wait()
     assert status == signal.SIGTERM
+
+
+def test_a_python_finds_this_tree_and_what_it_finds_anyway(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "mine.py").touch()
+    found = subprocess.run([sys.executable, "-c", "import distflow, mine; print(distflow.__file__)"], cwd="/",
+                           env=processes.python_environment(), capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).parents[1] == ROOT
