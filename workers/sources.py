@@ -2,9 +2,9 @@
 
     AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
                        rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
-    SyncSource         those of the dataloader, beside trainers of other roles in mode sync
-    FollowerSource    those of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
-    UnorderedSource    prompts that are done first (`on_stale: drop` or `keep`)
+    SyncSource         prompts of the dataloader, beside trainers of other roles in mode sync
+    FollowerSource     prompts of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
+    UnorderedSource    prompts whose rows are there first (`on_stale: drop` or `keep`)
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for each NaN and infinity in it."""
+    """Return `value` with None for each NaN and infinity in it."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):
