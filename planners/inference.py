@@ -57,7 +57,7 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
         if why := _why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
-    order, waiting = _ordered({role: _waits_for(nodes, role, spec, flows) for role in nodes})
+    order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
     if waiting:
         mistakes.append(_refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
                                  "what the other writes, so that each would wait for the other's ranks"))
@@ -106,7 +106,7 @@ def _why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows:
     return ""
 
 
-def _waits_for(nodes: Mapping[str, list[str]], role: str, spec: Spec, flows: Mapping[str, NodeColumns]) -> set[str]:
+def _waits_for(nodes: Mapping[str, list[str]], role: str, flows: Mapping[str, NodeColumns]) -> set[str]:
     """Return the other roles with ranks of their own whose columns a role's nodes read."""
     producers = {column.producer for node in nodes[role] for column in flows[node].reads}
     return {other for other in nodes if other != role and producers.intersection(nodes[other])}

@@ -72,7 +72,7 @@ def _greedy(spec: Spec, node: str) -> str:
 
 
 def _off_policy(spec: Spec, node: str, contract: Contract) -> Iterator[str]:
-    """The loss `reinforce` has no ratio to the policy that sampled: it is right in a step's first update alone."""
+    """Yield a note on several updates with the loss `reinforce`, which has no ratio to the policy that sampled."""
     loss, parts, epochs = (setting_value(spec, node, contract, name) for name in ("loss", "mini_batches", "epochs"))
     if loss == "reinforce" and (parts > 1 or epochs > 1):
         name, count = ("mini_batches", parts) if parts > 1 else ("epochs", epochs)
@@ -94,7 +94,7 @@ def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: di
 
 
 def _unread(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
-    """Columns of log-probabilities that no node reads, with the `reads:` by which an update would."""
+    """Yield a note on each column of log-probabilities that no node reads, with the `reads:` for an update."""
     for node, flow in flows.items():
         for column in flow.writes:
             if column.endswith("_logprobs") and not any(column == read.name for other in flows.values()

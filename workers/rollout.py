@@ -1,4 +1,4 @@
-"""What a rank that samples for others has: leases of prompts, an engine that many threads share, a dock for the rows.
+"""Samples for other groups: leases prompts, samples them by an engine that many threads share, puts rows into the dock.
 
     RolloutContext    leases, threads and buffers of `workers.loop.rollout`: a thread for each prompt runs the chain up
                       to its last sampling node, so that the slots of the engine are never empty while there is work;
@@ -169,7 +169,7 @@ _MOMENT = 0.2  # seconds that a thread waits for work before it checks whether t
 
 @dataclass
 class Prompt:
-    """A leased prompt."""
+    """Leased prompt, from its sampling to the put of its rows."""
 
     lease: Lease
     step: int
@@ -181,7 +181,7 @@ class Prompt:
 
 
 class RolloutContext:
-    """Everything that `rollout` needs: it runs the rollout group's chain on the prompts that the trainer has enqueued.
+    """Context of `rollout`, which runs the rollout group's chain on the prompts that the trainer has enqueued.
     The run has `n_loops` such loops, `n_dedicated` of them on ranks that only sample (0 if this one does not). A
     dedicated loop shows its progress as its rank's steps, and takes over the prompts that other loops leave; with a
     `validation` it answers requests to validate too."""
@@ -433,6 +433,7 @@ class RolloutContext:
 
 
 class RolloutExecutor(Executor):
+    """Executor of one thread of the rollout loop."""
 
     def __init__(self, ctx: RolloutContext, step: int, rollouts: PartialRollouts | None):
         self.ctx, self.step, self.rollouts = ctx, step, rollouts

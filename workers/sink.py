@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
-from distflow.telemetry.processes import spawn
+from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.progress import StepProgress
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader
@@ -37,7 +36,6 @@ from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended early"
 _MOMENT = 0.2  # seconds between two looks at validations that are awaited
-_ROOT = Path(__file__).resolve().parents[1]
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
@@ -191,9 +189,8 @@ class Sink:
 
     def _report(self) -> str:
         """Write the report in a process of its own. Return a line of how to see it; empty if there is none."""
-        paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
-                      stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
+                      stderr=subprocess.DEVNULL, env=python_environment())
         if child.poll(_REPORT_TIMEOUT) is None:
             child.end()
         return "" if child.wait() else f"Open {self.path / 'report.html'}"

@@ -2,9 +2,9 @@
 
     AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
                        rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
-    SyncSource         those of the dataloader, beside trainers of other roles in mode sync
-    FollowerSource    those of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
-    UnorderedSource    prompts that are done first (`on_stale: drop` or `keep`)
+    SyncSource         prompts of the dataloader, beside trainers of other roles in mode sync
+    FollowerSource     prompts of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
+    UnorderedSource    prompts whose rows are there first (`on_stale: drop` or `keep`)
 """
 
 from __future__ import annotations
@@ -174,11 +174,16 @@ class AsyncSource(Dataloader):
             self.dock.commit(lease)
         self.leases = []
 
+    def _is_full(self) -> bool:
+        """Return on rank 0 whether the dock stores more than it should. Others have no part in that."""
+        limit = self.dock.layout.max_bytes if self.rank == 0 else None
+        shards = self.dock.status() if limit is not None else []
+        return limit is not None and sum(each["bytes"] for each in shards) > limit * len(shards)
+
     def _make_room(self) -> None:
         """Release rows of trained steps if the dock is full, but never those of the newest two. No rollout asks for
         that where there are none."""
-        limit, shards = self.dock.layout.max_bytes, self.dock.status() if self.rank == 0 else []
-        if limit is not None and sum(each["bytes"] for each in shards) > limit * len(shards):
+        if self._is_full():
             self.release_before({"position": (self.drawn_before - 2) * self.batch})
 
     def reconcile(self) -> None:
@@ -341,11 +346,7 @@ class UnorderedSource(AsyncSource):
         two, since the last state's copies may be incomplete. No rollout asks for that: none waits for room here."""
         super().finish()
         self.ends = [*self.ends[-2:], self.taken]
-        limit = self.dock.layout.max_bytes
-        if self.rank > 0 or limit is None or len(self.ends) < 3:
-            return
-        shards = self.dock.status()
-        if sum(each["bytes"] for each in shards) > limit * len(shards):
+        if len(self.ends) == 3 and self._is_full():
             self.dock.release_before(TRAINER, self.ends[0])
 
     def _receive(self, number: int, patience: Patience) -> Batch:

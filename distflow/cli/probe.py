@@ -20,9 +20,9 @@ from distflow.cli.launcher import attend
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.yaml_source import check, parse
 from distflow.errors import InvalidInput
-from distflow.launch import ROOT, stay_on_loopback
+from distflow.launch import stay_on_loopback
 from distflow.plan_file import ALIKE, cluster_of_probes
-from distflow.telemetry.processes import die_with_torchrun
+from distflow.telemetry.processes import die_with_torchrun, python_environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
     ranks = options.ranks or _devices()
     line = ["--nproc-per-node", str(ranks), "-m", "distflow.cli", "probe", "--name", options.name]
     line += ["--out", options.out] if options.out else []
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ |= python_environment()
     return attend(line)
 
 

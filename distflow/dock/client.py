@@ -90,7 +90,7 @@ class DockClient:
         """
         ids = batch.ids.to("cpu", torch.int64).numpy()
         versions = numpy.empty(0, numpy.int64) if version is None else _column(version, len(ids))
-        whole, requests = RecordBatch(batch, 0, 0), []
+        whole, requests = RecordBatch(batch), []
         for number, positions in self.layout.split(ids):
             spans = spans_of(positions, [0], [whole])
             schema, buffers = pack(ids[positions], [(name, spans) for name in batch.columns])

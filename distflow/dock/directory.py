@@ -119,7 +119,7 @@ def _entry(store: Store, number: int) -> ShardEntry | None:
 
 
 class Fence(threading.Thread):
-    """Looks whether a shard's entry is still `entry`, and calls `on_replaced` once if another process has its place.
+    """Thread that calls `on_replaced` once if a shard's entry is no longer `entry`: another process has its place.
 
     A process that was stopped does not know what has happened meanwhile: `holds` waits for a look that is not too old.
     While the store does not answer nothing is decided, and the shard goes on.

@@ -30,13 +30,6 @@ class Intervals:
             self.starts.append(start)
             self.ends.append(end)
 
-    @classmethod
-    def of(cls, numbers: Iterable[int]) -> Intervals:
-        result = cls()
-        for number in numbers:
-            result.add(number)
-        return result
-
     def __contains__(self, number: int) -> bool:
         at = bisect_right(self.starts, number) - 1
         return at >= 0 and number < self.ends[at]
@@ -445,7 +438,7 @@ class ConsumerIndex:
         granted.last = session
 
     def _gone(self, row: RowState, number: int) -> bool:
-        """Whether the row was committed, given to another holder, or lost with its shard and stored again."""
+        """Return whether a row was committed, given to another holder, or lost with its shard and stored again."""
         return row.id in self.done or self._leased_to_other(row.id, number) or self.rows.get(row.id) is not row
 
     def _leased_to_other(self, number: int, lease: int) -> bool:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import select
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
@@ -25,9 +23,8 @@ from distflow.dock.replication import Standby
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard import StorageShardServer
 from distflow.rpc.connection import Address
-from distflow.telemetry.processes import Child, spawn, stopped
+from distflow.telemetry.processes import Child, python_environment, spawn, stopped
 
-_ROOT = Path(__file__).resolve().parents[2]
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
               "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc keeps the memory of removed batches for new ones: fresh pages cost as much as the bytes that arrive."""
@@ -96,10 +93,9 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, directory: Sh
     `DockError` if it does not come up; its own message stands on standard error."""
     settings = {"token": token.hex(), "host": host, "port": port, "layout": layout and layout.to_plain(),
                 "number": number, "standby": standby, "directory": directory and directory.to_plain()}
-    paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | os.environ | {"PYTHONPATH": paths})
+                    env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | python_environment())
     print(json.dumps(settings), file=process.stdin, flush=True)
     started = ShardProcess(process, number, serves=not standby)
     if started.serves:

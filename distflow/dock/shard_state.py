@@ -252,7 +252,7 @@ class ShardState:
         return self.indexes[consumer]
 
     def announce(self, ids: Iterable[int], columns: Iterable[str], new: bool) -> None:
-        """Tell all indexes that rows have got columns. `new`: some of the rows were not here before."""
+        """Report to all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
         for home in self._homes():
@@ -260,7 +260,7 @@ class ShardState:
         self._post_stored()
 
     def retire(self, consumer: str, ids: Iterable[int]) -> None:
-        """Tell the shards that a consumer's commits of rows are final."""
+        """Report to the shards that a consumer's commits of rows are final."""
         numbers = numpy.fromiter(ids, numpy.int64)
         for home, positions in self.configured().split(numbers):
             self._post(home, {"kind": "retire", "consumer": consumer, "ids": numbers[positions].tobytes()})

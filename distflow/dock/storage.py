@@ -60,8 +60,8 @@ class StoredColumn:
 class RecordBatch:
     """Rows of one message as they came. `base` is the position of the first one among all rows of the shard."""
 
-    def __init__(self, batch: Batch, base: int, nbytes: int):
-        self.batch, self.base, self.nbytes = batch, base, nbytes
+    def __init__(self, batch: Batch, base: int = 0):
+        self.batch, self.base, self.nbytes = batch, base, 0
         self.live = len(batch)  # rows that still have a column here
         self._columns: dict[str, StoredColumn] = {}
 
@@ -335,7 +335,7 @@ class StorageShard:
         return row // (self.group_size * self.count) * self.group_size + row % self.group_size
 
     def _append(self, batch: Batch, live: int) -> RecordBatch:
-        records = RecordBatch(batch, self.next_base, 0)
+        records = RecordBatch(batch, self.next_base)
         records.nbytes = batch.ids.nbytes + sum(records.column(name).nbytes for name in batch.columns)
         records.live = live
         self.next_base += len(batch) + 1

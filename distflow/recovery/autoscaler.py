@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distflow.errors import InvalidInput
-from distflow.telemetry.events import record
+from distflow.telemetry import events
 from distflow.telemetry.run_reader import Tail
 
 _FILE = "scale.json"
@@ -55,9 +55,7 @@ def read(folder: Path, default: int) -> int:
 
 
 def write(folder: Path, rollouts: int) -> None:
-    partial = folder / f"{_FILE}.partial"
-    partial.write_text(json.dumps({"rollout": rollouts}))
-    partial.replace(folder / _FILE)
+    events.replace(folder / _FILE, json.dumps({"rollout": rollouts}))
 
 
 def forget(folder: Path) -> None:
@@ -101,7 +99,7 @@ def _ask(policy: Policy, folder: Path, steps: Steps, least: int, most: int) -> N
     if target is None or (target := max(least, min(most, int(target)))) == now:
         return
     write(folder, target)
-    record("scaled", policy=policy.__name__, before=now, rollouts=target, after_step=step)
+    events.record("scaled", policy=policy.__name__, before=now, rollouts=target, after_step=step)
     print(f"step {step}: `{policy.__name__}` wants {target} of {most} rollouts instead of {now}", flush=True)
 
 

@@ -219,8 +219,8 @@ _OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of n
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step that is done, as all ranks know it. metrics: as in metrics.jsonl, but for the step's seconds. pace: for
-    each phase and rank, its own seconds in the phase and how many rows it had there; see `workers.loop`."""
+    """A step that is done, as all ranks know it. metrics: as in metrics.jsonl, but for the step's seconds.
+    compute_seconds: for each phase, by rank, its own seconds in the phase and how many rows it had there."""
 
     number: int
     metrics: Mapping[str, float]

@@ -212,7 +212,8 @@ class Supervisor:
             signal.signal(number, handler)
 
     def _print_stop_message(self, number: int) -> None:
-        """On rank 0. torchrun's SIGTERM may follow a failure, which has its own last line on the screen."""
+        """Print on rank 0 what is kept of a run that was told to end. A SIGTERM in the middle of a step is left out:
+        torchrun sends it after a failure too, which has its own last line on the screen."""
         if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
             events.show(stop_message(self.folder, self.heartbeat.read().step if self.stopped else 0))
 

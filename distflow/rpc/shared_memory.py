@@ -20,7 +20,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,11 @@ class MemoryAddress(NamedTuple):
     descriptor: int
     inode: int
     size: int
+
+    @classmethod
+    def of(cls, packed: Sequence[int]) -> MemoryAddress:
+        """Return an address as a message has it."""
+        return cls(*map(int, packed))
 
 
 def machine_name() -> str:

@@ -82,7 +82,7 @@ class MappedSegments:
             return None
         found = cls(token)
         try:
-            found.mapped.open(_address(offer["address"]))
+            found.mapped.open(MemoryAddress.of(offer["address"]))
         except OSError:
             return None
         return found
@@ -97,9 +97,9 @@ class MappedSegments:
     def locate(self, header: Header, on_wire: int) -> int:
         """Return the bytes of a request's payload that are in memory."""
         reply_at, at, size = header.pop("reply_at", None), header.pop("payload_at", None), header.pop("payload_size", 0)
-        self.reply_at = _address(reply_at) if reply_at else None
+        self.reply_at = MemoryAddress.of(reply_at) if reply_at else None
         if at is not None:
-            self.payload_bytes = self.mapped.open(_address(at))[:size]
+            self.payload_bytes = self.mapped.open(MemoryAddress.of(at))[:size]
         if not 0 <= size <= len(self.payload_bytes):
             raise Refused(f"a payload of {size} bytes does not fit into the memory that holds it")
         return size
@@ -112,10 +112,6 @@ class MappedSegments:
 
 def _name(token: bytes) -> str:
     return memory_name("dock", token)
-
-
-def _address(packed: Sequence[int]) -> MemoryAddress:
-    return MemoryAddress(*map(int, packed))
 
 
 def _fill(memory: numpy.ndarray, parts: Parts) -> None:

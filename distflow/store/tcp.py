@@ -63,7 +63,7 @@ class _Reply:
         return self.take(self.number()).decode()
 
     def cancelled(self) -> bool:
-        """Of CANCEL_WAIT: return whether the reply of WAIT had come before."""
+        """Read the reply of CANCEL_WAIT; return whether that of WAIT had come before."""
         return self.byte() == _STOP and self.byte() != _STOP
 
     def texts(self) -> list[str]:

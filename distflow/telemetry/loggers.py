@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from distflow.telemetry import events
-from distflow.telemetry.processes import spawn
+from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
 
-_ROOT = Path(__file__).resolve().parents[2]
 _EVERY = 1.0  # seconds between two looks at the files
 _PARTING = 60.0  # seconds at the end of a run for what is left
 _FILE = "loggers.json"
@@ -205,10 +203,9 @@ class LogProcesses:
     """Processes that send a run that goes on, one for each logger. They end with this one, once all is sent."""
 
     def __init__(self, folder: Path, names: Iterable[str]):
-        paths = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.folder, self.children = folder, {name: spawn(
             [sys.executable, "-m", "distflow.cli", "log", str(folder), "--to", name, "--follow"], die_with_parent=0,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": paths})
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=python_environment())
             for name in names}
 
     def check(self) -> None:
@@ -238,8 +235,7 @@ def _keep(folder: Path, name: str, value: Any) -> None:
     """Write a value into the run's file, which several loggers share."""
     with (folder / f"{_FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / f"{_FILE}.partial").write_text(json.dumps({**_known(folder), name: value}), encoding="utf-8")
-        (folder / f"{_FILE}.partial").replace(folder / _FILE)
+        events.replace(folder / _FILE, json.dumps({**_known(folder), name: value}))
 
 
 def _name(text: str) -> str:

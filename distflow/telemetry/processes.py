@@ -34,6 +34,7 @@ AGENT = "DISTFLOW_AGENT"
 """Environment variable with torchrun's process id, if `distflow` has started it."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that may be sent to all processes of a run at once, and that its supervisors act on."""
+_ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LEFT, _KILLED, _STOPS, _LOOK = 2.0, 5.0, 1.0, 0.02
 """Seconds that a process has to end after SIGTERM and after SIGKILL, and to stop; and between two looks."""
@@ -86,6 +87,12 @@ class Child:
         if self.poll(seconds) is None:
             kill_tree(self.pid)
         return self.wait()
+
+
+def python_environment() -> dict[str, str]:
+    """Return this process's environment, with what a Python needs to import this tree."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def spawn(target: Callable[[], int | None] | Sequence[str], *, die_with_parent: int = signal.SIGKILL,

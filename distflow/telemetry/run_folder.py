@@ -313,9 +313,7 @@ class RunFolder:
         """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
         texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
-            partial = path / f"{name}.partial"
-            partial.write_text(text)
-            partial.replace(path / name)
+            events.replace(path / name, text)
 
     def _totals(self) -> tuple[float, ...]:
         """Read the totals of the newest step that is written, from which a resumed run goes on."""
@@ -381,7 +379,7 @@ def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for each NaN and infinity in it."""
+    """Return `value` with None for each NaN and infinity in it."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list):

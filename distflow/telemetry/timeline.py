@@ -200,11 +200,6 @@ class RunTimeline:
     def steps(self) -> list[int]:
         return sorted({span.step for span in self.spans if span.step > 0})
 
-    def main(self, step: int) -> list[Span]:
-        """Return the activities of a step, of all ranks, in order of time."""
-        return sorted((span for span in self.spans if span.track == MAIN and span.step == step),
-                      key=lambda span: (span.rank, span.start))
-
 
 def read(folder: Path, steps: Collection[int] | None = None, most: int | None = None) -> RunTimeline:
     """Return a run's timeline, or that of some `steps` only, counted from 1, and of the first `most` ranks. A run

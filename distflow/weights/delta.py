@@ -62,6 +62,6 @@ class DeltaChoice:
         return faster if sum(self.runs.values()) % _AGAIN else not faster
 
     def measured(self, delta: bool, rate: float) -> None:
-        """Learn the bytes per second of a run."""
+        """Record the bytes per second of a run."""
         self.rates[delta] = rate if not self.runs[delta] else (self.rates[delta] + rate) / 2
         self.runs[delta] += 1

@@ -64,6 +64,8 @@ Header = dict[str, Any]
 
 
 class PullerConnection:
+    """Connection of a puller: when it was heard last, the version that it pulls, and how chunks are sent to it."""
+
     def __init__(self, connection: Connection, who: str):
         self.connection, self.who, self.heard, self.key = connection, who, time.monotonic(), ""
         self.source_end: SourceEnd | None = None

@@ -45,7 +45,7 @@ def test_any_rows_of_any_batches(data, dtype):
     record_batches, batches, base, first = [], [], 0, 0
     for seed, size in enumerate(sizes):
         batches.append(random_batch(list(range(first, first + size)), dtype, seed))
-        record_batches.append(RecordBatch(batches[-1], base, 0))
+        record_batches.append(RecordBatch(batches[-1], base))
         base, first = base + size + 1, first + size
     everything = Batch.concat(batches)
     chosen = data.draw(st.lists(st.integers(0, first - 1), unique=True))
@@ -61,7 +61,7 @@ def test_any_rows_of_any_batches(data, dtype):
 
 
 def test_consecutive_rows_are_one_span():
-    record_batches = [RecordBatch(random_batch(ids, torch.int64, 0), base, 0)
+    record_batches = [RecordBatch(random_batch(ids, torch.int64, 0), base)
                       for ids, base in (([0, 1, 2], 0), ([3, 4], 4))]
     spans = spans_of(numpy.array([0, 1, 2, 4, 5, 1]), [0, 4], record_batches)
     assert [(start, stop) for _, start, stop in spans] == [(0, 3), (0, 2), (1, 2)]
@@ -69,7 +69,7 @@ def test_consecutive_rows_are_one_span():
 
 def test_what_arrives_is_a_view():
     batch = random_batch([0, 1, 2], torch.int64, 0)
-    schema, buffers = pack(batch.ids.numpy(), [(name, [(RecordBatch(batch, 0, 0), 0, 3)]) for name in batch.columns])
+    schema, buffers = pack(batch.ids.numpy(), [(name, [(RecordBatch(batch), 0, 3)]) for name in batch.columns])
     wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
     back = unpack(3, schema, wire)
     for part in (back.ids, back["dense"], back["ragged"].values):
@@ -79,7 +79,7 @@ def test_what_arrives_is_a_view():
 def test_rows_of_different_form_do_not_mix():
     one, two = Batch(torch.tensor([0]), {"x": torch.zeros(1)}), Batch(torch.tensor([1]), {"x": torch.zeros(1, 2)})
     with pytest.raises(ColumnError, match="column `x` do not fit together"):
-        pack(numpy.array([0, 1]), [("x", [(RecordBatch(one, 0, 0), 0, 1), (RecordBatch(two, 2, 0), 0, 1)])])
+        pack(numpy.array([0, 1]), [("x", [(RecordBatch(one), 0, 1), (RecordBatch(two, 2), 0, 1)])])
 
 
 @pytest.mark.parametrize("schema", [
@@ -104,7 +104,7 @@ def test_rows_of_turns_of_tokens():
     turns = Ragged(torch.arange(9), torch.tensor([1, 2, 3, 0, 3]))
     batch = Batch(torch.arange(4), {"turns": Ragged(turns, torch.tensor([2, 2, 0, 1]))})
     assert tokens_of(batch).tolist() == [3, 3, 0, 3]
-    records = RecordBatch(batch, 0, 0)
+    records = RecordBatch(batch)
     schema, buffers = pack(numpy.array([3, 0]), [("turns", [(records, 3, 4), (records, 0, 1)])])
     back = unpack(2, schema, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))["turns"]
     assert back.lengths.tolist() == [1, 2]

@@ -6,10 +6,12 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness import ROOT
 
 from distflow.telemetry import processes
 
@@ -93,15 +95,12 @@ def test_those_that_are_killed_last_start_nothing_meanwhile():
     """As a supervisor that would start again what is killed, and kill the worker that kills."""
     def supervise() -> None:
         worker = processes.spawn(lambda: processes.kill_tree(os.getppid(), last=(os.getppid(), os.getpid())) and None)
-        os.write(writable, b"\n")
         while worker.poll() is None:
             processes.spawn(lambda: time.sleep(600), die_with_parent=0)
 
     processes.adopt_orphans()
     known = processes.children(os.getpid())
-    readable, writable = os.pipe()
     supervisor = processes.spawn(supervise, session=True)
-    os.read(readable, 1)
     assert supervisor.poll(20) == -signal.SIGKILL
     until = time.monotonic() + 5
     while (left := processes.descendants(os.getpid(), but=known)) and time.monotonic() < until:
@@ -114,3 +113,11 @@ def test_those_that_are_killed_last_start_nothing_meanwhile():
 def test_programs_that_a_fork_executes_do_end_by_the_signals_that_it_defies():
     status = processes.spawn(lambda: -subprocess.run(["sh", "-c", "kill -TERM $$"], check=False).returncode).wait()
     assert status == signal.SIGTERM
+
+
+def test_a_python_finds_this_tree_and_what_it_finds_anyway(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "mine.py").touch()
+    found = subprocess.run([sys.executable, "-c", "import distflow, mine; print(distflow.__file__)"], cwd="/",
+                           env=processes.python_environment(), capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).parents[1] == ROOT

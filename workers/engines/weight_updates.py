@@ -17,6 +17,8 @@ _RETRY_INTERVAL = 1.0  # seconds until a version without a live source is tried 
 
 
 class WeightUpdates:
+    """Thread that pulls each newer version, once the one before is used or dropped."""
+
     def __init__(self, puller: Puller, version: int):
         self.puller, self.version, self.key = puller, version, ""
         self.missed = ""  # key of the version that could not be pulled
@@ -61,8 +63,8 @@ class WeightUpdates:
                 self.puller.wait_for_newer(newest)
 
     def _is_newer(self, newest: str) -> bool:
-        """A restarted trainer may use a version again. With a lower one it is catching up: prompts enqueued before are
-        owed the weights that are here, or newer ones."""
+        """Return whether to pull the version with this key. A restarted trainer may use a number again. With a lower
+        one it is catching up: prompts enqueued before are owed the weights that are here, or newer ones."""
         if not self.key:  # the trainer starts with the same files
             return version_of(newest) > self.version
         return newest != self.key and version_of(newest) >= self.version

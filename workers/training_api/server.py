@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-import os
 import queue
 import secrets
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 import msgpack
 
 from distflow.config.training_api import TrainingApi
+from distflow.telemetry.events import replace
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
 from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
@@ -86,7 +86,8 @@ class TrainingServer(HttpServer):
             super().__init__(settings.host)
         host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        _write(folder / ADDRESS, {"url": self.address, "port": self.port, "token": self.token})
+        mine = {"url": self.address, "port": self.port, "token": self.token}
+        replace(folder / ADDRESS, json.dumps(mine), mode=0o600)  # the token is its owner's alone
 
     def confirm(self, step: int) -> None:
         """Accept calls of the step after `step`, which is done. Thread-safe."""
@@ -170,11 +171,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write(path: Path, address: dict[str, Any]) -> None:
-    """Write a file that its owner alone may read, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(address, file)
-    partial.rename(path)

@@ -17,7 +17,7 @@ import fcntl
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -62,7 +62,7 @@ class SharedMemoryTransport:
         if offer["machine"] != machine_name():
             return None
         try:
-            self.locked.open(_address(offer["address"]))
+            self.locked.open(MemoryAddress.of(offer["address"]))
         except OSError:
             return None
         return SharedMemoryPuller(self.locked)
@@ -121,7 +121,7 @@ class SharedMemoryPuller(PullerEnd):
         self.mapped: dict[int, numpy.ndarray] = {}
 
     def on_reply(self, answer: dict[str, Any]) -> None:
-        addresses = {part: _address(packed) for part, packed in answer["addresses"].items()}
+        addresses = {part: MemoryAddress.of(packed) for part, packed in answer["addresses"].items()}
         if any(addresses.get(part) != self.addresses[part] for part in self.mapped):
             raise ConnectionError("the source has its weights elsewhere now")
         self.addresses = addresses
@@ -149,7 +149,3 @@ class SharedMemoryPuller(PullerEnd):
 def _unlock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)  # the mapping may keep it open
     os.close(file)
-
-
-def _address(packed: Sequence[int]) -> MemoryAddress:
-    return MemoryAddress(*map(int, packed))

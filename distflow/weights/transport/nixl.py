@@ -154,7 +154,7 @@ class _NixlAgent:
                 time.sleep(_NAP)
 
     def close(self) -> None:
-        """No byte comes or goes afterwards: memory of what was under way may be used for something else."""
+        """End all transfers, so that memory of what was under way may be used for something else."""
         while self.posted:
             with contextlib.suppress(*self.errors):
                 self.posted.pop().release()

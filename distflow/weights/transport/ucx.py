@@ -119,7 +119,7 @@ class _UcxConnection:
             raise ConnectionError(f"UCX: {error}") from None
 
     def close(self) -> None:
-        """No byte comes or goes afterwards: memory of what was under way may be used for something else."""
+        """End all transfers, so that memory of what was under way may be used for something else."""
         if self.endpoint is not None:
             self.worker.cancel_inflight_requests()
             self.endpoint.close_blocking()
