@@ -73,10 +73,10 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
 def _follow_measured(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout], ranks: int) -> None:
     """Leave the rows of nodes without a model where a node with measured shares has them, which they follow."""
     left = {request.node for request in requests if request.engine is None and request.node not in spec.run.layouts}
-    while found := [node for node in sorted(left)
-                    if any(layouts[each].measured for each in spec.dag.nodes[node].dependencies)]:
+    before_it = {node: [each for each in spec.dag.nodes[node].dependencies if each in layouts] for node in left}
+    while found := [node for node in sorted(left) if any(layouts[each].measured for each in before_it[node])]:
         for node in found:
-            before = next(each for each in spec.dag.nodes[node].dependencies if layouts[each].measured)
+            before = next(each for each in before_it[node] if layouts[each].measured)
             alike = layouts[before].width == 1
             layouts[node] = layouts[before] if alike else Layout(ranks, rows=MEASURED)
         left.difference_update(found)

@@ -61,6 +61,8 @@ DAGS = [
          "imports: [MODULE]"),
     case("unknown_dependency", 9, "advantag", "node `update` depends on `advantag`, which is not a node.",
          "Did you mean `advantage`?", "Nodes: rollout, reward, advantage."),
+    case("unknown_dependency_of_a_function", 8, "rewrd", "node `advantage` depends on `rewrd`, which is not a node.",
+         "Did you mean `reward`?", "Nodes: rollout, reward, update."),
     case("dependency_is_a_column", 9, "advantages", "node `update` depends on `advantages`, which is not a node.",
          "Did you mean `advantage`?  (`advantages` is a column that it writes.)"),
     case("ambiguous_function", 8, "reward", "several are the default for role `reward` and type COMPUTE",
