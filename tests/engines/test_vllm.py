@@ -52,12 +52,13 @@ def vllm(running):
     running.generation = settings
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.8, 7, 0.9)])
-def test_it_draws_the_tokens_that_transformers_draws(vllm, mesh, prompts, temperature, top_k, top_p):
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), [
+    (1.0, 0, 1.0, 0.0), (0.8, 7, 0.9, 0.0), (1.3, 0, 1.0, 0.6)])
+def test_it_draws_the_tokens_that_transformers_draws(vllm, mesh, prompts, temperature, top_k, top_p, min_p):
     hf = build("hf", mesh, tiny())
     ids = torch.arange(8 * len(prompts)) + 1000
     for engine in (vllm, hf):
-        engine.generation = engine.generation.model_copy(update={"top_k": top_k, "top_p": top_p})
+        engine.generation = engine.generation.model_copy(update={"top_k": top_k, "top_p": top_p, "min_p": min_p})
     theirs, ours = (engine.generate(prompts, 8, ids, key=12, temperature=temperature) for engine in (vllm, hf))
     assert theirs.tokens.values.tolist() == ours.tokens.values.tolist()
     assert theirs.finished.tolist() == ours.finished.tolist()
