@@ -175,7 +175,7 @@ class AsyncSource(Dataloader):
         self.leases = []
 
     def _is_full(self) -> bool:
-        """Return on rank 0 whether the dock stores more than it should. Others have no part in that."""
+        """Return whether the dock stores more than `dock_gib`; False on other ranks than 0, which do not ask."""
         limit = self.dock.layout.max_bytes if self.rank == 0 else None
         shards = self.dock.status() if limit is not None else []
         return limit is not None and sum(each["bytes"] for each in shards) > limit * len(shards)

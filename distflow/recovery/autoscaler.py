@@ -55,7 +55,7 @@ def read(folder: Path, default: int) -> int:
 
 
 def write(folder: Path, rollouts: int) -> None:
-    events.replace(folder / _FILE, json.dumps({"rollout": rollouts}))
+    events.write_atomically(folder / _FILE, json.dumps({"rollout": rollouts}))
 
 
 def forget(folder: Path) -> None:

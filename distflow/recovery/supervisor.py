@@ -45,7 +45,7 @@ from distflow.recovery.worker_process import (
     StackFile,
     WorkerContext,
     become_worker,
-    place_in,
+    location_in,
     read_exit_report,
 )
 from distflow.store.interface import StoreUnavailable, paused
@@ -351,9 +351,9 @@ class Supervisor:
                     raise
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
-                stack = "" if held else self.stack.ask(worker)
+                stack = "" if held else self.stack.dump(worker)
                 what = finding.what + " Somebody has stopped it (SIGSTOP)." * held + \
-                    f" It stands{place_in(stack)}." * bool(stack) + self._absent()
+                    f" It stands{location_in(stack)}." * bool(stack) + self._absent()
                 return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
                                      silent=finding.silent, outside=held)
 
@@ -412,7 +412,7 @@ class Supervisor:
             if status == -signal.SIGABRT:  # so NCCL ends a process whose collective has timed out
                 why = self._absent()
             stack = "" if -status in _EXTERNAL else self.stack.read()
-            what = f"it was ended by {signal.Signals(-status).name}{place_in(stack)}.{why}"
+            what = f"it was ended by {signal.Signals(-status).name}{location_in(stack)}.{why}"
             return self._failure(what, details=stack and f"{stack}\n{what}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
         return self._failure(f"it ended with exit status {status} and without a word")

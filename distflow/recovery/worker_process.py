@@ -64,18 +64,18 @@ class StackFile:
     """Python stack of a worker, written by the worker when it crashes or is asked for it, and read by its supervisor.
 
     The interpreter writes it from within the signal, so it is also there when a call into a library never returns or
-    holds Python's lock. The file is memory; it is gone with the last process that has it open.
+    holds Python's lock. The file is anonymous memory, freed with its last process.
     """
 
     def __init__(self) -> None:
         self.file = os.memfd_create("stack")
 
-    def record(self) -> None:
-        """Let this process write its stack from now on."""
+    def enable(self) -> None:
+        """Let this process write its stack when it crashes or is asked for it."""
         faulthandler.enable(self.file)
         faulthandler.register(_DUMP, self.file)
 
-    def ask(self, worker: Child) -> str:
+    def dump(self, worker: Child) -> str:
         """Return the stack of a worker that still runs; "" if it writes none within a second."""
         os.ftruncate(self.file, 0)
         os.lseek(self.file, 0, os.SEEK_SET)
@@ -96,7 +96,7 @@ class StackFile:
         os.close(self.file)
 
 
-def place_in(stack: str) -> str:
+def location_in(stack: str) -> str:
     """Return where a stack stands, as " in FILE, line N, in FUNCTION": its innermost call outside Python's library and
     installed packages; "" for an empty one."""
     frames = _FRAME.findall(stack.partition("\n\n")[0])
@@ -109,7 +109,7 @@ def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerC
                   stack: StackFile) -> None:
     """Turn the forked process into a worker; never returns. `pipe` takes the exit report.
     `work` returns False if another worker should go on with its work."""
-    stack.record()
+    stack.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor gets it too, and ends the worker
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.ExitStack() as end:

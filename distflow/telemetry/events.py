@@ -49,8 +49,8 @@ def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
     return _dropped[path] == before
 
 
-def replace(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file, in place of one that is there, whole or not at all. Raises OSError: it cannot be written."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file whole or not at all, in place of an older one. Raises OSError: it cannot be written."""
     partial = path.with_name(f"{path.name}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with open(descriptor, "w", encoding="utf-8", errors="replace") as file:

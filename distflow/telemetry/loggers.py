@@ -235,7 +235,7 @@ def _keep(folder: Path, name: str, value: Any) -> None:
     """Write a value into the run's file, which several loggers share."""
     with (folder / f"{_FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        events.replace(folder / _FILE, json.dumps({**_known(folder), name: value}))
+        events.write_atomically(folder / _FILE, json.dumps({**_known(folder), name: value}))
 
 
 def _name(text: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
-from distflow.telemetry.events import replace
+from distflow.telemetry.events import write_atomically
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
 
@@ -62,7 +62,7 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     parts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)), "PLOTLY": plotly, "DATA": data}
     head, *rest = page.split("@@")  # TEXT @@NAME@@ TEXT @@NAME@@ TEXT
     text = head + "".join(parts[name] + after for name, after in zip(rest[::2], rest[1::2]))
-    replace(file, text)
+    write_atomically(file, text)
     return file.stat().st_size
 
 

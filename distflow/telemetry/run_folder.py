@@ -313,7 +313,7 @@ class RunFolder:
         """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
         texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
-            events.replace(path / name, text)
+            events.write_atomically(path / name, text)
 
     def _totals(self) -> tuple[float, ...]:
         """Read the totals of the newest step that is written, from which a resumed run goes on."""

@@ -43,7 +43,7 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
-    """Return the fastest one; None if none fits memory, or if the mode has groups and the devices are too few. `found`,
+    """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices are too few. `found`,
     by a search, are considered too: those that ranks can run as they are."""
     best = _enumerated(spec, costed)
     faster = sorted((each for each in found if best is None or each.seconds < best.seconds),
@@ -64,7 +64,7 @@ def refused(spec: Spec, plan: PlacedPlan) -> str:
 
 
 def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest of the enumerated ones. Groups are tried by the least seconds that they may take, until those
+    """Return the fastest enumerated plan. Groups are tried by the least seconds that they may take, until those
     left cannot be faster than what is found."""
     groups = enumerate(run_groups(costed.problem, roles_apart(spec)))
     found: list[tuple[float, int, Placement]] = []

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from distflow.config.training_api import TrainingApi
-from distflow.telemetry.events import replace
+from distflow.telemetry.events import write_atomically
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
 from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
@@ -87,7 +87,7 @@ class TrainingServer(HttpServer):
         host = socket.gethostname() if settings.host in ("0.0.0.0", "::", "") else settings.host
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         mine = {"url": self.address, "port": self.port, "token": self.token}
-        replace(folder / ADDRESS, json.dumps(mine), mode=0o600)  # the token is its owner's alone
+        write_atomically(folder / ADDRESS, json.dumps(mine), mode=0o600)  # the token is its owner's alone
 
     def confirm(self, step: int) -> None:
         """Accept calls of the step after `step`, which is done. Thread-safe."""
