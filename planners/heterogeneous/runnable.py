@@ -43,8 +43,8 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
-    """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices are too few. `found`,
-    by a search, are considered too: those that ranks can run as they are."""
+    """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
+    are too few. `found`, by a search, are considered too: those that ranks can run as they are."""
     best = _enumerated(spec, costed)
     faster = sorted((each for each in found if best is None or each.seconds < best.seconds),
                     key=lambda each: each.seconds)
