@@ -25,6 +25,7 @@ from distflow.dock.replication import Standby
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard import StorageShardServer
 from distflow.rpc.connection import Address
+from distflow.telemetry.events import leave
 from distflow.telemetry.processes import Child, spawn, stopped
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +133,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
