@@ -214,7 +214,9 @@ class Supervisor:
     def _print_stop_message(self, number: int) -> None:
         """On rank 0. torchrun's SIGTERM may follow a failure, which has its own last line on the screen."""
         if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
-            events.show(stop_message(self.folder, self.heartbeat.read().step if self.stopped else 0))
+            step = self.heartbeat.read().step if self.stopped else 0
+            self._record("run stopped", after_step=step)
+            events.show(stop_message(self.folder, step))
 
     @property
     def orphaned(self) -> bool:
