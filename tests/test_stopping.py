@@ -97,6 +97,8 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     assert step >= 2
     assert last == (f"runs/told was stopped after step {step}; its checkpoint of step {step} is kept. Go on:  "
                     "distflow resume runs/told")
+    why = distflow("why", "runs/told").stdout.read()
+    assert f"It was told to end (Ctrl-C or SIGTERM), and did so after step {step}." in why
     again = distflow("resume", "runs/told", "--set", f"steps={step + 1}")
     said = again.stdout.read()
     assert again.wait(60) == 0, said

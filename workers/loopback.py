@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 from distflow.recovery.store import COMPLETED
 from distflow.rpc.run_token import TOKEN
 from distflow.store.tcp import store_on
+from distflow.telemetry.events import leave
 from distflow.telemetry.processes import AGENT
 
 NAME = "loopback"
@@ -108,4 +109,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

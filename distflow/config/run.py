@@ -142,7 +142,7 @@ class Model(Document):
     @model_validator(mode="after")
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
-            raise ValueError("give either the path of a model folder or an `architecture`")
+            raise ValueError("give either the path of a model folder or an architecture, as  {architecture: qwen3}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")

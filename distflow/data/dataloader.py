@@ -246,7 +246,7 @@ class Dataloader:
         if self.in_order and (left := len(state.get("open", ()))):
             raise InvalidInput(f"the run left {left} prompts over that later steps were to train on, since it took "
                                "those first that were done first. Resume it in its own mode and with its own on_stale "
-                               "(drop or keep):  distflow run --resume RUN  without  --set on_stale=…")
+                               "(drop or keep):  distflow resume RUN  without  --set mode=… and --set on_stale=…")
         self.position = int(state["position"])
         if self.balance and "balance" in state:
             self.balance.load_state_dict(state["balance"])

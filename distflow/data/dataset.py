@@ -306,10 +306,16 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
             f"field `{name}` must be {kind}, not {record[name]!r}"
         hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
             if kind == _FILLED and fields.strict else ""
-        hint = hint if name in record else (f"{did_you_mean(name, record, 'It has')}\nSay which fields to take:  "
-                                            "--set data.question=FIELD --set data.answer=FIELD")
+        hint = hint if name in record else f"{did_you_mean(name, record, 'It has')}\n{_remedy(name, fields)}"
         mistakes.append(Diagnostic(what, records.where(index), hint))
     return mistakes
+
+
+def _remedy(name: str, fields: Fields) -> str:
+    """Return what to write where a record lacks a field."""
+    if name in (fields.question, *fields.texts[:1]):
+        return "Say which fields to take:  --set data.question=FIELD --set data.answer=FIELD"
+    return f"`data.columns` or the validation asks for `{name}`: name a field that the records have, or add it to them."
 
 
 def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict[str, list[str]],

@@ -23,6 +23,7 @@ from distflow.dock.replication import Standby
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard import StorageShardServer
 from distflow.rpc.connection import Address
+from distflow.telemetry.events import leave
 from distflow.telemetry.processes import Child, python_environment, spawn, stopped
 
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
@@ -128,3 +129,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

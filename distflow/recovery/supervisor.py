@@ -215,7 +215,9 @@ class Supervisor:
         """Print on rank 0 what is kept of a run that was told to end. A SIGTERM in the middle of a step is left out:
         torchrun sends it after a failure too, which has its own last line on the screen."""
         if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
-            events.show(stop_message(self.folder, self.heartbeat.read().step if self.stopped else 0))
+            step = self.heartbeat.read().step if self.stopped else 0
+            self._record("run stopped", after_step=step)
+            events.show(stop_message(self.folder, step))
 
     @property
     def orphaned(self) -> bool:

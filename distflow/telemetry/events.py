@@ -6,6 +6,7 @@ Lines. Files that are no such log are written by `replace`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -77,6 +78,7 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
     except OSError:
         os._exit(code)  # Python would try again, and exit with 120
+    gc.freeze()  # Python looks for cycles once more as it ends: seconds, where torch is loaded
     sys.exit(code)
 
 

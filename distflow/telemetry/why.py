@@ -170,10 +170,15 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
 
 def dead(reader: RunReader) -> Iterator[str]:
     """Say what ended a run that has neither come to its end nor goes on."""
-    failures = [event for event in reader.rows("events") if event["event"] == "failure"]
+    ends = [event for event in reader.rows("events") if event["event"] in ("failure", "run stopped", "worker started")]
+    failures = [event for event in ends if event["event"] == "failure"]
     yield f"{reader.folder.name} does not go on, and has not come to its end."
-    if not failures:
-        yield "It has no failure in events.jsonl: it was stopped from outside, with torchrun."
+    if ends and ends[-1]["event"] == "run stopped":
+        step, failures = ends[-1]["after_step"], []
+        when = f"after step {step}" if step else "within a step"
+        yield f"It was told to end (Ctrl-C or SIGTERM), and did so {when}."
+    elif not failures:
+        yield "It has no failure in events.jsonl: torchrun was ended with it, by SIGKILL or with its machine."
     for event in failures[-3:]:
         yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
                f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")

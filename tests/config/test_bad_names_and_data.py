@@ -175,7 +175,10 @@ def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.
     """Validation answers questions; it needs no pairs. The shipped run of `dpo` validates on problems without any."""
     assert cli.main(["validate", "dpo"]) == 0
     assert cli.main(["validate", "dpo", "--set", "data.columns=[chosen, rejected, third]"]) == 2
-    assert "preferences.jsonl:1: the record has no field `third`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "preferences.jsonl:1: the record has no field `third`" in said
+    assert "`data.columns` or the validation asks for `third`" in said
+    assert "data.question" not in said, "another question would not help"
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

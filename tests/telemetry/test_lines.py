@@ -66,6 +66,15 @@ def test_a_short_write_is_undone_and_later_lines_are_written(tmp_path: Path):
     assert done.stderr.count("cannot be written: File too large") == 1
 
 
+def test_a_process_ends_without_a_search_for_cycles():
+    """With torch loaded it would take seconds, after the last line on the screen."""
+    code = "import atexit, gc; from distflow.telemetry import events\n" \
+           "atexit.register(lambda: print(gc.get_freeze_count() > 0)); events.leave(3)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "True\n"), done.stderr
+
+
 def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
     """Nor a full screen: standard output is a file on it."""
     with open("/dev/full", "w") as full:

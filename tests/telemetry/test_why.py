@@ -14,8 +14,9 @@ from harness import command, environment
 
 from distflow.cli import main
 from distflow.telemetry import timeline
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
-from distflow.telemetry.why import Segment, critical_path, explain, fall, sampled_chains
+from distflow.telemetry.why import Segment, critical_path, dead, explain, fall, sampled_chains
 
 
 def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
@@ -187,6 +188,22 @@ def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace
     said = capsys.readouterr().out
     assert "does not go on, and has not come to its end" in said
     assert "distflow resume" in said
+
+
+def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) -> None:
+    """Failures that it has survived are not what ended it; one after its resumption is."""
+    failure = {"event": "failure", "rank": 1, "time": 0, "unit": "rollout 0", "failed_step": 3, "phase": "generating",
+               "what": "it was ended by SIGKILL", "verdict": "starts again"}
+    rows = [failure, {"event": "worker started"}, {"event": "run stopped", "after_step": 4},
+            {"event": "worker ended"}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "\n".join(dead(RunReader(tmp_path)))
+    assert "It was told to end (Ctrl-C or SIGTERM), and did so after step 4." in said
+    assert "SIGKILL" not in said
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1], failure]))
+    said = "\n".join(dead(RunReader(tmp_path)))
+    assert "told to end" not in said
+    assert "it was ended by SIGKILL" in said
 
 
 def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready, capsys) -> None:

@@ -75,7 +75,10 @@ class Trainer(ABC):
         """
         began = time.perf_counter()
         self.accumulate(batch, loss_of, temperature, together)
-        result = self.step(step)
+        try:
+            result = self.step(step)
+        except EngineError as error:
+            raise EngineError(f"{error}{_not_finite(batch)}") from None
         if self.shape and self.peak:
             share = self.peak * (self.mesh.size() // dist.get_world_size(self.dp_group)) * (time.perf_counter() - began)
             current().mean("mfu", update_flops(self.shape, batch, self.settings.lora is not None), share)
@@ -91,8 +94,8 @@ class Trainer(ABC):
         rate = self.settings.learning_rate * schedule(self.settings, step, self.steps) if rate is None else rate
         norm = self._step(rate)
         if not math.isfinite(norm):
-            raise EngineError(f"the gradient norm of step {step} is {norm}; the weights are left as they were. Look at "
-                              "the rewards and log-probabilities of this step, or lower learning_rate.")
+            raise EngineError(f"the gradient norm of optimizer step {step + 1} is {norm}; the weights are left as they "
+                              "were. Look at the rewards and log-probabilities of this step, or lower learning_rate.")
         self.version += 1
         return {"grad_norm": norm, "learning_rate": rate}
 
@@ -214,6 +217,23 @@ def _placeholder(pad_token: int, with_images: bool) -> Batch:
     one = Ragged(torch.tensor([pad_token]), torch.tensor([1]))
     none = {"images": Ragged(torch.empty(0), torch.tensor([0]))} if with_images else {}
     return Batch(torch.tensor([-1]), {"prompts": one, "responses": one, **none})
+
+
+def _not_finite(batch: Batch) -> str:
+    """Return a sentence that names a column of this rank's rows that is not finite where it is trained, or ""."""
+    mask = batch.columns.get("mask")
+    for name, column in batch.columns.items():
+        values = column.values if isinstance(column, Ragged) else column
+        if not values.is_floating_point():
+            continue
+        bad = ~torch.isfinite(values)
+        if isinstance(column, Ragged) and isinstance(mask, Ragged) and len(mask.values) == len(bad):
+            bad &= mask.values.bool()
+        if bad.any():
+            places = bad.flatten(1).any(1) if bad.dim() > 1 else bad
+            rows = column.row_of[places].unique() if isinstance(column, Ragged) else places.nonzero()
+            return f" `{name}` is {values[bad][0].item()} in {len(rows)} of this rank's {len(batch)} rows."
+    return ""
 
 
 def is_placeholder(micro: Batch) -> bool:

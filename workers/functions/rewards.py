@@ -95,7 +95,7 @@ def report_failures(scores: Scores, names: Sequence[int]) -> None:
     alike: dict[tuple[str, str], list[int]] = {}
     for index, (name, _, failed) in enumerate(scores.failures):
         alike.setdefault((name, failed.reason), []).append(index)
-    events.show(report(scores, names), sys.stderr)
+    events.show(f"[rank {events.current().rank}] {report(scores, names)}", sys.stderr)
     for (name, reason), indices in list(alike.items())[:_REASONS]:
         rows = [names[scores.failures[index][1]] for index in indices]
         events.record("reward_failed", reward=name, reason=reason, rows=rows[:_ROWS], count=len(rows),

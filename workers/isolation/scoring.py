@@ -133,7 +133,8 @@ def report(scores: Scores, names: Sequence[int]) -> str:
         reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
         first = next(row for row, failed in mine if failed.reason == reason)
         more = f", and {count - 1} more" if count > 1 else ""
-        parts.append(f"reward `{name}` {' '.join(reason.split())[:300]} (sample {names[first]}{more})")
+        colon = ":" if reason.startswith("its process") else ""
+        parts.append(f"reward `{name}`{colon} {' '.join(reason.split())[:300]} (sample {names[first]}{more})")
     return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
 
 

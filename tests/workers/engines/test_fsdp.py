@@ -78,11 +78,19 @@ def test_zero_rows_take_part_and_change_nothing(model, mesh, batch):
 def test_a_gradient_that_is_not_finite_leaves_no_trace(model, mesh, batch):
     one = engine(model, mesh)
     before = {name: shard.full_tensor().clone() for name, shard in one.shards().items()}
-    with pytest.raises(EngineError, match="gradient norm of step 0 is nan"):
+    with pytest.raises(EngineError, match="gradient norm of optimizer step 1 is nan"):
         one.update(batch, lambda logprobs, entropy, micro: plain(logprobs, entropy, micro) * torch.nan, 1.0, 0)
     for name, shard in one.shards().items():
         assert torch.equal(before[name], shard.full_tensor()), name
     assert one.update(batch, plain, 1.0, 0)["grad_norm"] > 0
+
+
+def test_a_column_that_is_not_finite_is_named(model, mesh, batch):
+    one, advantages = engine(model, mesh), torch.zeros(len(batch))
+    advantages[1] = torch.nan
+    spoilt = Batch(batch.ids, {**batch.columns, "advantages": advantages})
+    with pytest.raises(EngineError, match=r"`advantages` is nan in 1 of this rank's \d+ rows"):
+        one.update(spoilt, lambda logprobs, entropy, micro: plain(logprobs, entropy, micro) * torch.nan, 1.0, 0)
 
 
 def test_a_frozen_role_refuses_to_train(model, mesh, batch):

@@ -59,7 +59,7 @@ def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capf
     assert values["reward/math"] == pytest.approx(1 / 3)
     assert (values["reward/failed"], values["reward/retried"], values["reward/timeouts"]) == (1.0, 1.0, 2.0)
     printed = capfd.readouterr().err.splitlines()
-    assert printed == ["1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
+    assert printed == ["[rank 3] 1 of 3 samples left out: reward `format` took longer than 4 s (sample 41)"]
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert event.pop("time") > 0
     assert event == {"step": 7, "rank": 3, "event": "reward_failed", "reward": "format", "count": 1, "rows": [41],
