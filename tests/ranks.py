@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from distflow.recovery.worker_process import StackFile
+from distflow.telemetry.stack_file import StackFile
 
 _LIMIT = 240.0
 _pool: list[tuple[multiprocessing.Process, Connection]] = []

@@ -42,10 +42,8 @@ from distflow.recovery.worker_process import (
     FAILED,
     INVALID,
     RELOAD,
-    StackFile,
     WorkerContext,
     become_worker,
-    location_in,
     read_exit_report,
 )
 from distflow.store.interface import StoreUnavailable, paused
@@ -55,6 +53,7 @@ from distflow.telemetry.events import Events
 from distflow.telemetry.heartbeat import ASKED, STOPPED
 from distflow.telemetry.processes import SIGNALS, Child, adopt_orphans, children, end_orphans, spawn, stopped
 from distflow.telemetry.run_lock import RunLock
+from distflow.telemetry.stack_file import StackFile, location_in
 
 
 def stop_message(folder: Path, step: int) -> str:
@@ -355,7 +354,7 @@ class Supervisor:
                 held = stopped(worker.pid)
                 stack = "" if held else self.stack.dump(worker)
                 what = finding.what + " Somebody has stopped it (SIGSTOP)." * held + \
-                    f" It stands{location_in(stack)}." * bool(stack) + self._absent()
+                    (f" It stands{where}." if (where := location_in(stack)) else "") + self._absent()
                 return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
                                      silent=finding.silent, outside=held)
 

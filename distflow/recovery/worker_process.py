@@ -1,16 +1,12 @@
-"""The context that a forked worker gets, the exit report that it returns by a pipe, and its Python stack."""
+"""The context that a forked worker gets, the exit report that it returns by a pipe."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import re
 import signal
 import sys
-import sysconfig
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,15 +20,12 @@ from distflow.recovery.rollout_cache import RolloutCache
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.stopped import continue_all
 from distflow.telemetry.heartbeat import Heartbeat
-from distflow.telemetry.processes import Child, defy
+from distflow.telemetry.processes import defy
+from distflow.telemetry.stack_file import StackFile
 
 INVALID, FAILED = 2, 1
 RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
 _LONGEST = 4000  # characters of each text of an exit report; a pipe takes them without a reader
-_DUMP = signal.SIGRTMIN + 9  # asks a worker for its stack
-_PATIENCE, _PAUSE = 1.0, 0.02  # seconds that a worker has to write its stack, and between two looks at it
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")} | {"<"})
 
 
 @dataclass(frozen=True)
@@ -58,51 +51,6 @@ class WorkerContext:
         self.heartbeat.ready(**seconds)
         if self.supervisor_pid:
             defy(signal.SIGTERM)
-
-
-class StackFile:
-    """Python stack of a worker, written by the worker when it crashes or is asked for it, and read by its supervisor.
-
-    The interpreter writes it from within the signal, so it is also there when a call into a library never returns or
-    holds Python's lock. The file is anonymous memory, freed with its last process.
-    """
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("stack")
-
-    def enable(self) -> None:
-        """Let this process write its stack when it crashes or is asked for it."""
-        faulthandler.enable(self.file)
-        faulthandler.register(_DUMP, self.file)
-
-    def dump(self, worker: Child) -> str:
-        """Return the stack of a worker that still runs; "" if it writes none within a second."""
-        os.ftruncate(self.file, 0)
-        os.lseek(self.file, 0, os.SEEK_SET)
-        worker.signal(_DUMP)
-        until, before = time.monotonic() + _PATIENCE, ""
-        while time.monotonic() < until and worker.poll(_PAUSE) is None and not before == (text := self.read()) > "":
-            before = text
-        return self.read()
-
-    def read(self) -> str:
-        """Return what has been written: the stack of each thread, the innermost call first, and the thread that got the
-        signal before all others."""
-        text = os.pread(self.file, 1 << 16, 0).decode(errors="replace").partition("\nExtension modules:")[0]
-        others, marker, ours = text.partition("Current thread ")
-        return _cut(f"{marker}{ours.strip()}\n\n{others.strip()}".strip())
-
-    def close(self) -> None:
-        os.close(self.file)
-
-
-def location_in(stack: str) -> str:
-    """Return where a stack stands, as " in FILE, line N, in FUNCTION": its innermost call outside Python's library and
-    installed packages; "" for an empty one."""
-    frames = _FRAME.findall(stack.partition("\n\n")[0])
-    path, line, function = next((each for each in frames if not each[0].startswith(_LIBRARIES)),
-                                frames[0] if frames else ("", "", ""))
-    return f" in {path}, line {line}, in {function}" if path else ""
 
 
 def become_worker(work: Callable[[WorkerContext], bool | None], context: WorkerContext, pipe: int,

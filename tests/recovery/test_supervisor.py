@@ -304,7 +304,10 @@ def test_the_line_where_a_worker_hangs_or_crashes_is_named(run, tmp_path, how):
                      "robust = {'detectors': {'frozen': {'seconds': 1.0}, 'stalled': {'seconds': 1.0}}}\n\n"
                      f"def reward():\n    {HANGS[how]}\n\n"
                      "def work(context):\n    context.heartbeat.start()\n    lived(context)\n"
-                     "    if not context.attempt.number:\n        reward()\n")
+                     "    if not context.attempt.number:\n"
+                     f"        for _ in range({0 if how == 'on a signal' else 150}):\n"  # faulthandler writes of 100
+                     "            threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+                     "        reward()\n")
     assert code == 0
     script = tmp_path / "supervisor0.py"
     number = script.read_text().splitlines().index(f"    {HANGS[how]}") + 1

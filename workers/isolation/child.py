@@ -33,11 +33,13 @@ from typing import Any
 import msgpack
 
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
+from distflow.telemetry.stack_file import StackFile, location_in
 from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
 from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
 Answer = Message | Coroutine[Any, Any, Message]
+_MAX_LOCATION = 500
 _MAX_TEXT = 30_000  # characters of a traceback that are sent, counted from its end
 
 
@@ -168,7 +170,8 @@ def main() -> None:
 class _ForkServer:
     def __init__(self, connection: socket.socket, handler: Handler, memory: int):
         self.connection, self.handler, self.limit = connection, handler, memory
-        self.children: dict[int, tuple[Child, SharedMemoryUse]] = {}  # those that the rank has not asked to kill
+        self.children: dict[int, tuple[Child, SharedMemoryUse, StackFile]] = {}
+        """Those that the rank has not asked to kill."""
 
     def serve(self) -> None:
         """Serve requests until the rank ends, in whatever way; then kill all children."""
@@ -190,7 +193,8 @@ class _ForkServer:
 
     def _serve_one(self) -> bool:
         """Serve one request; return False at the end of the connection. `fork` with a socket answers the child's id,
-        `exit_code` with a child and seconds to wait the code or None, `kill` with children nothing."""
+        `exit_code` with a child and seconds to wait the code or None, and where it crashed, `kill` with children
+        nothing."""
         packet, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
         if not packet:
             return False
@@ -199,19 +203,23 @@ class _ForkServer:
             self.connection.sendall(packed(self._fork(files[0])))
         elif request == "exit_code":
             child, seconds = arguments
-            self.connection.sendall(packed(self.children[child][0].poll(seconds)))
+            process, _, stack = self.children[child]
+            code = process.poll(seconds)
+            self.connection.sendall(packed([code, location_in(stack.read())[:_MAX_LOCATION]]))
         else:
             self._kill(arguments)
         return True
 
     def _fork(self, file: int) -> int:
         limits = {resource.RLIMIT_DATA: self.limit, resource.RLIMIT_CORE: 0}
-        child = spawn(partial(self._run_child, file), session=True, limits=limits, oom_score=1000)
+        stack = StackFile()
+        child = spawn(partial(self._run_child, file, stack), session=True, limits=limits, oom_score=1000)
         os.close(file)
-        self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit)
+        self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit), stack
         return child.pid
 
-    def _run_child(self, file: int) -> None:
+    def _run_child(self, file: int, stack: StackFile) -> None:
+        stack.enable()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # for what users' code starts and ends
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         adopt_orphans()
@@ -220,7 +228,7 @@ class _ForkServer:
 
     def _check_children(self) -> None:
         """Kill children with too much shared memory, and what ended children have left behind."""
-        for pid, (child, memory) in self.children.items():
+        for pid, (child, memory, _) in self.children.items():
             if child.status is None and memory.exceeded():
                 print(f"process {pid} and its descendants have more shared memory than {self.limit / 2**30:g} GiB, "
                       "and are ended", file=sys.stderr, flush=True)
@@ -229,12 +237,13 @@ class _ForkServer:
 
     def _kill(self, ended: list[int]) -> None:
         """Kill these children and everything that does not descend from a living child, orphans among it."""
-        living = {pid for pid, (child, _) in self.children.items() if child.poll() is None}.difference(ended)
-        killed = [self.children.pop(pid)[0] for pid in ended if pid in self.children]
+        living = {pid for pid, (child, _, _) in self.children.items() if child.poll() is None}.difference(ended)
+        killed = [self.children.pop(pid) for pid in ended if pid in self.children]
         if children(os.getpid()) - living:
             kill_descendants(os.getpid(), living)
-        for child in killed:
+        for child, _, stack in killed:
             child.wait()
+            stack.close()
         for orphan in children(os.getpid()) - living:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(orphan, os.WNOHANG)

@@ -207,13 +207,13 @@ class ChildPool(Generic[C]):
         return found, ""
 
     def _exit_reason(self, child: C) -> str:
-        code = self._request(["exit_code", child.pid, EXIT_GRACE])
+        code, crashed = self._request(["exit_code", child.pid, EXIT_GRACE])
         if code is None:
             return "its process no longer answers"
         if code >= 0:
             return f"its process ended with code {code}"
         return f"its process was killed by {signal.Signals(-code).name}" + \
-            (" (out of memory?)" if code == -signal.SIGKILL else "")
+            (" (out of memory?)" if code == -signal.SIGKILL else crashed)
 
     def end(self, child: C) -> None:
         """Kill a child and all that its calls have started: at once if it is busy, else with others."""
@@ -231,7 +231,7 @@ class ChildPool(Generic[C]):
     def _request(self, request: list[Any], *files: int, answers: bool = True) -> Any:
         try:
             socket.send_fds(self.connection, [packed(request)], files)
-            reply = self.connection.recv(64) if answers else packed(None)
+            reply = self.connection.recv(1 << 12) if answers else packed(None)
         except OSError:
             reply = b""
         if not reply:

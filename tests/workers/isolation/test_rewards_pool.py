@@ -141,7 +141,7 @@ def reason(found: float | FailedSample) -> str:
 
 BAD = {"sleeps": "took longer than 4 s", "ignores": "took longer than 4 s", "computes": "took longer than 4 s",
        "raises": "raised KeyError: 'rows'", "exits": "raised SystemExit: 3",
-       "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT",
+       "leaves": "its process ended with code 3", "crashes": "its process was killed by SIGABRT in ",
        "is killed": "its process was killed by SIGKILL (out of memory?)",
        "recurses": "raised RecursionError", "eats": "raised MemoryError", "nan": "returned nan, not",
        "inf": "returned inf, not", "huge": "returned 1e+39, not",
