@@ -27,7 +27,12 @@ def train(client, steps, reward, group_size=8):
     return means
 
 
+def last(text):
+    """Return what stands behind the working: the data's answers are whole solutions, as "12 + 5 = 17 #### 17"."""
+    return text.rsplit("####", 1)[-1].strip()
+
+
 if __name__ == "__main__":
     run = distflow.run("grpo", set={"training_api": {}, "steps": 30, "validation": None}, ranks=2, quiet=True)
-    print(train(distflow.training_client(run), 30, lambda text, answer: float(text.strip() == answer)))
+    print(train(distflow.training_client(run), 30, lambda text, answer: float(last(text) == last(answer))))
     run.wait()
