@@ -264,8 +264,8 @@ class RoleRun(Document):
     def _is_fallen_to(cls, value: float, info: ValidationInfo) -> float:
         start = info.data.get("learning_rate", math.inf)
         if value > start:
-            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it. A tenth "
-                             f"of that is usual:  min_learning_rate: {start / 10:g}")
+            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it. A "
+                             f"tenth of that is usual:  min_learning_rate: {start / 10:g}")
         if value and info.data.get("schedule") == "constant":
             raise ValueError("it changes nothing in a constant schedule. Instead:  schedule: cosine")
         return value

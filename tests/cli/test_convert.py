@@ -159,6 +159,26 @@ def test_the_batch_of_trl_is_what_is_sampled_at_once(settings: dict, prompts: in
     assert ("those of one process" in printed) is (not known)
 
 
+def test_what_to_dict_of_trl_has() -> None:
+    """Settings as `GRPOConfig.to_dict()` has them: unset ones are null, enumerations are text, some are mappings."""
+    theirs = {"output_dir": "trainer_output", "max_steps": -1, "num_train_epochs": 3.0,
+              "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+              "generation_batch_size": 16, "steps_per_generation": 1, "seed": 42,
+              "learning_rate": 1e-06, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "warmup_steps": 0,
+              "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0, "max_grad_norm": 1.0, "beta": 0.0,
+              "epsilon": 0.2, "epsilon_high": None, "delta": None, "num_iterations": 1, "loss_type": "dapo",
+              "scale_rewards": "group", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "eval_steps": None,
+              "report_to": ["none"], "gradient_checkpointing": True, "use_vllm": False, "save_steps": 500,
+              "vllm_gpu_memory_utilization": 0.3, "vllm_tensor_parallel_size": 1, "mask_truncated_completions": False,
+              "chat_template_kwargs": None, "accelerator_config": {"split_batches": False}, "fsdp": [], "bf16": True}
+    dag, run, left = trl(**theirs)
+    assert left == ["accelerator_config.split_batches: False", "bf16: True", "fsdp: []"]
+    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "aggregate": "token_mean", "epochs": 1}
+    assert "reference" not in dag["nodes"]
+    assert run["roles"]["actor"]["betas"] == [0.9, 0.999]
+    assert (run["steps"], run["data"]["batch"], run["output"]) == (100, 4, "trainer_output")
+
+
 def test_mini_batches_of_trl_that_are_no_whole_number_are_listed() -> None:
     dag, _, left = trl(gradient_accumulation_steps=4, steps_per_generation=6)
     assert "mini_batches" not in dag["nodes"]["update"]["with"]
