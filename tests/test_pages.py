@@ -87,7 +87,7 @@ def test_every_link_leads_somewhere(page):
 
 
 COMMANDS = sorted({line.strip() for page in PAGES.values() for block in re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)
-                   for line in block.splitlines() if line.startswith("distflow ")}
+                   for line in re.sub(r"\\\n *", "", block).splitlines() if line.startswith("distflow ")}
                   | {line.partition(" > ")[0].strip() for text in EXAMPLES.values() for line in text.splitlines()
                      if line.strip()})
 
@@ -225,6 +225,13 @@ def ours_in_the_tables() -> set[str]:
 def test_keys_of_a_cell():
     cell = "DAG `x`: `update.with.clip: 0.2` and `.clip_high`, `mode`, `roles.actor.betas`, `.lr`"
     assert keys_of(cell) == ["update.with.clip", "update.with.clip_high", "roles.actor.betas", "roles.actor.lr"]
+
+
+def test_a_row_of_the_tables_has_at_most_two_settings():
+    tables = PAGES["docs/coming_from.md"].partition("## Without a counterpart")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", tables, re.MULTILINE)
+    assert len(rows) > 150
+    assert [row for row in rows if any(cell.count("`, `") > 1 for cell in row)] == []
 
 
 def test_the_keys_that_others_settings_become_are_ours():

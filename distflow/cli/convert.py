@@ -394,6 +394,9 @@ def _trl_batch(done: Conversion) -> None:
             done.taken -= {"steps_per_generation", "generation_batch_size"}
         else:
             done.arguments["update.mini_batches"] = int(batches // accumulated)
+            if not processes and not done.given.get("steps_per_generation"):
+                done.notes.append(f"update.mini_batches: {int(batches // accumulated)} is right if "
+                                  "generation_batch_size is that of one process; divide it by how many you had")
 
 
 def _trl_loss(done: Conversion) -> None:

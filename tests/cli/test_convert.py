@@ -157,6 +157,7 @@ def test_the_batch_of_trl_is_what_is_sampled_at_once(settings: dict, prompts: in
     assert "The file counts epochs, 3.0" in printed
     known = {"num_processes", "generation_batch_size"} & settings.keys()
     assert ("those of one process" in printed) is (not known)
+    assert ("is that of one process" in printed) is (known == {"generation_batch_size"} and mini_batches is not None)
 
 
 def test_what_to_dict_of_trl_has() -> None:
