@@ -60,8 +60,8 @@ def ended(completion: str, finished: bool = True) -> float:
         file.write(json.dumps(finished) + "\\n")
     return finished / (1 + len(completion))
 """
-WHOLE = """  whole:     {role: actor,     type: COMPUTE,         function: drop_truncated,  dependencies: [advantage]}
-  update:    {role: actor,     type: MODEL_TRAIN,     function: policy_update,   dependencies: [whole, reference],
+UNTRUNCATED = """  untruncated: {role: actor, type: COMPUTE, function: drop_truncated, dependencies: [advantage]}
+  update:    {role: actor,     type: MODEL_TRAIN,     function: policy_update,   dependencies: [untruncated, reference],
               with: {clip: 0.2, kl: 0.001, entropy: 0.01}}
 """
 
@@ -72,22 +72,22 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
     (workspace / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     (workspace / "brevity.py").write_text(ENDED)
     grpo = (workspace / "grpo.yaml").read_text().replace("reward: brevity", "reward: ended")
-    (workspace / "grpo.yaml").write_text(grpo.partition("  update:")[0] + WHOLE + "imports: [brevity]\n")
-    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "whole", "--set", "steps=2",
+    (workspace / "grpo.yaml").write_text(grpo.partition("  update:")[0] + UNTRUNCATED + "imports: [brevity]\n")
+    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "untruncated", "--set", "steps=2",
            "--set", "data.long_prompts=drop", "--set", f"roles.actor.generation.stop={json.dumps(STOP)}",
            "--set", "roles.actor.generation.min_p=0.01", "--set", "roles.actor.schedule=linear",
            "--set", "roles.actor.min_learning_rate=1e-4")
-    metrics = metrics_of(workspace / "runs/whole")
+    metrics = metrics_of(workspace / "runs/untruncated")
     ended = [json.loads(line) for line in (workspace / "ended.jsonl").read_text().splitlines()]
     assert len(ended) == sum(values["samples"] for values in metrics.values())
     assert 0 < sum(ended) < len(ended)
-    assert sum(values["filter/whole/kept"] for values in metrics.values()) == sum(ended)
+    assert sum(values["filter/untruncated/kept"] for values in metrics.values()) == sum(ended)
     assert [values["learning_rate"] for values in metrics.values()] == [1e-3, 5.5e-4]
     for values in metrics.values():
         assert values["filter/kept"] == 1 - values["response/truncated"]
         assert (values["data/records_skipped"], values["data/prompts_cut"]) == (1, 0)
         assert values["grad_norm"] > 0
-    events = [json.loads(line) for line in (workspace / "runs/whole/events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (workspace / "runs/untruncated/events.jsonl").read_text().splitlines()]
     skipped = [(event["reason"], event["where"].rpartition(":")[2]) for event in events
                if event["event"] == "record skipped"]
     assert skipped == [("is too long a prompt", "2")]

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_every_link_leads_somewhere(page):
 
 
 COMMANDS = sorted({line.strip() for page in PAGES.values() for block in re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)
-                   for line in block.splitlines() if line.startswith("distflow ")}
+                   for line in re.sub(r"\\\n *", "", block).splitlines() if line.startswith("distflow ")}
                   | {line.partition(" > ")[0].strip() for text in EXAMPLES.values() for line in text.splitlines()
                      if line.strip()})
 
@@ -200,16 +201,47 @@ def test_the_tutorials_reward_is_what_a_new_algorithm_begins_with(tmp_path, monk
     assert (tmp_path / "my_algo/my_algo.py").read_text().endswith(f"@reward{function}")
 
 
-def test_the_keys_that_others_settings_become_are_ours():
-    """Each cell of the second column: a key of the run file, a setting of a node of GRPO, or a word that is neither."""
-    schema = importlib.import_module("distflow.cli.json_schema").schema("run")
+RUN_FILE = {"roles", "data", "validation", "checkpoint", "groups", "layouts"}
+NODES = {"rollout": ("generate",), "reward": ("score",), "advantage": ("group_advantage", "gae"),
+         "critic": ("value_update",), "update": ("policy_update", "preference_update", "reward_update")}
+
+
+def keys_of(cell: str) -> list[str]:
+    """Return the dotted keys of a cell, without values; `.NAME` has the beginning of the key before it."""
+    keys: list[str] = []
+    for word in re.findall(r"`(\.?[a-z_]+(?:\.[a-z_]+)*)(?::[^`]*)?`", cell):
+        if word.startswith("."):
+            keys.append(keys[-1].rpartition(".")[0] + word)
+        elif "." in word:
+            keys.append(word)
+    return keys
+
+
+def ours_in_the_tables() -> set[str]:
     cells = re.findall(r"^\| [^|]+ \| ([^|]+) \|", PAGES["docs/coming_from.md"], re.MULTILINE)
-    pattern = r"`((?:roles|data|validation|checkpoint|groups)\.[\w.]+)"
-    keys = [key for cell in cells for key in re.findall(pattern, cell)]
-    assert len(keys) > 25
+    return {key for cell in cells for key in keys_of(cell)} - {"distflow.source_weight"}
+
+
+def test_keys_of_a_cell():
+    cell = "DAG `x`: `update.with.clip: 0.2` and `.clip_high`, `mode`, `roles.actor.betas`, `.lr`"
+    assert keys_of(cell) == ["update.with.clip", "update.with.clip_high", "roles.actor.betas", "roles.actor.lr"]
+
+
+def test_a_row_of_the_tables_has_at_most_two_settings():
+    tables = PAGES["docs/coming_from.md"].partition("## Without a counterpart")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", tables, re.MULTILINE)
+    assert len(rows) > 150
+    assert [row for row in rows if any(cell.count("`, `") > 1 for cell in row)] == []
+
+
+def test_the_keys_that_others_settings_become_are_ours():
+    schema = importlib.import_module("distflow.cli.json_schema").schema("run")
+    keys = {key for key in ours_in_the_tables() if ".with." not in key}
+    assert len(keys) > 45
+    assert {key.partition(".")[0] for key in keys} <= RUN_FILE
     for key in keys:
         part = schema
-        for word in key.replace("roles.actor", "roles.NAME").replace("roles.critic", "roles.NAME").split("."):
+        for word in re.sub(r"^(roles|layouts)\.[a-z]+", r"\1.NAME", key).split("."):
             while "properties" not in part and word != "NAME":
                 part = part.get("anyOf", [part])[-1 if "$ref" not in part.get("anyOf", [{}])[0] else 0]
                 part = schema["$defs"][part["$ref"].rsplit("/", 1)[1]] if "$ref" in part else part
@@ -219,9 +251,36 @@ def test_the_keys_that_others_settings_become_are_ours():
 
 def test_the_nodes_that_others_settings_become_are_ours():
     functions, page = built_in(), PAGES["docs/coming_from.md"].partition("## TRL")[2]
-    given = re.findall(r"`(?:rollout|reward|advantage|critic|update)\.with\.(\w+)", page)
-    assert len(given) > 35
-    assert set(given) <= {name for contract in functions.values() for name in contract.settings}
-    named = {one or other for one, other in re.findall(r"nodes? `(\w+)`|\(role actor\),? (?:and|then) `(\w+)`", page)}
+    given = [key.split(".with.") for key in ours_in_the_tables() if ".with." in key]
+    assert len(given) > 20
+    for node, setting in given:
+        assert any(setting in functions[name].settings for name in NODES[node]), f"{node}.with.{setting}"
+    pattern = r"nodes? `(\w+)`(?: \(role actor\))?(?:,? ?(?:then|and)? `(\w+)`)?(?: and `(\w+)`)?"
+    named = {name for names in re.findall(pattern, page) for name in names if name}
     assert len(named) > 8
     assert named <= functions.keys()
+
+
+def test_the_grpo_config_becomes_the_run_file_beside_it(workspace, monkeypatch, capsys):
+    """Run the Python code of the page, with a GRPOConfig that has what is given alone."""
+    monkeypatch.chdir(workspace)
+    (workspace / "train.jsonl").write_text(200 * '{"prompt": "1 + 1?", "answer": "2"}\n')
+    source = block("python", "GRPOConfig(")
+    config = type("GRPOConfig", (dict,), {"to_dict": lambda self: dict(self)})
+    exec(source, {"yaml": yaml, "Path": Path, "GRPOConfig": config})
+    assert main(["convert", "theirs.yaml", "--out", "made"]) == 0
+    assert "not_converted" not in capsys.readouterr().out
+    shown, made = block("yaml", "# run.yaml of"), (workspace / "made/run.yaml").read_text()
+    assert yaml.safe_load(shown.replace("1e-6", "1.0e-6")) == yaml.safe_load(made)
+    command = re.findall(r"^distflow run grpo --run run\.yaml(?:.*\\\n)*.*", TEXT, re.MULTILINE)[0]
+    command = shlex.split(command.replace("\\\n", ""))
+    sets = dict(word.removeprefix("nodes.").split("=") for word in command if word.startswith("nodes."))
+    with_kl = {"update.with.clip": "0.2", "rollout.with.group_size": "8", **sets}
+    nodes = yaml.safe_load((workspace / "made/theirs.yaml").read_text())["nodes"]
+    assert {f"{node}.with.{key}": value for node, content in nodes.items()
+            for key, value in content.get("with", {}).items()} == {
+                key: yaml.safe_load(value) for key, value in with_kl.items()}
+    (workspace / "run.yaml").write_text(shown)
+    model = ["--set", 'roles.actor.model={"architecture": "qwen3"}']
+    assert main(["validate", "grpo", *command[3:], *model]) == 0
+    assert main(["validate", "made/theirs.yaml", "--run", "made/run.yaml", *model]) == 0

@@ -30,12 +30,17 @@ from distflow.errors import InvalidInput
 _UNKNOWN_STEPS = 100
 _ESTIMATORS = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp"}
 _AGGREGATES = {"token-mean": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum",
-               "seq-mean-token-mean": "seq_mean_token_mean"}
-_LOSSES = {"grpo": "seq_mean_token_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length_sum"}
+               "seq-mean-token-mean": "seq_mean_token_mean", "seq-mean-token-sum-norm": "fixed_length_sum"}
+_LOSSES = {"grpo": "seq_mean_token_mean", "dapo": "token_mean", "bnpo": "token_mean", "dr_grpo": "fixed_length_sum",
+           "cispo": "token_mean"}
 _KL_NODES = {"ppo": "advantage", "rloo": "penalty", "reinforce_pp": "tokens"}  # where a DAG has KL in the reward
-_SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+_SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "constant_with_warmup": "constant",
+              "cosine_with_min_lr": "cosine"}
+_SCALES = {True: True, "group": True, False: False, "none": False, "batch": False}
 _KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
-_LOGGERS = ("tensorboard", "wandb", "mlflow")
+_ENGINES = {"fsdp": None, "fsdp2": None, "megatron": "megatron"}
+_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_NO_LOGGERS = ("console", "none")  # what a run prints in any case
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
     ("ROLLOUT", False): ("actor", "MODEL_INFERENCE", "generate"),
     ("REWARD", False): ("reward", "COMPUTE", "score"),
@@ -65,6 +70,15 @@ class Conversion:
         self.taken.add(key)
         value = self.given.get(key)
         return default if value is None else value
+
+    def translated(self, key: str, meanings: Mapping[Any, Any], default: Any = None) -> Any:
+        """Return what a setting's value is here; None, and the setting stays listed, if there is no such value."""
+        value = self.given.get(key)
+        value = default if value is None else value
+        if not isinstance(value, (str, bool)) or value not in meanings:
+            return None
+        self.taken.add(key)
+        return meanings[value]
 
     def copy(self, keys: Mapping[str, str], prefix: str = "") -> None:
         for key, ours in keys.items():
@@ -209,7 +223,8 @@ def _converted(file: Path, given: dict[str, Any]) -> Conversion:
     else:
         raise InvalidInput(f"{file} is no configuration of verl (actor_rollout_ref…), of TRL's GRPO (num_generations…) "
                            "and no DAG of siiRL (nodes: with node_id)")
-    if "steps" not in done.settings:
+    if done.settings.get("steps", 0) < 1:  # -1: epochs say how long
+        done.settings.pop("steps", None)
         epochs = done.get("trainer.total_epochs", done.get("num_train_epochs", 1))
         done.settings = {"steps": _UNKNOWN_STEPS, **done.settings}
         done.notes.append(f"steps: {_UNKNOWN_STEPS} is a guess. The file counts epochs, {epochs}: set epochs × prompts "
@@ -241,7 +256,7 @@ def _from_verl(done: Conversion) -> None:
     _verl_data(done)
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
-    done.put("roles.actor.engine", "megatron" if done.get(actor + "strategy") == "megatron" else None)
+    done.put("roles.actor.engine", done.translated(actor + "strategy", _ENGINES))
     done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
     done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
     machines, gpus = done.get("trainer.nnodes", 1), done.get("trainer.n_gpus_per_node")
@@ -280,15 +295,19 @@ def _verl_loss(done: Conversion, actor: str) -> None:
     clip = done.get(actor + "clip_ratio")
     low, high = done.get(actor + "clip_ratio_low", clip), done.get(actor + "clip_ratio_high", clip)
     reinforce = done.algorithm in ("rloo", "remax")
-    if low is not None and not reinforce:
+    if reinforce:
+        done.taken -= {f"{actor}clip_ratio{which}" for which in ("", "_low", "_high")}
+    elif low is not None:
         done.arguments["update.clip"] = low
         if high is not None and high != low:
             done.arguments["update.clip_high"] = high
         done.copy({"clip_ratio_c": "with:update.dual_clip"}, actor)
     if done.get(actor + "entropy_coeff", 0):
         done.arguments["update.entropy"] = done.get(actor + "entropy_coeff")
-    if (mode := done.get(actor + "loss_agg_mode")) in _AGGREGATES:
-        done.arguments["update.aggregate"] = _AGGREGATES[mode]
+    if mode := done.translated(actor + "loss_agg_mode", _AGGREGATES):
+        done.arguments["update.aggregate"] = mode
+        if mode == "fixed_length_sum":
+            done.arguments["update.fixed_length"] = done.get("data.max_response_length", 512)
     mini, batch = done.get(actor + "ppo_mini_batch_size"), done.get("data.train_batch_size")
     if mini and batch:
         for node in ("update", "critic") if done.algorithm == "ppo" else ("update",):
@@ -303,8 +322,8 @@ def _verl_loss(done: Conversion, actor: str) -> None:
     done.reference = bool(in_loss) or done.algorithm in _KL_NODES
     if in_loss:
         done.arguments["update.kl"] = loss_weight
-        if done.given.get(actor + "kl_loss_type") in _KL_KINDS:
-            done.arguments["update.kl_kind"] = _KL_KINDS[done.get(actor + "kl_loss_type")]
+        if kind := done.translated(actor + "kl_loss_type", _KL_KINDS):
+            done.arguments["update.kl_kind"] = kind
     if done.algorithm == "ppo":
         done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
         done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
@@ -314,7 +333,8 @@ def _verl_loss(done: Conversion, actor: str) -> None:
 
 
 def _verl_schedule(done: Conversion, optim: str) -> None:
-    kind = done.get(f"{optim}lr_scheduler_type", done.get(f"{optim}warmup_style"))
+    kind = (done.translated(f"{optim}lr_scheduler_type", _SCHEDULES)
+            or done.translated(f"{optim}warmup_style", _SCHEDULES))
     done.put("roles.actor.schedule", kind)
     if kind == "cosine" and (share := done.get(f"{optim}min_lr_ratio")):
         done.put("roles.actor.min_learning_rate", share * done.get(f"{optim}lr", 1e-6))
@@ -335,18 +355,14 @@ def _from_trl(done: Conversion) -> None:
                "weight_decay": "roles.actor.weight_decay", "max_grad_norm": "roles.actor.max_grad_norm",
                "gradient_checkpointing": "roles.actor.recompute", "temperature": "roles.actor.generation.temperature",
                "top_p": "roles.actor.generation.top_p", "top_k": "roles.actor.generation.top_k",
-               "min_p": "roles.actor.generation.min_p", "delta": "with:update.dual_clip",
+               "min_p": "roles.actor.generation.min_p",
                "vllm_tensor_parallel_size": "layouts.rollout.tp", "eval_steps": "validation.every",
                "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share", "save_steps": "checkpoint.every",
                "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
-               "epsilon": "with:update.clip", "epsilon_high": "with:update.clip_high",
                "num_iterations": "with:update.epochs"})
-    group = done.get("num_generations", 8)
-    done.arguments["rollout.group_size"] = group
-    rows = done.get("per_device_train_batch_size", 8) * done.get("gradient_accumulation_steps", 1)
-    prompts = max(rows // group, 1)
-    done.put("data.batch", prompts)
-    done.notes.append(f"data.batch: {prompts} prompts are those of one process; multiply it by how many you had")
+    if {"adam_beta1", "adam_beta2"} & done.given.keys():
+        done.put("roles.actor.betas", [done.get("adam_beta1", 0.9), done.get("adam_beta2", 0.999)])
+    _trl_batch(done)
     done.put("data.question", "prompt")
     _template(done, "chat_template_kwargs.")
     done.drops_truncated = done.get("mask_truncated_completions", False)
@@ -360,14 +376,49 @@ def _from_trl(done: Conversion) -> None:
     _without_validation_data(done)
 
 
+def _trl_batch(done: Conversion) -> None:
+    """Convert how many rows are sampled at once, and how many optimizer steps they are for."""
+    group = done.get("num_generations", 8)
+    done.arguments["rollout.group_size"] = group
+    accumulated = done.get("gradient_accumulation_steps", 1)
+    of_process = done.get("per_device_train_batch_size", 8)
+    processes, rows = done.get("num_processes"), done.get("generation_batch_size")
+    per_process = of_process * done.get("steps_per_generation", accumulated)
+    prompts = max((rows or per_process * (processes or 1)) // group, 1)
+    done.put("data.batch", prompts)
+    if not rows and not processes:
+        done.notes.append(f"data.batch: {prompts} prompts are those of one process; multiply it by how many you had")
+    batches = done.given.get("steps_per_generation") or (rows or 0) / (of_process * (processes or 1))
+    if batches > accumulated:
+        if batches % accumulated:
+            done.taken -= {"steps_per_generation", "generation_batch_size"}
+        else:
+            done.arguments["update.mini_batches"] = int(batches // accumulated)
+            if not processes and not done.given.get("steps_per_generation"):
+                done.notes.append(f"update.mini_batches: {int(batches // accumulated)} is right if "
+                                  "generation_batch_size is that of one process; divide it by how many you had")
+
+
 def _trl_loss(done: Conversion) -> None:
-    loss = done.get("loss_type", "dapo")
-    if loss in _LOSSES:
-        done.arguments["update.aggregate"] = _LOSSES[loss]
+    loss = done.given.get("loss_type") or "dapo"
+    if aggregate := done.translated("loss_type", _LOSSES, "dapo"):
+        done.arguments["update.aggregate"] = aggregate
         if loss == "dr_grpo":
             done.arguments["update.fixed_length"] = done.get("max_completion_length", 256)
-    if done.get("scale_rewards", True) in (False, "none"):
+    if loss == "cispo":  # its epsilon_high is the cap itself
+        done.arguments["update.loss"] = "cispo"
+        if (done.given.get("epsilon_high") or 0) >= 1:
+            done.arguments["update.clip_high"] = done.get("epsilon_high") - 1
+        else:
+            done.notes.append("ratios are capped at 5 (clip_high: 4.0 of cispo), since the file has no epsilon_high "
+                              "of at least 1")
+    else:
+        done.copy({"epsilon": "with:update.clip", "epsilon_high": "with:update.clip_high",
+                   "delta": "with:update.dual_clip"})
+    if done.translated("scale_rewards", _SCALES, True) is False:
         done.arguments["advantage.scale"] = False
+        if done.given.get("scale_rewards") == "batch":
+            done.arguments["update.normalize"] = "batch"
     beta = done.get("beta", 0.0)
     done.reference = beta > 0
     if beta:
@@ -375,9 +426,8 @@ def _trl_loss(done: Conversion) -> None:
 
 
 def _trl_schedule(done: Conversion) -> None:
-    schedule = done.get("lr_scheduler_type", "linear")
-    done.put("roles.actor.schedule", _SCHEDULES.get(schedule, schedule))
-    if schedule == "cosine_with_min_lr":
+    done.put("roles.actor.schedule", done.translated("lr_scheduler_type", _SCHEDULES, "linear"))
+    if done.given.get("lr_scheduler_type") == "cosine_with_min_lr":
         share = done.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
         done.put("roles.actor.min_learning_rate",
                  done.get("lr_scheduler_kwargs.min_lr", share * done.get("learning_rate", 1e-6)))
@@ -387,12 +437,15 @@ def _loggers(done: Conversion, key: str) -> None:
     named = done.get(key, [])
     named = [named] if isinstance(named, str) else named
     done.put("log", [name for name in named if name in _LOGGERS] or None)
+    if any(name not in (*_LOGGERS, *_NO_LOGGERS) for name in named):
+        done.taken.discard(key)
 
 
 def _without_validation_data(done: Conversion) -> None:
     if "validation.data" not in done.settings:
-        for key in [key for key in done.settings if key.startswith("validation.")]:
-            del done.settings[key]
+        lost = [f"{key}: {done.settings.pop(key)}" for key in list(done.settings) if key.startswith("validation.")]
+        if lost:
+            done.notes.append(f"left out, since the file names no data for validation: {', '.join(lost)}")
 
 
 def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
@@ -404,10 +457,12 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
         for node in dag["nodes"].values():
             node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
     if done.drops_truncated:
-        dag["nodes"]["whole"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
-                                 "dependencies": ["advantage"]}
+        dag["nodes"]["untruncated"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
+                                       "dependencies": ["advantage"]}
         update = dag["nodes"].pop("update")  # it stands last
-        dag["nodes"]["update"] = {**update, "dependencies": [*update["dependencies"], "whole"]}
+        dag["nodes"]["update"] = {**update, "dependencies": [*update["dependencies"], "untruncated"]}
+    if done.arguments.get("update.loss") == "cispo":  # it has no lower bound
+        dag["nodes"]["update"]["with"].pop("clip", None)
     for key, value in done.arguments.items():
         node, argument = key.split(".")
         dag["nodes"][node].setdefault("with", {})[argument] = value

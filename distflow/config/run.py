@@ -247,7 +247,7 @@ class RoleRun(Document):
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
     in a line or along a cosine."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where `schedule` ends."""
+    """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
@@ -264,7 +264,8 @@ class RoleRun(Document):
     def _is_fallen_to(cls, value: float, info: ValidationInfo) -> float:
         start = info.data.get("learning_rate", math.inf)
         if value > start:
-            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it")
+            raise ValueError(f"{value:g} is above learning_rate ({start:g}), from which the schedule falls to it. A "
+                             f"tenth of that is usual:  min_learning_rate: {start / 10:g}")
         if value and info.data.get("schedule") == "constant":
             raise ValueError("it changes nothing in a constant schedule. Instead:  schedule: cosine")
         return value

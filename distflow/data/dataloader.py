@@ -29,6 +29,7 @@ from distflow.telemetry.metrics import current
 ONE = Layout(1)
 REPEATS = 1 << 30
 """Prompts that are sampled again have other ids: their position plus so much for each time."""
+_TOO_LONG = "is too long a prompt"
 SOURCE_WEIGHT = "source_weight/"  # begins the names under which nodes report weights of training sets
 Encode = Callable[[list[Record]], dict[str, ColumnData]]
 
@@ -44,8 +45,8 @@ def source_weight(source: str, values: torch.Tensor | float) -> None:
 
 
 class UsableRecords:
-    """Records in which each that has an empty field, or is too long, is replaced by the next that has none and is not;
-    no index, so that opening is quick."""
+    """Records of which unusable ones, with an empty field or too long a prompt, are replaced by the next usable one.
+    Keeps no index, so that opening is quick."""
 
     def __init__(self, records: Records, fields: Fields, too_long: Callable[[Record], bool] | None = None):
         self.records, self.fields, self.too_long = records, fields, too_long
@@ -67,14 +68,16 @@ class UsableRecords:
             if not (lack := self._lack_of(record)):
                 return record
             self._record_skipped(number % len(self.records), *lack)
-        raise InvalidInput(Diagnostic("field `{}` of every record {}".format(*lack), self.records.where(index)))
+        field, reason = lack
+        remedy = ("Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else "")
+        raise InvalidInput(Diagnostic(f"field `{field}` of every record {reason}", self.records.where(index), remedy))
 
     def _lack_of(self, record: Record) -> tuple[str, str] | None:
         """Return the field by which a record cannot be used, and why; None if it can."""
         if empty := self.fields.empty(record):
             return empty, "is empty"
         too_long = self.too_long is not None and self.too_long(record)
-        return (self.fields.question, "is too long a prompt") if too_long else None
+        return (self.fields.question, _TOO_LONG) if too_long else None
 
     def _record_skipped(self, index: int, field: str, reason: str) -> None:
         current().add("data/records_skipped", 1)

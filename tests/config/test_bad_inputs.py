@@ -174,7 +174,8 @@ RUNS = [
          others=(5, 6, 7, 8)),
     case("empty_stop", 6, '["</answer>", ""]', "an empty text would end every response at once. Take it out",
          others=(7,)),
-    case("rising_schedule", 4, "1e-5", "`roles.actor.min_learning_rate`: 1e-05 is above learning_rate (1e-06)"),
+    case("rising_schedule", 4, "1e-5", "`roles.actor.min_learning_rate`: 1e-05 is above learning_rate (1e-06), from",
+         "min_learning_rate: 1e-07"),
     case("minimum_of_constant", 4, "1e-7", "it changes nothing in a constant schedule. Instead:  schedule: cosine"),
     case("template_setting", 5, "{enable_thinking: false}", "`enable_thinking` has a key of its own. Instead:  data: "
          "{enable_thinking: …}"),
