@@ -50,7 +50,7 @@ def rank_filter(rewards: Tensor, group: Tensor, row: Tensor, *, best: PositiveIn
 
 @node(writes="keep")
 def drop_truncated(finished: Tensor) -> Tensor:
-    """Drop answers that were cut off at the limit (overlong filtering, DAPO: Yu et al. 2025, 3.4). Behind the
+    """Drop answers that were cut off at the limit (overlong filtering, DAPO: Yu et al. 2025, 3.4). After the
     advantages they still count in the means of their groups, as in TRL; before them, nowhere."""
     current().mean_of("filter/kept", finished)
     return finished
