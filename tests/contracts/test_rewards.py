@@ -121,6 +121,7 @@ def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
 
 def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
     assert planned("math", "tests", "{math: 1.0, passes: {weight: 0.5, most: 1}, length: {cap: 9}}")
+    assert planned("math", validation="ended", imports="rewards_of_endings")
     with pytest.raises(InvalidInput) as caught:
         planned("math", "test", "[maths, polite, {x: 1}]")
     texts = [str(mistake) for mistake in caught.value.mistakes]
