@@ -86,9 +86,14 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
     for node, contract in bound.items():
         settings = spec.dag.nodes[node]
         names = [name.replace("{role}", settings.role) for name in contract.marks.writes]
-        result[node] = tuple(settings.writes.get(name, name) for name in names
+        result[node] = tuple(settings.writes.get(name) or _beside_data(spec, node, name) for name in names
                              if name != ROUTED_EXPERTS or _replays(spec, settings.role))
     return result
+
+
+def _beside_data(spec: Spec, node: str, name: str) -> str:
+    """Return the name of a column that a node writes: `finished` gives way to a field of the data called so."""
+    return f"{node}_{name}" if name == FINISHED and name in spec.run.data.columns else name
 
 
 def _replays(spec: Spec, role: str) -> bool:
@@ -145,7 +150,7 @@ class _Tracer:
                 self._check_form(node, column, producer, given, read.form)
                 forms[column] = given or plain_form(read.form)
                 reads.append(Column(read.name, column, producer, plain_form(read.form)))
-                own = own or (reads[-1] if _is_of_responses(read.name) else None)
+                own = own or (reads[-1] if _is_of_responses(read.name, producer) else None)
         self._check_requirements(node, {column.parameter for column in reads})
         self._check_images(node, {column.name for column in reads})
         self.prompts[node] = self._prompts(node, reads)
@@ -192,7 +197,7 @@ class _Tracer:
 
     def _of_others(self, node: str, read: Read, own: Column | None, producer: str) -> bool:
         """Return whether an optional column is there, but of other responses than `own`: of an earlier turn, say."""
-        if own is None or not _is_of_responses(read.name) or node in self.unsure:
+        if own is None or not _is_of_responses(read.name, producer) or node in self.unsure:
             return False
         ours, theirs = self.fans.get(own.producer, ()), self.fans.get(producer, ())
         if ours == theirs:
@@ -319,7 +324,7 @@ class _Tracer:
     def _prompts(self, node: str, reads: list[Column]) -> str | None:
         """Return whose prompts a node's responses follow. Responses behind the prompts of others are a mistake."""
         given = next((column for column in reads if column.parameter == "prompts"), None)
-        follow = {column.name: origin for column in reads if _is_of_responses(column.parameter)
+        follow = {column.name: origin for column in reads if _is_of_responses(column.parameter, column.producer)
                   and (origin := self.prompts.get(column.producer))}
         wrong = next((name for name, origin in follow.items() if given and origin != given.producer), None)
         if given and wrong and node not in self.unsure:
@@ -355,5 +360,7 @@ class _Tracer:
         return self.spec.dag_source.location(("nodes", node), key=True)
 
 
-def _is_of_responses(parameter: str) -> bool:
+def _is_of_responses(parameter: str, producer: str) -> bool:
+    if (parameter, producer) == (FINISHED, SOURCE):
+        return False  # a field of the data that is called so
     return parameter in _OF_RESPONSES or parameter.endswith("_logprobs")

@@ -19,7 +19,7 @@ from distflow.data.batch import Ragged
 from distflow.data.dataset import fields_of, open_records
 from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, question_text
-from distflow.plan import Layout, Plan
+from distflow.plan import FINISHED, Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
@@ -151,7 +151,8 @@ class Validator(Validations):
         rows = [row for row in share.rows for _ in range(count)]
         columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
         own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
-        scores = self.scorer.score({**columns, **own}, rows)
+        finished = {FINISHED: as_list(samples.finished)}  # a field of the data goes before it, as in training
+        scores = self.scorer.score({**finished, **columns, **own}, rows)
         report_failures(scores, rows)
         self.answers[name] = [
             {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}

@@ -22,6 +22,7 @@ from distflow.contracts.modules import Definition, definitions, module_file
 from distflow.contracts.settings import Invalid, check_given
 from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
+from distflow.plan import FINISHED
 
 if TYPE_CHECKING:
     from distflow.config.dag import Node
@@ -268,7 +269,7 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
 
 
 def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    known = [*_PER_SAMPLE.values(), *spec.run.data.columns]
+    known = [*_PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),
                        f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "

@@ -45,12 +45,14 @@ def source_weight(source: str, values: torch.Tensor | float) -> None:
 
 
 class UsableRecords:
-    """Records of which unusable ones, with an empty field or too long a prompt, are replaced by the next usable one.
-    Keeps no index, so that opening is quick."""
+    """Records of which unusable ones, with an empty field or too long a prompt, are replaced by usable ones, found by
+    steps of one length. Keeps no index, so that opening is quick, but judges no record twice."""
 
     def __init__(self, records: Records, fields: Fields, too_long: Callable[[Record], bool] | None = None):
         self.records, self.fields, self.too_long = records, fields, too_long
-        self.known: set[int] = set()
+        self.unusable: dict[int, tuple[str, str]] = {}  # field, and why: of the records that were seen so far
+        self.usable = bytearray(len(records))  # 1 for each that was seen
+        self.stride = _stride(len(records))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -59,31 +61,43 @@ class UsableRecords:
         return self.records.where(index)
 
     def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self._instead(index) if self._lack_of(record) else record
-                for index, record in zip(indices, self.records.get(indices))]
+        wanted = [index for index in indices if index not in self.unusable]
+        found = {index: record for index, record in zip(wanted, self.records.get(wanted))
+                 if not self._lack_of(index, record)}
+        return [found[index] if index in found else self._instead(index) for index in indices]
 
     def _instead(self, index: int) -> Record:
-        for number in range(index, index + len(self.records)):
-            record = self.records.get([number % len(self.records)])[0]
-            if not (lack := self._lack_of(record)):
-                return record
-            self._record_skipped(number % len(self.records), *lack)
-        field, reason = lack
-        remedy = ("Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else "")
+        """Return the first usable record by steps from one that is not: those of a block are not all the same."""
+        for step in range(len(self.records)):
+            number = (index + step * self.stride) % len(self.records)
+            if number not in self.unusable:
+                record = self.records.get([number])[0]
+                if not self._lack_of(number, record):
+                    return record
+            current().add("data/records_skipped", 1)
+        field, reason = self.unusable[index]
+        remedy = "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else ""
         raise InvalidInput(Diagnostic(f"field `{field}` of every record {reason}", self.records.where(index), remedy))
 
-    def _lack_of(self, record: Record) -> tuple[str, str] | None:
+    def _lack_of(self, index: int, record: Record) -> tuple[str, str] | None:
         """Return the field by which a record cannot be used, and why; None if it can."""
+        if self.usable[index] or index in self.unusable:
+            return self.unusable.get(index)
         if empty := self.fields.empty(record):
-            return empty, "is empty"
-        too_long = self.too_long is not None and self.too_long(record)
-        return (self.fields.question, _TOO_LONG) if too_long else None
+            self.unusable[index] = empty, "is empty"
+        elif self.too_long is not None and self.too_long(record):
+            self.unusable[index] = self.fields.question, _TOO_LONG
+        else:
+            self.usable[index] = 1
+            return None
+        field, reason = self.unusable[index]
+        events.record("record skipped", field=field, reason=reason, where=str(self.records.where(index)))
+        return field, reason
 
-    def _record_skipped(self, index: int, field: str, reason: str) -> None:
-        current().add("data/records_skipped", 1)
-        if index not in self.known:
-            self.known.add(index)
-            events.record("record skipped", field=field, reason=reason, where=str(self.records.where(index)))
+
+def _stride(size: int) -> int:
+    """Return the length of steps that come to each of `size` records: near the golden section, which spreads them."""
+    return next(step for step in range(max(1, round(0.618 * size)), size + 2) if math.gcd(step, size) == 1)
 
 
 class Mixture:

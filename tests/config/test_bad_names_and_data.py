@@ -141,8 +141,8 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     try:
         records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False))
         current().take()
-        assert [record["question"] for record in records.get(range(5))] == ["a", "a", "b", "b", "a"]
-        assert current().collect(lambda mine: [mine])["data/records_skipped"] == 4  # the first one for the last too
+        assert [record["question"] for record in records.get(range(5))] == ["b", "a", "b", "b", "b"]  # by steps of 3
+        assert current().collect(lambda mine: [mine])["data/records_skipped"] == 6  # 1, 3 and 1, 5 and 3 and 1
     finally:
         events.current().path = None
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -157,6 +157,34 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="field `question` of every record is too long a prompt") as caught:
         UsableRecords(open_records(tmp_path / "long.jsonl"), Fields("question"), lambda record: True).get([0])
     assert "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12, 97, 100, 360])
+def test_the_one_usable_record_is_found_from_everywhere(tmp_path: Path, size: int) -> None:
+    lines = [json.dumps({"question": "" if number else "a", "answer": "0"}) for number in range(size)]
+    (tmp_path / "one.jsonl").write_text("\n".join(lines))
+    records = UsableRecords(open_records(tmp_path / "one.jsonl"), Fields("question", ["answer"], strict=False))
+    assert {record["question"] for record in records.get(range(size))} == {"a"}
+
+
+def test_a_block_of_long_prompts_is_replaced_by_many_others_and_tokenized_once(tmp_path: Path) -> None:
+    texts = [str(number) for number in range(200)]
+    (tmp_path / "some.jsonl").write_text("\n".join(json.dumps({"question": text, "answer": "0"}) for text in texts))
+    asked = []
+
+    def too_long(record: dict) -> bool:
+        asked.append(record["question"])
+        return 50 <= int(record["question"]) < 90
+
+    records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question"), too_long)
+    order = [*range(200), *range(50, 90)]
+    found = [record["question"] for record in records.get(order)]
+    assert [text for number, text in zip(order, found) if not 50 <= number < 90] == texts[:50] + texts[90:]
+    assert len(set(found[50:90])) == 40, "each of the block has another in its place"
+    assert found[200:] == found[50:90]
+    assert sorted(asked, key=int) == texts
+    backwards = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question"), too_long)
+    assert [record["question"] for record in backwards.get(order[::-1])] == found[::-1], "whatever was asked before"
 
 
 def test_a_batch_far_beyond_the_records_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

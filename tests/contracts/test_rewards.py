@@ -105,6 +105,15 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> No
     assert "rewards_of_ones_own" not in sys.modules
 
 
+def test_a_field_of_the_data_goes_before_the_rollout_s_column_of_that_name(planned) -> None:
+    read = planned("labelled", "finished", imports="rewards_of_endings")
+    assert read["finished"] == ("source", "list[str]")
+    assert read["responses"][0] == "rollout"
+    assert planned("ended", imports="rewards_of_endings")["finished"] == ("rollout", "Tensor")
+    with pytest.raises(InvalidInput, match="wants column `finished` as Tensor, but the dataset gives list"):
+        planned("ended", "finished", imports="rewards_of_endings")
+
+
 def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
     with pytest.raises(InvalidInput) as caught:
         planned("{passes: {most: 1}}", "test")
@@ -121,6 +130,7 @@ def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
 
 def test_validation_takes_the_same_forms_and_has_no_nodes(planned) -> None:
     assert planned("math", "tests", "{math: 1.0, passes: {weight: 0.5, most: 1}, length: {cap: 9}}")
+    assert planned("math", validation="ended", imports="rewards_of_endings")
     with pytest.raises(InvalidInput) as caught:
         planned("math", "test", "[maths, polite, {x: 1}]")
     texts = [str(mistake) for mistake in caught.value.mistakes]

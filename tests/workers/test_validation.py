@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distflow import reward
 from distflow.config.load import load
 from distflow.config.run import Data, Validation
-from distflow.contracts.rewards import shipped_rewards
+from distflow.contracts.decorators import REWARDS
+from distflow.contracts.rewards import reward_contract, shipped_rewards
 from distflow.data.batch import Ragged
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
@@ -41,7 +43,8 @@ class Echo:
         assert (len(prompts) * repeats, max_new_tokens) == (len(ids), None)
         assert len(set(ids.tolist())) == len(ids)
         self.asked = ids.tolist(), temperature
-        return SimpleNamespace(tokens=Ragged.from_rows([row for row in prompts.rows for _ in range(repeats)]))
+        tokens = Ragged.from_rows([row for row in prompts.rows for _ in range(repeats)])
+        return SimpleNamespace(tokens=tokens, finished=tokens.lengths < 3)  # longer ones are cut off
 
     def decode(self, tokens: Ragged) -> list[str]:
         return ["".join(map(chr, row.tolist())).strip() for row in tokens.rows]
@@ -125,6 +128,21 @@ def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
     assert values["validation/easy"] == pytest.approx(0.75)
     assert values["validation_pass/easy"] == 1.0
     assert values["validation_low/easy"] < 0.75 < values["validation_high/easy"]
+
+
+def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, tmp_path, request):
+    @reward(in_rank=True)
+    def ended_in_validation(completion, finished: bool = True):
+        return 1.0 if finished is True else 0.0 if finished is False else 0.25 if finished == "early" else 0.5
+
+    request.addfinalizer(lambda: REWARDS.pop("ended_in_validation"))
+    spec.run.validation = Validation(data={"hard": "hard.jsonl"}, reward="ended_in_validation")
+    spec.rewards["ended_in_validation"] = reward_contract(ended_in_validation)
+    assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == pytest.approx(1 / 3)
+    lines = [json.dumps({"question": text, "answer": text, "finished": "early"}) for text in ("12345", "3")]
+    (tmp_path / "hard.jsonl").write_text("\n".join(lines))
+    spec.run.data = Data(train="", max_prompt_tokens=4, columns=["finished"])
+    assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == 0.25, "the data's own goes before it"
 
 
 def test_samples_that_cannot_differ_are_refused():

@@ -99,10 +99,11 @@ class Dialogue:
         messages = request.messages
         if messages[-1].role == "assistant":
             raise RequestRefused("the last message is the assistant's: a turn is sampled whole, and not continued")
+        between = self.between.with_options(**request.chat_template_kwargs.model_dump(exclude_none=True))
         if not self.turns:
             try:
                 tokens = prompt_tokens(self.tokenizer, [each.for_template() for each in messages], request.tools,
-                                       **request.chat_template_kwargs.model_dump(exclude_none=True))
+                                       **between.options)
             except _UNRENDERED as error:
                 raise RequestRefused(f"the chat template cannot render these messages: {str(error)[:300]}") from None
             return tokens, messages[-1].text
@@ -114,8 +115,8 @@ class Dialogue:
             raise RequestRefused("other `tools` than in the row's first request, of which the prompt was made",
                                  "not_extended")
         try:
-            tokens = self.between.of_messages([("system" if each.role == "developer" else each.role, each.text)
-                                               for each in new], self.ended)
+            tokens = between.of_messages([("system" if each.role == "developer" else each.role, each.text)
+                                          for each in new], self.ended)
         except InvalidInput as error:
             roles = ", ".join(each.role for each in new)
             raise RequestRefused(f"the chat template cannot render {roles} after a turn of the assistant: "

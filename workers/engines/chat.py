@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from jinja2 import TemplateError
@@ -47,13 +47,19 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 class Between:
     """Tokens between a sampled answer and the next one: the template's text around messages by others, derived once
     from a known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
-    Raises InvalidInput: the template cannot render such a conversation."""
+    `options`: variables of the template, as the prompt had them. Raises InvalidInput: the template cannot render such a
+    conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
-                 role: Literal["user", "tool"] = "user"):
-        self.tokenizer, self.end_tokens, self.role = tokenizer, set(end_tokens), role
+                 role: Literal["user", "tool"] = "user", options: Mapping[str, Any] | None = None):
+        self.tokenizer, self.end_tokens, self.role, self.options = tokenizer, set(end_tokens), role, options or {}
         self.around: dict[tuple[str, ...], list[list[int]]] = {}  # by the roles of the messages
         self._around((role,))
+
+    def with_options(self, **options: Any) -> Between:
+        """Return the same with further variables of the template."""
+        merged = {**self.options, **options}
+        return self if merged == self.options else Between(self.tokenizer, [*self.end_tokens], self.role, merged)
 
     def ended(self, answer: Tensor) -> bool:
         """Return whether an answer has its end token: not if it was cut off or ended by `generation.stop`."""
@@ -91,20 +97,22 @@ class Between:
 
     def _around(self, roles: tuple[str, ...]) -> list[list[int]]:
         if roles not in self.around:
-            texts = _texts_around(self.tokenizer, roles) if self.tokenizer.chat_template else ["\n"] * (len(roles) + 1)
+            texts = _texts_around(self.tokenizer, roles, self.options) if self.tokenizer.chat_template else \
+                ["\n"] * (len(roles) + 1)
             with tokenizer_lock:
                 self.around[roles] = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return self.around[roles]
 
 
-def _texts_around(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...]) -> list[str]:
+def _texts_around(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...], options: Mapping[str, Any]) -> list[str]:
     marks = [f"{_OBSERVATION}{number}\ue003" for number in range(len(roles))]
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER},
                 *({"role": role, "content": mark} for role, mark in zip(roles, marks))]
     why = ""
     try:
         with tokenizer_lock:
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            render = cast(Any, tokenizer.apply_chat_template)
+            text = str(render(messages, add_generation_prompt=True, tokenize=False, **options))
     except TemplateError as error:
         text, why = "", f": {error}"
     found, rest = [], text.partition(_ANSWER)[2]

@@ -59,7 +59,7 @@ class RoleEngines:
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
-        self.max_target_tokens = spec.run.data.max_target_tokens
+        self.max_target_tokens, self.template_options = spec.run.data.max_target_tokens, spec.run.data.for_template
         self.source = spec.model_of(name)
         self._load = functools.partial(load_model, spec, head=self.head)
         device = meshes.rollout.device_type

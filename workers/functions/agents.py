@@ -78,7 +78,7 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
 def _served(engine: Any, episodes: list[Trajectory], limits: DialogueLimits,
             ask: Callable[[Ask], None]) -> Iterator[dict[int, ServedRow]]:
     """Yield the rows as the endpoint serves them, by id; it refuses their tokens afterwards."""
-    between = Between(engine.tokenizer, engine.end_tokens)
+    between = Between(engine.tokenizer, engine.end_tokens, options=engine.template_options)
     served = {episode.row.id: ServedRow(episode.row.id, Dialogue(
         f"{engine.step + 1}-{episode.row.id}", engine.tokenizer, between, limits), ask) for episode in episodes}
     try:

@@ -59,7 +59,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     found, kind = live_environment(environment)
     env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                                memory_gib, found.__distflow_together__, found.__distflow_stateless__)
-    between = Between(engine.tokenizer, engine.end_tokens, observation_role)
+    between = Between(engine.tokenizer, engine.end_tokens, observation_role, engine.template_options)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, env_settings) as pool:
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))

@@ -28,7 +28,8 @@ def ask(engine: RoleEngines, *, template: Template, max_prompt_tokens: PositiveI
     """Make prompts for a role: the template filled with each row's columns, as a question by the role's chat template.
     A longer one than `max_prompt_tokens` loses its beginning."""
     texts = [template.format(**dict(zip(columns, row))) for row in zip(*columns.values())]
-    rows = [torch.tensor(prompt_tokens(engine.tokenizer, text), dtype=torch.int64) for text in texts]
+    rows = [torch.tensor(prompt_tokens(engine.tokenizer, text, **engine.template_options), dtype=torch.int64)
+            for text in texts]
     current().add(f"{engine.name}/prompts_cut", sum(len(row) > max_prompt_tokens for row in rows))
     return Ragged.from_rows([row[-max_prompt_tokens:] for row in rows])
 

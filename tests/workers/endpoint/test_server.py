@@ -320,6 +320,18 @@ def test_the_agent_of_the_examples_answers_sums(endpoint, row, texts, reward):
     assert asked == [f"{USER}{number}{ASSISTANT}" for number in {3: [17, 24], 2: [24], 1: [], 5: [2, 2, 2]}[len(texts)]]
 
 
+def test_a_turn_has_the_template_s_variables_of_the_run_and_those_of_its_request(row, monkeypatch):
+    served = row("one", "two")
+    template = "{{ effort }}{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", served.tokenizer.chat_template + template)
+    served.dialogue.between = Between(served.tokenizer, [served.tokenizer.eos_token_id], options={"effort": "low"})
+    messages = [*ASKED, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
+    served.chat(*ASKED)
+    served.chat(*messages, chat_template_kwargs={"enable_thinking": False})
+    asked = [served.tokenizer.decode(ask.addition.tokens) for ask in served.asks]
+    assert [text.rpartition(ASSISTANT)[2] for text in asked] == ["low", "low False"]
+
+
 def test_a_chat_does_not_go_on_from_a_plain_completion(row):
     served = row("an answer", "another")
     assert served.post("completions", prompt="one")[0] == 200

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from distflow.config.run import Lora, RoleRun
+from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError
 from distflow.telemetry.metrics import current
@@ -94,7 +94,7 @@ def _logprobs(model, batch: Batch) -> torch.Tensor:
 
 def role_of(lora: Lora | None, **settings) -> RoleEngines:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)

@@ -127,6 +127,14 @@ def test_messages_tools_and_thinking_reach_the_template(chatml, more, behind):
         f"{behind}")
 
 
+def test_they_reach_it_after_the_first_turn_as_well(chatml):
+    chatml.chat_template = THINKING
+    for between in (Between(chatml, [chatml.eos_token_id], options={"enable_thinking": False}),
+                    Between(chatml, [chatml.eos_token_id]).with_options(enable_thinking=False)):
+        assert chatml.decode(between.tokens("7", ended=True)).endswith("<|im_start|>assistant\n<think></think>")
+    assert "think" not in chatml.decode(between.with_options(enable_thinking=True).tokens("7", ended=True))
+
+
 def test_an_answer_that_is_begun_is_gone_on_with(chatml):
     begun = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "The answer is"}]
     assert chatml.decode(prompt_tokens(chatml, begun)).endswith("<|im_start|>assistant\nThe answer is")

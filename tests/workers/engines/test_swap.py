@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from distflow.config.run import Lora, RoleRun
+from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from workers.engines.embedded import build_model, build_tokenizer
@@ -22,7 +22,7 @@ SIZES = {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
 
 def role_of(swap: bool, lora: Lora | None) -> RoleEngines:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    run = SimpleNamespace(seed=0, steps=10, data=SimpleNamespace(max_target_tokens=9))
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
     spec = SimpleNamespace(dag=SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")}), run=run,
                            model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=1e-2, swap=swap, generation={"max_new_tokens": 6})

@@ -68,7 +68,7 @@ def role(tmp_path):
     rollout = HFRollout(model, settings.generation, tokenizer.pad_token_id, [tokenizer.eos_token_id, *range(5, 60)])
     rollout.version = 4
     yield SimpleNamespace(
-        tokenizer=tokenizer, settings=settings, rollout=rollout, step=0, stream=0, sampler=rollout,
+        tokenizer=tokenizer, settings=settings, rollout=rollout, step=0, stream=0, sampler=rollout, template_options={},
         end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: ())
     current().collect(lambda mine: [mine])
     env_service.close_all()
@@ -107,6 +107,15 @@ def test_what_was_served_is_what_is_trained(role, tmp_path):
     assert role.tokenizer.decode(prompt) == "<|user|>three<|assistant|>"
     assert "".join(role.tokenizer.decode(observed).split("<eos>")) == \
         "<|user|>three 0<|assistant|><|user|>three 1<|assistant|>"
+
+
+def test_each_turn_has_the_variables_of_the_template(role, tmp_path):
+    role.tokenizer.chat_template += "{{ effort }}"
+    role.template_options = {"effort": "low"}
+    found = run(role, tmp_path, [""])
+    observed = found.responses.rows[0][~found.mask.rows[0]]
+    assert role.tokenizer.decode(found.prompts.rows[0]).endswith("<|assistant|>low")
+    assert role.tokenizer.decode(observed).count("<|assistant|>low") == 2
 
 
 def test_a_bad_agent_costs_its_own_rows_alone(role, tmp_path, capsys):

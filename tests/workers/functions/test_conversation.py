@@ -104,7 +104,7 @@ def role(tmp_path, monkeypatch):
     rollout.version = 4
     yield SimpleNamespace(
         tokenizer=tokenizer, settings=settings, rollout=rollout, model=model, step=0, stream=0,
-        end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: (),
+        template_options={}, end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: (),
         converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
             rollout.session(3, keep_cache=True), rollout.rows(prompts, repeats, ids, limit))),
         decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
@@ -142,6 +142,15 @@ def test_what_is_written_fits_together(role, prompts):
             ended = sampled[-1] in role.rollout.end_tokens.tolist()
             assert observed == between.tokens(f"{('one', 'two', 'three')[row // 2]}: {len(text)}", ended)
     assert role.decode(found.responses) == found.completions
+
+
+def test_each_turn_has_the_variables_of_the_template(role, prompts):
+    role.tokenizer.chat_template += "{{ effort }}"
+    role.template_options = {"effort": "low"}
+    found = converse_with(role, prompts)
+    for tokens, mask in zip(found.responses.rows, found.mask.rows):
+        observed = _runs(tokens.tolist(), mask.tolist())[1::2]
+        assert [role.tokenizer.decode(run)[-3:] for run in observed] == ["low", "low"]
 
 
 def _runs(tokens: list[int], mask: list[bool]) -> list[list[int]]:

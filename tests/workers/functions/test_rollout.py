@@ -14,7 +14,8 @@ from workers.functions.rollout import ask
 
 @pytest.fixture
 def role():
-    yield SimpleNamespace(name="reviser", tokenizer=build_tokenizer(["a question and an answer"]))
+    yield SimpleNamespace(name="reviser", tokenizer=build_tokenizer(["a question and an answer"]),
+                          template_options={})
     current().collect(lambda mine: [mine])
 
 
@@ -30,6 +31,13 @@ def test_a_long_prompt_loses_its_beginning_and_is_counted(role):
     whole = prompt_tokens(role.tokenizer, "a" * 40)
     assert [row.tolist() for row in prompts.rows] == [whole[-4:], prompt_tokens(role.tokenizer, "")]
     assert current().collect(lambda mine: [mine])["reviser/prompts_cut"] == 1
+
+
+def test_the_template_has_the_variables_of_the_data(role):
+    role.tokenizer.chat_template += "{{ effort }}"
+    role.template_options = {"effort": "low"}
+    (prompt,) = ask(role, template="{questions}", questions=["one?"]).rows
+    assert role.tokenizer.decode(prompt).endswith("low")
 
 
 def test_no_rows(role):
