@@ -96,6 +96,9 @@ def add_replan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def mixed(options: argparse.Namespace) -> int:
+    if options.seconds is not None and not options.seconds > 0:
+        raise InvalidInput(f"--seconds {options.seconds:g} is no time to search; give more than 0, as  --seconds 10  , "
+                           "or leave it out for the usual number of layouts")
     known = None
     if options.runs:
         spec = spec_of(options)
@@ -222,7 +225,7 @@ def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[list[
     from planners.heterogeneous.exact import prove
     from planners.heterogeneous.search import BUDGET, search
 
-    end = time.monotonic() + options.seconds if options.seconds else float("inf")
+    end = float("inf") if options.seconds is None else time.monotonic() + options.seconds
 
     def stop() -> bool:  # planners have no clock
         return time.monotonic() >= end

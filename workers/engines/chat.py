@@ -52,7 +52,8 @@ class Between:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user", options: Mapping[str, Any] | None = None):
-        self.tokenizer, self.end_tokens, self.role, self.options = tokenizer, set(end_tokens), role, options or {}
+        self.tokenizer, self.end_tokens, self.options = tokenizer, set(end_tokens), options or {}
+        self.role: Literal["user", "tool"] = role
         self.around: dict[tuple[str, ...], list[list[int]]] = {}  # by the roles of the messages
         self._around((role,))
 

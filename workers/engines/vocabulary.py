@@ -89,12 +89,15 @@ class _Entropies(torch.autograd.Function):
     def forward(ctx, logprobs: Tensor) -> Tensor:
         ctx.save_for_backward(logprobs)
         ctx.set_materialize_grads(False)
-        return -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.exp().mul_(logprobs).sum(-1).neg_()
 
     @staticmethod
     def backward(ctx, gradient: Tensor | None) -> Tensor | None:
         (logprobs,) = ctx.saved_tensors
-        return None if gradient is None else -gradient[:, None] * logprobs.exp() * (logprobs + 1.0)
+        if gradient is None:
+            return None
+        powers = logprobs.exp()
+        return powers.addcmul_(powers, logprobs).mul_(-gradient[:, None])
 
 
 class _Scores(torch.autograd.Function):
@@ -117,6 +120,7 @@ class _Scores(torch.autograd.Function):
             powers = logits.exp()
             numbers[:, -2] = powers.sum(-1)
             numbers[:, -1] = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
+            del logits, powers  # the next piece has its own
             *_, total, weighted = _all_reduce(numbers, dist.ReduceOp.SUM, group).unbind(-1)
             spread = total.log()
             _by_row(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
@@ -138,8 +142,10 @@ class _Scores(torch.autograd.Function):
             scale = gradient[piece] / ctx.temperature
             table, amounts = _less(logits, normalizers[piece]), -scale.sum(1, keepdim=True)
             if of_entropies is not None:
-                amounts = amounts - (table + entropies[piece, None]) * (of_entropies[piece, None] / ctx.temperature)
+                each = of_entropies[piece, None] / -ctx.temperature
+                amounts = (table + entropies[piece, None]).mul_(each).add_(amounts)
             table = table.exp_().mul_(amounts)
+            del logits, amounts
             columns, here = _local_columns(asked[piece] - ctx.first, len(weight))
             if len(weight):
                 rows = torch.arange(len(table), device=table.device)[:, None]

@@ -223,7 +223,8 @@ class _ConversationLoop:
     def _go_on(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         """Sample another turn after an answer, or end the conversation."""
         row = episode.row
-        if isinstance(answer, Turn) and not answer.done and episode.turns < self.max_turns:
+        episode.out_of_turns = isinstance(answer, Turn) and not answer.done and episode.turns >= self.max_turns
+        if isinstance(answer, Turn) and not answer.done and not episode.out_of_turns:
             between = self.between.tokens(answer.observation, self.between.ended(row.tokens))
             observed = torch.tensor(between, dtype=torch.int64)
             room = self.max_tokens - episode.length - len(observed)

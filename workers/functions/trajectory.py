@@ -50,6 +50,7 @@ class Trajectory:
     asked: int = 0  # when its environment was, in the timeline's microseconds
     failure: EnvFailure | None = None
     cut: bool = False
+    out_of_turns: bool = False  # its environment would have gone on
     state: tuple[int, Any] | None = None  # turns, and the environment's snapshot after them
     recorded: tuple[int, int] = (0, 0)  # events and pieces that the log has
     recorded_state: tuple[int, Any] | None = None  # the snapshot that it has
@@ -64,7 +65,7 @@ class Trajectory:
     @property
     def finished(self) -> bool:
         """Whether it came to its end, instead of being cut off by a limit."""
-        return self.row.finished and not self.cut
+        return self.row.finished and not self.cut and not self.out_of_turns
 
     @property
     def last(self) -> str:

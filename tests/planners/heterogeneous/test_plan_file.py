@@ -221,3 +221,10 @@ def test_the_file_says_the_placement(mixed_spec: Callable) -> None:
     *_, found = search(problem, budget=2000)
     plan = written(problem, found.placement, digests_of(spec, problem), "hybrid", found.bound)
     assert placement_of(problem, plan) == found.placement
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_no_time_to_search_is_refused(plan, seconds) -> None:
+    code, printed, error = plan("mixed", "--seconds", seconds, "--within", "0.99")  # which ends a search that begins
+    assert (code, printed) == (2, "")
+    assert f"--seconds {seconds} is no time to search; give more than 0" in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from planners.memory import LOGITS
 from workers.engines import vocabulary
 from workers.engines.vocabulary import likeliest, score, score_cut, scored
 
@@ -45,6 +47,32 @@ def results(hidden, head, tokens, counts, of=score, entropy=0.0) -> list[torch.T
 
 def at_once(hidden, head, tokens, temperature):
     return scored(head(hidden).float() / temperature, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [10, 50])
+def test_an_entropy_bonus_takes_no_more_memory_than_the_planner_counts(monkeypatch, dtype, rows):
+    """With `rows` of 50 tokens at a time. A narrow head, beside which logits count."""
+    size, narrow = 20_000, 4
+    monkeypatch.setattr(vocabulary, "PIECE", rows * size)
+    head, hidden = nn.Linear(narrow, size, bias=False).to(dtype), torch.randn(50, narrow, dtype=dtype).requires_grad_()
+    tokens = torch.randint(size, (50,))
+
+    def most(entropy: float) -> int:
+        return _most_bytes(lambda: results(hidden, head, tokens, torch.linspace(-1, 1, 50), entropy=entropy))
+
+    assert most(0.5) <= most(0.0) * 1.01
+    of_head = (4 + 4) * size * narrow  # its gradient, and that of a piece
+    assert most(0.5) <= LOGITS * rows * size + of_head + 2**16
+
+
+def _most_bytes(work) -> int:
+    """The most bytes that tensors have at a time which are made meanwhile."""
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.mark.parametrize("entropy", [0.0, 0.5])

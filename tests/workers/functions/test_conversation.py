@@ -187,7 +187,15 @@ def test_the_tokens_do_not_depend_on_company_or_on_the_kept_past(role, prompts):
 
 
 def test_limits_of_turns_and_tokens(role, prompts):
-    assert converse_with(role, prompts, max_turns=2).turns.tolist() == [2] * 6
+    whole = converse_with(role, prompts)
+    current().collect(lambda mine: [mine])
+    short = converse_with(role, prompts, max_turns=2)
+    metrics = current().collect(lambda mine: [mine])
+    assert short.turns.tolist() == [2] * 6
+    assert whole.finished.any()
+    assert not short.finished.any(), "the environment would have gone on"
+    assert (metrics["response/truncated"], metrics.get("environment/cut", 0)) == (1, 0)
+    assert converse_with(role, prompts, max_turns=3).finished.tolist() == whole.finished.tolist()
     assert converse_with(role, prompts, environment_settings={"turns": 1}).turns.tolist() == [1] * 6
     current().collect(lambda mine: [mine])
     cut = converse_with(role, prompts, fates=("", "long", ""), max_tokens=60)
