@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import ROOT
 
-from distflow.telemetry.events import Events, replace
+from distflow.telemetry.events import Events, write_atomically
 
 
 def test_a_line_for_each_event(tmp_path):
@@ -39,11 +39,11 @@ def test_lines_of_several_processes_do_not_mix(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "token.json"
-    replace(file, "one", mode=0o600)
+    write_atomically(file, "one", mode=0o600)
     with pytest.raises(TypeError):
-        replace(file, None, mode=0o600)  # pyright: ignore[reportArgumentType]
+        write_atomically(file, None, mode=0o600)  # pyright: ignore[reportArgumentType]
     assert file.read_text() == "one"
-    replace(file, "zwölf \ud800", mode=0o600)
+    write_atomically(file, "zwölf \ud800", mode=0o600)
     assert file.read_text(encoding="utf-8") == "zwölf ?"
     assert file.stat().st_mode & 0o777 == 0o600
     assert [*tmp_path.iterdir()] == [file]
