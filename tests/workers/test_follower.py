@@ -105,7 +105,8 @@ def _put(trainers, dock, ids, dropped):
 def sampled(ids, dropped):
     column = Ragged(ids.clone(), torch.ones_like(ids))
     return {"responses": column, "rollout_logprobs": column.with_values(ids.float()), "versions": column,
-               "completions": column, "rewards": ids.float(), "keep": ~torch.isin(ids, torch.tensor([*dropped])),
+               "completions": column, "finished": ids >= 0, "rewards": ids.float(),
+               "keep": ~torch.isin(ids, torch.tensor([*dropped])),
                "reward_parts": column, "reference_logprobs": column.with_values(ids.float())}
 
 
