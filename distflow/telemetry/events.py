@@ -1,7 +1,7 @@
 """Appends events to `events.jsonl`, one JSON object a line, from every rank; and lines to other files of a run.
 
 A full disk does not end a run: lines that cannot be written are dropped and counted, and the files stay valid JSON
-Lines. Files that are no such log are written by `replace`.
+Lines. Files that are no such log are written by `write_atomically`.
 """
 
 from __future__ import annotations
