@@ -1,4 +1,4 @@
-"""The context that a forked worker gets, the exit report that it returns by a pipe."""
+"""The context that a forked worker gets, and the exit report that it returns by a pipe."""
 
 from __future__ import annotations
 

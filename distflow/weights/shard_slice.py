@@ -1,5 +1,5 @@
 """Slices of shards: rectangular parts of named tensors. What a rank holds of a tensor, however it is cut, is a slice of
-it; so is what another rank needs: shards of two layouts meet by intersecting their slices.
+it; the slices of all ranks make whole tensors.
 """
 
 from __future__ import annotations

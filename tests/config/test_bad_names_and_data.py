@@ -148,13 +148,13 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record skipped", line)
                                                                                        for line in "135"]
-    with pytest.raises(InvalidInput, match="of every record is empty"):
+    with pytest.raises(InvalidInput, match="no record can be used: field `[a-z]*` of this one is empty"):
         UsableRecords(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])
     records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False),
                             lambda record: record["question"] == "a")
     assert [record["question"] for record in records.get(range(5))] == ["b"] * 5
     (tmp_path / "long.jsonl").write_text('{"question": "a", "answer": "0"}\n' * 2)
-    with pytest.raises(InvalidInput, match="field `question` of every record is too long a prompt") as caught:
+    with pytest.raises(InvalidInput, match="no record can be used: field `question` of this one is too long a prompt") as caught:
         UsableRecords(open_records(tmp_path / "long.jsonl"), Fields("question"), lambda record: True).get([0])
     assert "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" in str(caught.value)
 

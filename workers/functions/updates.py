@@ -174,7 +174,8 @@ def supervised_update(
 
 
 def _with_gradient(rows: Batch) -> Batch:
-    """Return the first few rows, and those with a gradient: without KL and entropy others than of advantage 0."""
+    """Return the rows that have a gradient, and the first few. Without a KL or entropy term a row whose advantages are
+    all 0 has none."""
     advantages = rows["advantages"]
     chosen = torch.zeros(len(rows), dtype=torch.bool)
     chosen[advantages.row_of[advantages.values != 0]] = True
