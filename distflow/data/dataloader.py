@@ -77,7 +77,8 @@ class UsableRecords:
             current().add("data/records_skipped", 1)
         field, reason = self.unusable[index]
         remedy = "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else ""
-        raise InvalidInput(Diagnostic(f"no record can be used: field `{field}` of this one {reason}", self.records.where(index), remedy))
+        what = f"no record can be used: field `{field}` of this one {reason}"
+        raise InvalidInput(Diagnostic(what, self.records.where(index), remedy))
 
     def _lack_of(self, index: int, record: Record) -> tuple[str, str] | None:
         """Return the field by which a record cannot be used, and why; None if it can."""

@@ -154,7 +154,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
                             lambda record: record["question"] == "a")
     assert [record["question"] for record in records.get(range(5))] == ["b"] * 5
     (tmp_path / "long.jsonl").write_text('{"question": "a", "answer": "0"}\n' * 2)
-    with pytest.raises(InvalidInput, match="no record can be used: field `question` of this one is too long a prompt") as caught:
+    with pytest.raises(InvalidInput, match="field `question` of this one is too long a prompt") as caught:
         UsableRecords(open_records(tmp_path / "long.jsonl"), Fields("question"), lambda record: True).get([0])
     assert "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" in str(caught.value)
 
