@@ -402,9 +402,9 @@ def unknown_role(spec: Spec, role: str, key: str) -> Diagnostic:
 
 
 def refused_role(spec: Spec, role: str, why: str, node: str | None = None, *, key: str) -> Diagnostic:
-    """Return that a role cannot have ranks of its own. `node`: whose line shows why."""
+    """Return that a role cannot be on other ranks than the first that train. `node`: whose line shows why."""
     where = role_location(spec, role, key)
     lines = (where, spec.dag_source.location(("nodes", node), key=True)) if node else (where,)
-    return Diagnostic(f"role `{role}` cannot have ranks of its own: {why}", where,
-                      f"Take `{role}` out of  groups.{key}  : the first ranks that train have it then",
+    return Diagnostic(f"role `{role}` cannot be on other ranks than the first that train: {why}", where,
+                      f"Take `{role}` out of  groups.{key}  : these ranks have it then",
                       tuple(filter(None, lines)))

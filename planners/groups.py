@@ -1,9 +1,9 @@
 """Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups of one role each.
 
 The rollout group runs the nodes that sample, their inputs, and all COMPUTE nodes that read only its columns: rewards
-are computed per prompt while others are still sampled. Nodes on rows that may have been dropped, nodes in `layouts`,
-and everything else run in the trainer, unless a role has ranks of its own (`planners.inference`, `planners.trainers`).
-Between the groups, columns pass through the dock.
+are computed per prompt while others are still sampled; and nodes of frozen roles that the run file wants there. Nodes
+on rows that may have been dropped, nodes in `layouts`, and everything else run in the trainer, unless a role has ranks
+of its own (`planners.inference`, `planners.trainers`). Between the groups, columns pass through the dock.
 
 Trainer nodes in which a model reads each row by itself, and only columns of that row, need not wait for the whole step:
 they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
@@ -19,8 +19,9 @@ from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
+from planners.check import refused_role
 from planners.columns import NodeColumns
-from planners.inference import InferenceCut, cut_inference
+from planners.inference import InferenceCut, check_on_rollouts, cut_inference, why_not
 from planners.resampling import draws_of
 from planners.trainers import TrainerCut, cut_trainers
 from planners.transfers import row_bytes
@@ -73,23 +74,15 @@ class GroupCut:
 
 def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
         ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
-    nodes: set[str] = set()
-    mistakes = []
     sampling = [node for node in chain if node in bound and bound[node].samples]
-    for node in (node for node in chain if node in bound):
-        producers = {column.producer for column in flows[node].reads} - {SOURCE}
-        late = sorted(other for other in producers if other not in nodes or KEEP in flows[other].writes)
-        if node in sampling and late:
-            mistakes.append(_too_late(spec, node, late[0]))
-        computes = (bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
-                    and node not in spec.run.layouts)
-        if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
-            nodes.add(node)
+    nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
     trainer, model, found = _sizes(spec, sampling, ranks)
+    found += check_on_rollouts(spec, bound, chain, flows, model.width)
     first = ranks - spec.run.groups.of_roles
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))
-    trainers, odd = cut_trainers(spec, bound, chain, flows, apart, first + sum(spec.run.groups.inference.values()))
+    of_trainers = first + sum(spec.run.groups.inference_ranks.values())
+    trainers, odd = cut_trainers(spec, bound, chain, flows, apart, of_trainers)
     of_first = {node for node in chain if node in bound}.difference(apart, *(each.nodes for each in trainers))
     crossing = {node: names for own in (nodes, *(each.nodes for each in (*inference, *trainers)), of_first)
                 for node in chain if node in own
@@ -112,16 +105,40 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     return halves, [*mistakes, *found, *unfit, *odd]
 
 
+def _of_rollout(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
+                sampling: list[str]) -> tuple[set[str], list[Diagnostic]]:
+    """Return the nodes of the rollout group."""
+    nodes: set[str] = set()
+    mistakes = []
+    on_rollouts = [role for role in spec.run.groups.on_rollouts if role in spec.dag.roles
+                   and not spec.dag.roles[role].trained]
+    for node in (node for node in chain if node in bound):
+        item, producers = spec.dag.nodes[node], {column.producer for column in flows[node].reads} - {SOURCE}
+        ahead = {other for other in nodes if KEEP not in flows[other].writes}
+        late = sorted(producers - ahead)
+        if node in sampling and late:
+            mistakes.append(_too_late(spec, node, late[0]))
+        computes = (bound[node].marks.type == "COMPUTE" and draws_of(spec, node, bound[node]) == 1
+                    and node not in spec.run.layouts)
+        if node in sampling or (computes and not late and (producers or _before(node, sampling, flows))):
+            nodes.add(node)
+        elif item.role in on_rollouts and item.type in ENGINE_TYPES:
+            if why := why_not(spec, bound, chain, flows, node, ahead):
+                mistakes.append(refused_role(spec, item.role, f"node `{node}` {why}", node, key="inference"))
+            nodes.add(node)
+    return nodes, mistakes
+
+
 def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
               ranks: int) -> tuple[GroupCut, list[Diagnostic]]:
     """Cut only roles out of a run in mode sync, whose first ranks sample, and train all others."""
     first, groups = ranks - spec.run.groups.of_roles, spec.run.groups
     roles = {node: item.role for node, item in spec.dag.nodes.items() if item.type in ENGINE_TYPES}
-    before = {*itertools.takewhile(lambda node: roles.get(node) not in groups.inference, chain)} & bound.keys()
+    before = {*itertools.takewhile(lambda node: roles.get(node) not in groups.inference_ranks, chain)} & bound.keys()
     before = {node for node in before if roles.get(node) not in groups.trainers}
     inference, unfit = cut_inference(spec, bound, chain, flows, before, max(first, 1))
     trainers, mistakes = cut_trainers(spec, bound, chain, flows, set().union(*(each.nodes for each in inference)),
-                                      max(first, 1) + sum(groups.inference.values()))
+                                      max(first, 1) + sum(groups.inference_ranks.values()))
     if first < 1:
         what = f"roles have {ranks - first} ranks of their own, and of {ranks} none is left to sample and to train"
         mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
@@ -282,8 +299,8 @@ def _check_stale(spec: Spec, flows: dict[str, NodeColumns], nodes: set[str],
     corrects = any({"importance", "response_mask"} & {*flow.writes} and "rollout_logprobs" in {
         column.name for column in flow.reads} for node, flow in flows.items() if node not in nodes)
     groups = spec.run.groups
-    if spec.run.on_stale != "wait" and (groups.inference or groups.trainers):
-        key, who = ("inference", "only infer") if groups.inference else ("trainers", "train one role")
+    if spec.run.on_stale != "wait" and groups.of_roles:
+        key, who = ("inference", "only infer") if groups.inference_ranks else ("trainers", "train one role")
         what, hint = (f"ranks that {who} take prompts step by step, and with on_stale: {spec.run.on_stale} there is no "
                       "order of steps"), f"Instead:  on_stale: wait, or no  groups.{key}"
     elif spec.run.on_stale == "keep" and not corrects:

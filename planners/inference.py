@@ -1,14 +1,16 @@
-"""Cuts roles whose models are only read out of the trainer, onto ranks of their own (`groups.inference`).
+"""Cuts roles whose models are only read out of the trainer (`groups.inference`): onto ranks of their own, or those
+that sample.
 
 Their nodes look at each row by itself, and read columns that cross the dock. So a group waits, row by row, for groups
 before it alone: the rollouts, and groups whose columns it reads. The groups have an order in which none waits for a
-later one, or are refused; the trainer, which waits for all of them, is the last.
+later one, or are refused; the trainer, which waits for all of them, is the last. Ranks that sample compute such a role
+behind their samples; each has its whole model.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -48,13 +50,12 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
                   rollout: set[str], first: int) -> tuple[tuple[InferenceCut, ...], list[Diagnostic]]:
     """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
     one. `rollout`: the nodes of the rollout group."""
-    nodes = {role: [node for node in chain if node in bound and spec.dag.nodes[node].role == role
-                    and spec.dag.nodes[node].type in ENGINE_TYPES] for role in spec.run.groups.inference}
+    nodes = _nodes_of(spec, bound, chain, spec.run.groups.inference_ranks)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     ahead = {node for node in rollout if KEEP not in flows[node].writes}
     unfit = {role for role in nodes if any(_check_role(spec, role, nodes[role], flows))}
     for node in (node for node in chain if any(node in own for role, own in nodes.items() if role not in unfit)):
-        if why := _why_not(spec, bound, chain, flows, node, ahead):
+        if why := why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
@@ -66,9 +67,35 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
         model, found = _model(spec, role, nodes[role])
         mistakes += found
         cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model))
-        cuts[-1] = replace(cuts[-1], replicas=max(spec.run.groups.inference[role] // cuts[-1].ranks, 1))
+        cuts[-1] = replace(cuts[-1], replicas=max(spec.run.groups.inference_ranks[role] // cuts[-1].ranks, 1))
         first += cuts[-1].replicas * cuts[-1].ranks
     return tuple(cuts), mistakes
+
+
+def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
+                      width: int) -> list[Diagnostic]:
+    """Check the roles that ranks which sample are to compute; `width`: ranks of one rollout's model."""
+    nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
+    mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
+    for role in nodes:
+        split = next((node for node in nodes[role] if node in spec.run.layouts), None)
+        if spec.run.mode != "async":
+            mistakes.append(_refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
+                                                 "have a part. It needs  mode: async"))
+        elif width > 1:
+            mistakes.append(_refusal(spec, role, f"a rollout's model is split over {width} ranks, of which one "
+                                                 "computes all else"))
+        elif split:
+            mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
+                                       "which has its whole model", spec.run_source.location(("layouts", split)),
+                                       f"Leave `{split}` out of `layouts`."))
+    return mistakes
+
+
+def _nodes_of(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+              roles: Iterable[str]) -> dict[str, list[str]]:
+    return {role: [node for node in chain if node in bound and spec.dag.nodes[node].role == role
+                   and spec.dag.nodes[node].type in ENGINE_TYPES] for role in roles}
 
 
 def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, NodeColumns]) -> Iterator[Diagnostic]:
@@ -77,8 +104,9 @@ def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, Nod
     elif not nodes:
         yield _refusal(spec, role, "no node computes with its model")
     elif spec.dag.roles[role].trained:
+        ranks = spec.run.groups.inference_ranks.get(role, 1)
         yield Diagnostic(f"role `{role}` cannot have ranks that only infer: it is trained", _where(spec, role),
-                         f"Instead:  groups: {{trainers: {{{role}: {spec.run.groups.inference[role]}}}}}")
+                         f"Instead:  groups: {{trainers: {{{role}: {ranks}}}}}")
     elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
         yield _refusal(spec, role, "nothing reads what its nodes write")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
@@ -88,8 +116,8 @@ def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, Nod
                        "train have anyway")
 
 
-def _why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns], node: str,
-             ahead: set[str]) -> str:
+def why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns], node: str,
+            ahead: set[str]) -> str:
     """Return why a node cannot run on prompts that come one by one from other ranks; empty if it can."""
     if bound[node].samples:
         return "samples, which ranks of `groups.rollout` do"
@@ -127,7 +155,7 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
     node = next((node for node in nodes if node in spec.run.layouts), None)
     if node is None:
         return Layout(1), []
-    asked, ranks = spec.run.layouts[node], spec.run.groups.inference[role]
+    asked, ranks = spec.run.layouts[node], spec.run.groups.inference_ranks[role]
     model = Layout(asked.dp or 1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
     width, mistakes = model.dp * model.width, []
     measured = asked.rows == MEASURED or (asked.rows and model.dp == 1)

@@ -106,13 +106,16 @@ def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
              training: bool = True, validated: str | None = None) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains;
-    `validated`: the role that these ranks validate while they sample."""
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains; else
+    ranks sample, and at the same time infer with roles that do not. `validated`: the role that they validate then."""
     items: list[MemoryItem] = []
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
         if shape and settings and training:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
+        elif shape and settings and role not in generating:
+            own = _role_items(spec, role, settings, shape, False, layouts)
+            items += [replace(item, phase=item.phase and SAMPLING) for item in own]
         elif shape and settings:
             tp, width = layouts[role, True].tp, _width(shape, settings)
             items += _phased(_rollout(spec, role, settings, shape, tp, width, False))

@@ -195,9 +195,9 @@ def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, s
     if request.dp is not None and request.dp > shares and ranks > 0:
         there = "is only 1 rank" if ranks == 1 else f"are only {ranks} ranks"
         more = f" of {layout.width} ranks each" if layout.width > 1 else ""
-        needed, role = request.dp * layout.width, spec.dag.nodes[node].role
+        needed, role, groups = request.dp * layout.width, spec.dag.nodes[node].role, spec.run.groups
         grown = next((f"Give its role more ranks:  groups: {{{key}: {{{role}: {needed}}}}}" for key, sizes in (
-            ("trainers", spec.run.groups.trainers), ("inference", spec.run.groups.inference)) if role in sizes), None)
+            ("trainers", groups.trainers), ("inference", groups.inference_ranks)) if role in sizes), None)
         hint = f"{grown or f'Start {needed} ranks (--nproc-per-node {needed})'}, or instead:  " \
                f"layouts: {{{node}: {{dp: {shares}}}}}"
         return [Diagnostic(f"node `{node}` wants dp {request.dp}{more}, but there {there}", where, hint)]

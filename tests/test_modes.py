@@ -44,9 +44,9 @@ def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, setti
     assert pulled.keys() == {2, 3}, "each rank that samples pulls for itself"
 
 
-def test_a_frozen_model_has_ranks_of_its_own_and_its_death_stops_nobody(launch, workspace):
-    """One of the two ranks that shard it is killed while they compute prompts of the second step: nobody else starts
-    again, and the losses stay."""
+def test_a_frozen_model_has_ranks_of_its_own_or_those_that_sample_and_a_death_stops_nobody(launch, workspace):
+    """One of the two ranks that shard it is killed while they compute prompts of the second step, or one of those that
+    sample: nobody else starts again, and the losses stay."""
     more = ("--set", "nodes.update.with.kl=0.5", "--set", "steps=3")
     launch(1, *GRPO, *more, "--name", "sync", "--set", "mode=sync")
     launch(4, *GRPO, *more, *STRICT, "--set", "groups={rollout: 1, inference: {reference: 2}}", "--set",
@@ -62,6 +62,15 @@ def test_a_frozen_model_has_ranks_of_its_own_and_its_death_stops_nobody(launch, 
     failure, = (event for event in events if event["event"] == "failure")
     assert (failure["unit"], failure["ranks"], failure["verdict"]) == ("inference reference 0", [2, 3], "starts again")
     assert {event["rank"] for event in events if event["event"] == "worker started" and event["life"]} == {2, 3}
+    launch(3, *GRPO, *more, *STRICT, "--set", "groups={rollout: 2, inference: {reference: rollout}}", "--set",
+           "faults=[{kind: kill, group: rollout, rank: 1, step: 2}]", "--name", "with samples")
+    beside = metrics_of(workspace / "runs/with samples")
+    require_equal(beside, sync, steps=(1, 2, 3))
+    for step in (2, 3):
+        assert beside[step]["policy/kl_reference"] == pytest.approx(sync[step]["policy/kl_reference"], abs=1e-5)
+    assert all("seconds/reference" in step for step in beside.values())
+    events = [json.loads(line) for line in (workspace / "runs/with samples/events.jsonl").read_text().splitlines()]
+    assert {event["rank"] for event in events if event["event"] == "worker started" and event["life"]} == {1}
 
 
 @pytest.mark.smoke

@@ -18,7 +18,8 @@ from workers.engines.role_engines import Meshes, RoleEngines
 
 def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str,
                 training: bool = True) -> dict[str, RoleEngines]:
-    """Load and shard the models of this rank's roles. `training`: whether they train and infer here."""
+    """Load and shard the models of this rank's roles. `training`: whether those that sample train and infer here too.
+    """
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
@@ -26,8 +27,8 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
         assert model_of, "the planner refuses roles without a model"
         assert settings
         model, tokenizer = load_model(spec, model_of, spec.dag.roles[name].head)
-        roles[name] = RoleEngines(name, model, tokenizer, settings, _meshes(plan, name, device, training), spec,
-                                  streams.get(name))
+        meshes = _meshes(plan, name, device, training or name not in sampling)
+        roles[name] = RoleEngines(name, model, tokenizer, settings, meshes, spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary({name: role.tokenizer for name, role in roles.items()})

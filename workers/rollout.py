@@ -2,7 +2,8 @@
 
     RolloutContext    leases, threads and buffers of `workers.loop.rollout`: a thread for each prompt runs the chain up
                       to its last sampling node, so that the slots of the engine are never empty while there is work;
-                      nodes without a model, such as rewards, then run on all prompts that have come so far
+                      nodes that do not sample, such as rewards, then run on all prompts that have come so far,
+                      or if one has a model on each prompt alone
     RolloutExecutor   executor of one of these threads
     PartialRollouts   rows that one rank has begun and another completes, so that no token is sampled twice
     TurnWriter        puts conversations into the dock, turn by turn, for whoever has to go on with them
@@ -205,7 +206,7 @@ class RolloutContext:
         samples = RowLineage(plan.tasks, plan.source).times(self.head[-1].out_fan)
         self.saves_partial = samples == channel.rows
         """Whether other loops can continue with this one's partial rows: if these are the dock's."""
-        self.computing = threading.Lock()  # functions without a model need not be thread-safe
+        self.computing = threading.Lock()  # functions that do not sample need not be thread-safe
         self.doing = ""
         self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
         self.validating = ""  # what the dock was told last of a request to validate
@@ -384,7 +385,9 @@ class RolloutContext:
         self.all_put.set()
 
     def sampled(self) -> Iterator[list[Prompt]]:
-        """Yield the prompts whose samples are complete, as they come: all those of a step together."""
+        """Yield the prompts whose samples are complete, as they come: all those of a step together, unless a model
+        reads them, which would round a row otherwise beside others."""
+        alone = any(task.type in ENGINE_TYPES for task in self.tail)
         going_on = True
         while going_on and self.failure is None:
             found: dict[int, list[Prompt]] = {}
@@ -395,7 +398,8 @@ class RolloutContext:
                     prompt = self.complete.get_nowait()
                 going_on = False
             for _, some in sorted(found.items()):
-                yield sorted(some, key=lambda prompt: int(prompt.lease.ids[0]))
+                ordered = sorted(some, key=lambda prompt: int(prompt.lease.ids[0]))
+                yield from [[each] for each in ordered] if alone else [ordered]
 
     @contextlib.contextmanager
     def finishing(self, prompts: list[Prompt]) -> Iterator[Databuffer]:
@@ -445,7 +449,7 @@ class RolloutExecutor(Executor):
         ctx = self.ctx
         if self.rollouts and task is ctx.head[-1]:
             self.roles[task.role].shared_engine = self.rollouts
-        if task.type in ENGINE_TYPES:
+        if task.samples:
             return super().run(self.tasks[task.node], inputs)
         with ctx.computing:
             ctx.doing = f"computing node `{task.node}` of step {self.step}"

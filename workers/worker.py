@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from distflow.config.load import Spec
 from distflow.contracts.decorators import load_module
-from distflow.contracts.signature import load_function
+from distflow.contracts.signature import ENGINE_TYPES, load_function
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER, Plan
 from distflow.recovery import hooks
@@ -201,9 +201,11 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
     """Run the rollout loop of this rank, or follow the rank that does for a model that is split over ranks."""
     spec, plan = context.spec, context.own
     events.current().open(context.path / "events.jsonl", context.store.rank)
-    names = {task.role for task in plan.tasks if task.samples}
-    roles, who = build_roles(spec, plan, names, names, context.device, training=False), f"rollout {context.store.rank}"
-    rollouts = {name: role.sampler for name, role in roles.items()}
+    sampling = {task.role for task in plan.tasks if task.samples}
+    names = {task.role for task in plan.tasks if task.type in ENGINE_TYPES}
+    roles, who = build_roles(spec, plan, names, sampling, context.device, training=False), \
+        f"rollout {context.store.rank}"
+    rollouts = {name: roles[name].sampler for name in sorted(sampling)}
     updates = {name: WeightUpdates(channel.puller(name, who, spec.run.transport), engine.version)
                for name, engine in rollouts.items() if spec.dag.roles[name].trained}
     try:

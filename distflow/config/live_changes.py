@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distflow.config.groups import Groups
 from distflow.errors import Diagnostic, Location, listing
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 
@@ -25,11 +26,11 @@ _WHY_NOT = {
 _ANY = "it is read once, when the run starts"
 
 
-def groups_of(path: tuple[str, ...], mode: str, infers: bool = False) -> tuple[str, ...]:
-    """Return the groups that a change of this setting concerns; none if it cannot be changed. `infers`: some roles have
-    ranks of their own, and perhaps the settings of the one that they copy."""
+def groups_of(path: tuple[str, ...], mode: str, groups: Groups) -> tuple[str, ...]:
+    """Return the groups that a change of this setting concerns; none if it cannot be changed. Roles that `groups` has
+    on other ranks perhaps have the settings of the one that they copy."""
     if path[0] == "roles" and len(path) == 3 and path[2] in _TRAINING:
-        return (TRAINER, INFERENCE) if infers else (TRAINER,)
+        return TRAINER, *[INFERENCE] * bool(groups.inference_ranks), *[ROLLOUT] * bool(groups.on_rollouts)
     if path[0] == "roles" and path[2:3] == ("generation",) and path[3:] in [(name,) for name in _SAMPLING]:
         return {"sync": (TRAINER,), "async": (ROLLOUT,)}.get(mode, (TRAINER, ROLLOUT))
     return (TRAINER,) if path == ("samples",) or path[1:] in [(name,) for name in _OF_TRAINER.get(path[0], ())] else ()

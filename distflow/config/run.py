@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from distflow.config.expressions import OWN_FILTER, expression
+from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
@@ -453,34 +454,6 @@ class Parallel(Document):
         if value and not any(value):
             raise ValueError("no share has rows. Give one number for each share, in proportion, as [2, 1]")
         return value
-
-
-class Groups(Document):
-    """How the ranks are divided where training and sampling do not share them."""
-
-    rollout: float = 0.5
-    """Ranks that sample, or their share of those that `inference` and `trainers` leave. The others train."""
-    inference: dict[str, PositiveInt] = {}
-    """Ranks of their own for models that are only read, by role, as {reference: 1}: a reference, a reward model, a
-    teacher. They compute each prompt as it comes."""
-    trainers: dict[str, PositiveInt] = {}
-    """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
-    train the others, on the same rows in the same steps."""
-    share_gpus: bool = False
-    """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
-    each takes its own part of the memory. Ranks of one group never share a GPU."""
-
-    @property
-    def of_roles(self) -> int:
-        """How many ranks roles have of their own."""
-        return sum(self.inference.values()) + sum(self.trainers.values())
-
-    @field_validator("rollout")
-    @classmethod
-    def _ranks_or_share(cls, value: float) -> float:
-        if 0 < value < 1 or (value >= 1 and value == int(value)):
-            return value if value < 1 else int(value)
-        raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
 
 
 class Run(Document):

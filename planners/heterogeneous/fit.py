@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from distflow.config.groups import Groups
 from distflow.config.load import Spec
-from distflow.config.run import Groups, Parallel
+from distflow.config.run import Parallel
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
 from planners.heterogeneous.layouts import CostedProblem, blocks_of

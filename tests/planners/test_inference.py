@@ -9,7 +9,7 @@ from harness import ROOT
 from distflow.cli.plan_text import describe
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from distflow.plan import INFERENCE, ROLLOUT, TRAINER
+from distflow.plan import INFERENCE, ROLLOUT, SAMPLING, TRAINER
 from planners import plan
 
 ALONE = "groups.inference={reference: 1}"
@@ -140,6 +140,47 @@ def test_what_cannot_have_ranks_of_its_own_is_refused_with_the_reason(case, dag_
         planned(dag if isinstance(dag, str) else dag_of(*dag), 5, f"groups.inference={yaml.safe_dump(inference)}")
     assert said in str(error.value)
     assert "groups.inference" in str(error.value) or "--ranks" in str(error.value)
+
+
+def test_ranks_that_sample_may_compute_what_a_frozen_model_says():
+    spec, made = planned("grpo.yaml", 3, "groups.inference={reference: rollout}", "groups.rollout=2")
+    assert [[task.node for task in made.chain(rank)] for rank in range(3)] == [
+        ["advantage", "update"], *2 * [["rollout", "reward", "reference"]]]
+    trainer, rollout = (group.plan for group in made.groups)
+    assert [(move.producer, move.columns) for move in rollout.dock][-1] == ("reference", ("reference_logprobs",))
+    assert trainer.early is None
+    held = {item.name: item.phase for item in rollout.memory}
+    assert held["reference: activations"] == held["actor: rollout cache"] == SAMPLING, "at the same time"
+    assert not any(item.name.startswith("reference") for item in trainer.memory)
+    assert "3  reference  reference  MODEL_INFERENCE  logprobs" in "\n".join(describe(made, spec))
+
+
+ON_ROLLOUTS_REFUSED = {
+    "trainers that sample": ("grpo.yaml", "reference", ("mode=semi_sync",), "ranks that train sample too"),
+    "a split rollout": ("grpo.yaml", "reference", ("layouts.rollout.tp=2", "groups.rollout=2",
+                                                   "roles.actor.model.kv_heads=2"), "split over 2 ranks"),
+    "a layout": ("grpo.yaml", "reference", ("layouts.reference.dp=2",), "Leave `reference` out of `layouts`"),
+    "a trained role": ("ppo.yaml", "critic", (), "it is trained"),
+    "a role that is not there": ("grpo.yaml", "refrence", (), "Did you mean `reference`"),
+    "rows that are compared": (({"judge": seen("judge", function="mixed")}, ["judge"]), "judge", (), "`row_wise`"),
+}
+
+
+@pytest.mark.parametrize("case", ON_ROLLOUTS_REFUSED)
+def test_what_ranks_that_sample_cannot_compute_is_refused_with_the_reason(case, dag_of):
+    dag, role, more, said = ON_ROLLOUTS_REFUSED[case]
+    with pytest.raises(InvalidInput) as error:
+        planned(dag if isinstance(dag, str) else dag_of(*dag), 4, f"groups.inference={{{role}: rollout}}", *more)
+    assert said in str(error.value)
+    assert len(error.value.mistakes) == 1
+
+
+@pytest.mark.parametrize("value", ["rollouts", "0", "1.5", "true"])
+def test_ranks_that_infer_are_a_number_or_those_that_sample(value):
+    with pytest.raises(InvalidInput) as error:
+        planned("grpo.yaml", 3, f"groups.inference={{reference: {value}}}")
+    assert "is neither a number of ranks, as 1, nor `rollout`" in str(error.value)
+    assert len(error.value.mistakes) == 1
 
 
 def test_a_fault_of_ranks_that_only_infer_needs_some():

@@ -1,0 +1,57 @@
+"""How a run file divides ranks into groups: those that sample, those that train, and those of one role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PositiveInt, field_validator
+
+from distflow.config.yaml_source import Document
+
+
+def _ranks_or_rollout(value: Any) -> Any:
+    if value == "rollout" or (type(value) is int and value > 0):
+        return value
+    raise ValueError(f"{value!r} is neither a number of ranks, as 1, nor `rollout`, for the ranks that sample")
+
+
+InferenceRanks = Annotated[PositiveInt | Literal["rollout"], BeforeValidator(_ranks_or_rollout)]
+
+
+class Groups(Document):
+    """How the ranks are divided where training and sampling do not share them."""
+
+    rollout: float = 0.5
+    """Ranks that sample, or their share of those that `inference` and `trainers` leave. The others train."""
+    inference: dict[str, InferenceRanks] = {}
+    """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
+    own, as {reference: 1}, or in mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as
+    it comes."""
+    trainers: dict[str, PositiveInt] = {}
+    """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
+    train the others, on the same rows in the same steps."""
+    share_gpus: bool = False
+    """Whether a machine may have more ranks than GPUs: its trainer and its rollouts then compute on the same ones, and
+    each takes its own part of the memory. Ranks of one group never share a GPU."""
+
+    @property
+    def of_roles(self) -> int:
+        """How many ranks roles have of their own."""
+        return sum(self.inference_ranks.values()) + sum(self.trainers.values())
+
+    @property
+    def inference_ranks(self) -> dict[str, int]:
+        """Ranks of their own, by role that is only read."""
+        return {role: ranks for role, ranks in self.inference.items() if isinstance(ranks, int)}
+
+    @property
+    def on_rollouts(self) -> list[str]:
+        """Roles that are only read, and computed by the ranks that sample."""
+        return [role for role, ranks in self.inference.items() if ranks == "rollout"]
+
+    @field_validator("rollout")
+    @classmethod
+    def _ranks_or_share(cls, value: float) -> float:
+        if 0 < value < 1 or (value >= 1 and value == int(value)):
+            return value if value < 1 else int(value)
+        raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")
