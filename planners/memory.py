@@ -7,9 +7,9 @@ of layers (a small model as a whole), and has as many whole float32 gradients un
 §3.3); those of a small model become shards after the last activations, so that the two are never there together.
 Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not among
 them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A
-role that is not trained keeps those of one layer. A rank that trains computes one task at a time: of the memory that a
-task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only samples has all of it at once. On a
-CPU rows may be padded to 1.25 times their tokens, which is not counted.
+role that is not trained keeps those of one layer, and its weights in the forward dtype. A rank that trains computes one
+task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only
+samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms
 keep no input to be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it
@@ -51,7 +51,6 @@ from planners.transfers import choice_bytes
 
 GIB = 1024**3
 _TRAINING_STATE = 16
-_MASTER = 4
 _GRADIENT = 4
 LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**28
@@ -81,7 +80,7 @@ def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
     """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes."""
     if engine == "megatron":
         return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
-    return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, _MASTER, width)
+    return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, width, width)
 
 
 def gathered_at_once(shape: Shape) -> int:

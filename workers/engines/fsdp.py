@@ -118,6 +118,9 @@ class FSDPEngine(Trainer):
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), parameters <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
+        half = is_half(self.settings, self.device.type)
+        # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it.
+        self.held = torch.bfloat16 if half and not trained else torch.float32
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
@@ -141,7 +144,7 @@ class FSDPEngine(Trainer):
             recompute(layer)
         for module in (self.policy,) if self.small else (*layers, self.policy):  # one at a time is there as a whole
             convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
-                    torch.float32, self.device)
+                    self.held, self.device)
             fully_shard(module, **rule)
         return cast(FSDPModule, self.policy)
 
@@ -159,7 +162,7 @@ class FSDPEngine(Trainer):
         if cp > 1 and has_windows(model.config.get_text_config()):
             raise EngineError(f"cp: {cp} cannot divide rows of a model with sliding windows. Set  cp: 1")
         if tp > 1:
-            convert(model.parameters(), torch.float32)
+            convert(model.parameters(), self.held)
             tensor_parallel.split(model, self.mesh["tp"])
 
     def _optimizer(self) -> torch.optim.Optimizer:

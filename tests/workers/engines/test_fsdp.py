@@ -11,6 +11,7 @@ from training import built, engine_of, named_mesh, share_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from workers.engines import fsdp
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.trainer import schedule
 
@@ -146,3 +147,18 @@ def test_ranks_add_up_whole_gradients_of_small_models_alone():
     parameters = sum(parameter.numel() for parameter in built().parameters())
     assert run_ranks(2, whole_gradients, 64_000_000) == [parameters] * 2
     assert run_ranks(2, whole_gradients, 0) == [0] * 2
+
+
+@pytest.mark.parametrize("parameters_gathered_by", ["layer", "model"])
+def test_a_frozen_model_is_held_in_the_dtype_that_it_computes_in(model, mesh, batch, monkeypatch,
+                                                                 parameters_gathered_by):
+    """The same log-probabilities as from float32 weights, to the bit: who trains has them rounded as they are gathered.
+    """
+    if parameters_gathered_by == "layer":
+        monkeypatch.setattr(fsdp, "_SMALL", 0)
+    exact = engine(copy.deepcopy(model), mesh, dtype="bfloat16")
+    frozen = FSDPEngine(model, RoleRun(dtype="bfloat16"), mesh, pad_token=0, steps=10, trained=False)
+    found, expected = (one.logprobs(batch["prompts"], batch["responses"], 1.0).values for one in (frozen, exact))
+    assert torch.equal(found, expected)
+    sizes = [sum(each.to_local().nbytes for each in one.policy.parameters()) for one in (frozen, exact)]
+    assert 2 * sizes[0] == sizes[1]
