@@ -1,10 +1,10 @@
 """Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
 Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
-the next, and on the others infer with one frozen role each, or train one; or they sample and train on the first of
-them, and have one other role each on the others. A task's shares follow each other, each with equally many
-layers in each stage. Machines that a plan leaves out have no ranks; of the others those that train come first, then
-those that sample, else the order is that of the cluster file.
+the next, which may compute frozen roles too, and on the others infer with one frozen role each, or train one; or they
+sample and train on the first of them, and have one other role each on the others. A task's shares follow each other,
+each with equally many layers in each stage. Machines that a plan leaves out have no ranks; of the others those that
+train come first, then those that sample, else the order is that of the cluster file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
+from distflow.plan import ROLLOUT
 from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
@@ -41,16 +42,18 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
             layouts[task.name] = _parallel(problem, plan, task, own[task.name])
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
-        elif task.kind == INFER:
+        elif task.kind == INFER and task.name not in others[0].tasks:
             rows = _rows(problem, plan, task, own[task.name]) or []
             layouts[task.name] = Parallel(dp=len(own[task.name]), rows=rows if len(rows) > 1 else [])
     if together:
         layouts = _beside(spec, {name: layout for name, layout in layouts.items() if own[name].start == 0}) | layouts
     ranks_of = {_tasks(problem, group)[0].role: len(group.ranks) for group in (others if together else others[1:])}
+    on_rollouts = [] if together else _frozen(problem, others[0])
     apart = {_tasks(problem, group)[0].role for group in trained}
     groups = spec.run.groups.model_copy(update={
         "rollout": spec.run.groups.rollout if together else len(others[0].ranks),
-        "inference": {role: count for role, count in ranks_of.items() if role not in apart},
+        "inference": {role: count for role, count in ranks_of.items() if role not in apart}
+        | dict.fromkeys(on_rollouts, ROLLOUT),
         "trainers": {role: count for role, count in ranks_of.items() if role in apart}})
     run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks,
                                       "mode": SYNC if together else spec.run.mode,
@@ -93,14 +96,16 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
         return
     first, second, *others = _in_order(problem, plan)
     kinds, alone = {task.kind for task in _tasks(problem, second)}, not _samples(problem, first)
-    alone = alone and problem.mode != SYNC and kinds == {GENERATE}
+    alone = alone and problem.mode != SYNC and {GENERATE} <= kinds <= {GENERATE, INFER} and not any(
+        task.role in _frozen(problem, second) and task.name not in second.tasks for task in problem.tasks)
     of_one_role = others if alone else (second, *others)
     if not (alone or _samples(problem, first)) or not all(
             _only_infers(problem, group) or _trains_one(problem, group) for group in of_one_role):
         sampling = " + ".join(sorted(task.name for task in problem.tasks if task.kind == GENERATE))
         can = "one samples and trains, and each of the others has all tasks of one other role"
         if problem.mode != SYNC:
-            can = f"one trains, {sampling} samples, and each of the others has all tasks of one role; or {can}"
+            can = (f"one trains, {sampling} samples, perhaps with all tasks of frozen roles, and each of the others "
+                   f"has all tasks of one role; or {can}")
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}", where, AGAIN)
         return
@@ -114,11 +119,17 @@ def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: Yam
     width, ranks = placed.tp * placed.pp, _ranks(problem, plan)[task.name]
     apart = ranks.start > 0 and not any(task.name in group.tasks and _trains_one(problem, group)
                                         for group in plan.groups)
+    beside = apart and task.kind == INFER and any(task.name in group.tasks and _samples(problem, group)
+                                                  for group in plan.groups)
+    if beside and width > 1:
+        yield Diagnostic(f"node `{task.name}` splits its model over {width} ranks, and each rank that samples has its "
+                         "whole model", source.location(path, key=True), AGAIN)
+        return
     if apart and task.kind == GENERATE and placed.pp > 1:
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
                          "samples has all of them", source.location(path, key=True), AGAIN)
         return
-    if apart and width == 1 and task.kind != INFER:
+    if apart and width == 1 and (task.kind != INFER or beside):
         return  # the others take prompts as they get free, whatever shares were expected
     if len(set(placed.layers)) > 1:
         yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
@@ -196,6 +207,11 @@ def _only_infers(problem: Problem, group: PlacedGroup) -> bool:
     roles = {task.role for task in _tasks(problem, group)}
     return len(roles) == 1 and all(task.kind == INFER and task.name in group.tasks for task in problem.tasks
                                    if task.role in roles)
+
+
+def _frozen(problem: Problem, group: PlacedGroup) -> list[str]:
+    """Return the roles whose models a group only reads."""
+    return list(dict.fromkeys(task.role for task in _tasks(problem, group) if task.kind == INFER))
 
 
 def _samples(problem: Problem, group: PlacedGroup) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from distflow.config.load import Spec
 from distflow.contracts.signature import ENGINE_TYPES, Contract
@@ -53,17 +54,29 @@ def plan(spec: Spec, ranks: int) -> Plan:
 
 def roles_apart(spec: Spec) -> list[str]:
     """Return the roles of which each could have ranks of its own (`groups.inference`, `groups.trainers`)."""
+    frozen = {role: not spec.dag.roles[role].trained for role in model_roles(spec)}
+    return _accepted(spec, {role: ({role: 1}, {}) if only_read else ({}, {role: 1})
+                            for role, only_read in frozen.items()})
+
+
+def roles_on_rollouts(spec: Spec) -> list[str]:
+    """Return the roles of which each could be computed by ranks that sample (`groups.inference`)."""
+    frozen = [role for role in model_roles(spec) if not spec.dag.roles[role].trained]
+    return _accepted(spec, {role: ({role: ROLLOUT}, {}) for role in frozen}) if spec.run.mode == "async" else []
+
+
+def _accepted(spec: Spec, wanted: Mapping[str, tuple[dict[str, Any], dict[str, int]]]) -> list[str]:
+    """Return the roles whose groups, `inference` and `trainers`, the DAG allows."""
     draft, divide = _draft(spec), cut_roles if spec.run.mode == "sync" else cut
 
-    def mistakes(inference: dict[str, int], trainers: dict[str, int]) -> int:
+    def mistakes(inference: dict[str, Any], trainers: dict[str, int]) -> int:
         update = {"inference": inference, "trainers": trainers, "rollout": 1}
         groups = spec.run.groups.model_copy(update=update)
         own = replace(spec, run=spec.run.model_copy(update={"groups": groups, "layouts": {}}))
         return len(divide(own, draft.bound, draft.chain, draft.flows, 3)[1])
 
     least = mistakes({}, {})
-    return [role for role in model_roles(spec)
-            if (mistakes({}, {role: 1}) if spec.dag.roles[role].trained else mistakes({role: 1}, {})) <= least]
+    return [role for role, groups in wanted.items() if mistakes(*groups) <= least]
 
 
 @dataclass(frozen=True)

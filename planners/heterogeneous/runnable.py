@@ -1,18 +1,19 @@
 """Finds the best placement that `planners.apply_plan_file` can turn into a run.
 
-Ranks run one chain together, or train on the first of them and sample on the next, and where all machines have ranks
-may have one role on the last. The shares of a task follow each other, and tasks that compute with one engine
-split it alike. The rest is enumerated: which machines have ranks, how models are split, how many ranks train, and the
-rows of each share. What a search has found without these limits counts where ranks can run it all the same.
+Ranks run one chain together, or train on the first of them and sample on the next, which may compute frozen roles
+beside that in mode async; and where all machines have ranks may have one role on the last. The shares of a task follow
+each other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks,
+how models are split, how many ranks train, and the rows of each share. What a search has found without these limits
+counts where ranks can run it all the same.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from distflow.config.load import Spec
 from distflow.config.yaml_source import parse
@@ -35,7 +36,7 @@ from planners.heterogeneous.problem import (
     shared,
 )
 from planners.planner import plan as make_plan
-from planners.planner import roles_apart
+from planners.planner import roles_apart, roles_on_rollouts
 from planners.splits import check_split
 
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
@@ -66,7 +67,7 @@ def refused(spec: Spec, plan: PlacedPlan) -> str:
 def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
     """Return the fastest enumerated plan. Groups are tried by the least seconds that they may take, until those
     left cannot be faster than what is found."""
-    groups = enumerate(run_groups(costed.problem, roles_apart(spec)))
+    groups = enumerate(run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec)))
     found: list[tuple[float, int, Placement]] = []
     for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if found and least > min(found)[0]:
@@ -76,12 +77,21 @@ def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
     return min(found)[2] if found else None
 
 
-def run_groups(problem: Problem, roles: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
+def run_groups(problem: Problem, roles: Sequence[str] = (),
+               on_rollouts: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
     """Yield ways to divide ranks into groups that runs have, and the devices of each group, with all machines or
     without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do; and with all
-    machines, in mode sync too, one of `roles` may have the last ones."""
+    machines, in mode sync too, one of `roles` may have the last ones. The roles `on_rollouts` may be with those that
+    sample."""
+    for beside in chain.from_iterable(combinations(on_rollouts, count) for count in range(len(on_rollouts) + 1)):
+        yield from _run_groups(problem, [role for role in roles if role not in beside], beside)
+
+
+def _run_groups(problem: Problem, roles: Sequence[str],
+                beside: Collection[str]) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
     tasks = range(len(problem.tasks))
-    sampling = tuple(task for task in tasks if problem.tasks[task].kind == GENERATE)
+    sampling = tuple(task for task in tasks
+                     if problem.tasks[task].kind == GENERATE or problem.tasks[task].role in beside)
     training = tuple(task for task in tasks if task not in sampling)
     for used in _parts(problem.hardware):
         if problem.mode == SYNC:
@@ -136,9 +146,10 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
     problem, layouts = costed.problem, {}
     for group, subset in zip(grouping, subsets):
         turns = shared(problem, group)
+        whole = turns and problem.mode != SYNC and any(problem.tasks[task].kind == GENERATE for task in group)
         for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
             best = _engine(spec, costed, [task for task in group if problem.tasks[task].memory_item == memory_item],
-                           subset, sum(map(sum, subsets)) - sum(subset), turns)
+                           subset, sum(map(sum, subsets)) - sum(subset), turns, _CUTS[:1] if whole else _CUTS)
             if best is None:
                 return None
             layouts |= best
@@ -146,11 +157,11 @@ def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
 
 
 def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset, others: int,
-            turns: bool) -> dict[int, TaskLayout] | None:
+            turns: bool, cuts: Iterable[tuple[int, int]]) -> dict[int, TaskLayout] | None:
     """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
     micro-batches of the best size, which is one setting of its role."""
     least, best = math.inf, None
-    for tp, pp in _CUTS:
+    for tp, pp in cuts:
         if not all(can_split(spec, costed.problem, task, subset, others, tp, pp) for task in tasks):
             continue
         blocks = blocks_of(subset, tp, costed.problem.hardware)
