@@ -36,19 +36,19 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     own, first, *others = _ranks(problem, plan), *_in_order(problem, plan)
     together, layouts = _samples(problem, first), {}
     trained = [group for group in others if _trains_one(problem, group)]
+    on_rollouts = [] if together else _frozen(problem, others[0])
     for task in problem.tasks:
         placed = plan.tasks[task.name]
         if own[task.name].start == 0 or any(task.name in group.tasks for group in trained):
             layouts[task.name] = _parallel(problem, plan, task, own[task.name])
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
-        elif task.kind == INFER and task.name not in others[0].tasks:
+        elif task.kind == INFER and task.role not in on_rollouts:
             rows = _rows(problem, plan, task, own[task.name]) or []
             layouts[task.name] = Parallel(dp=len(own[task.name]), rows=rows if len(rows) > 1 else [])
     if together:
         layouts = _beside(spec, {name: layout for name, layout in layouts.items() if own[name].start == 0}) | layouts
     ranks_of = {_tasks(problem, group)[0].role: len(group.ranks) for group in (others if together else others[1:])}
-    on_rollouts = [] if together else _frozen(problem, others[0])
     apart = {_tasks(problem, group)[0].role for group in trained}
     groups = spec.run.groups.model_copy(update={
         "rollout": spec.run.groups.rollout if together else len(others[0].ranks),
@@ -79,13 +79,13 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
         yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
                          source.location(("tasks",), key=True), AGAIN)
         return
-    found = list(_check_groups(problem, plan, source))
+    found = list(_check_groups(problem, plan, source, spec.run.mode))
     yield from found
     for task in problem.tasks if not found else ():
         yield from _check_task(problem, plan, task, source)
 
 
-def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Iterator[Diagnostic]:
+def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
     where = source.location(("groups",), key=True)
     for machine, ranks in _machines_of(problem):
         part = sum(rank in ranks for rank in plan.ranks)
@@ -96,16 +96,16 @@ def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource) -> Ite
         return
     first, second, *others = _in_order(problem, plan)
     kinds, alone = {task.kind for task in _tasks(problem, second)}, not _samples(problem, first)
-    alone = alone and problem.mode != SYNC and {GENERATE} <= kinds <= {GENERATE, INFER} and not any(
-        task.role in _frozen(problem, second) and task.name not in second.tasks for task in problem.tasks)
+    beside = mode == "async" and _samples_and_reads(problem, second)
+    alone = alone and mode != SYNC and (kinds == {GENERATE} or beside)
     of_one_role = others if alone else (second, *others)
     if not (alone or _samples(problem, first)) or not all(
             _only_infers(problem, group) or _trains_one(problem, group) for group in of_one_role):
         sampling = " + ".join(sorted(task.name for task in problem.tasks if task.kind == GENERATE))
         can = "one samples and trains, and each of the others has all tasks of one other role"
-        if problem.mode != SYNC:
-            can = (f"one trains, {sampling} samples, perhaps with all tasks of frozen roles, and each of the others "
-                   f"has all tasks of one role; or {can}")
+        if mode != SYNC:
+            more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
+            can = f"one trains, {sampling} samples{more}, and each of the others has all tasks of one role; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}", where, AGAIN)
         return
@@ -212,6 +212,13 @@ def _only_infers(problem: Problem, group: PlacedGroup) -> bool:
 def _frozen(problem: Problem, group: PlacedGroup) -> list[str]:
     """Return the roles whose models a group only reads."""
     return list(dict.fromkeys(task.role for task in _tasks(problem, group) if task.kind == INFER))
+
+
+def _samples_and_reads(problem: Problem, group: PlacedGroup) -> bool:
+    """Return whether a group samples, and has all tasks of frozen roles beside that."""
+    frozen, own = _frozen(problem, group), {task.kind for task in _tasks(problem, group)}
+    return own == {GENERATE, INFER} and all(
+        task.name in group.tasks for task in problem.tasks if task.role in frozen)
 
 
 def _samples(problem: Problem, group: PlacedGroup) -> bool:

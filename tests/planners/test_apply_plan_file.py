@@ -22,7 +22,7 @@ from planners.heterogeneous.plan_file import digests_of, ranks_of, written
 from planners.heterogeneous.runnable import refused, run_groups, runnable
 from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
-from planners.planner import roles_apart
+from planners.planner import roles_apart, roles_on_rollouts
 
 CLUSTER = {
     "name": "mixed", "links": {"inside": {"gb_s": 50}, "zone": {"gb_s": 10, "latency_us": 20}},
@@ -207,13 +207,32 @@ def test_the_best_plan_that_runs_may_have_such_a_group(obey: Callable, spec_of: 
                                              ("async", ["trainer", "rollout", "trainer critic"])])
 def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monkeypatch: pytest.MonkeyPatch, mode: str,
                                                             names: list[str]) -> None:
-    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda problem, roles: (
+    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda problem, *_: (
         each for each in run_groups(problem, ["critic"]) if len(each[0]) == len(names)))
     made = obey(f"mode={mode}", dag="ppo")
     assert [group.name for group in made.groups] == names
     found = layouts(made)
     assert found["values"].first == found["critic"].first == made.groups[-1].first
     assert len(found["critic"].rows) in (0, len(made.groups[-1].ranks))
+
+
+def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(
+        obey: Callable, spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert roles_on_rollouts(spec_of("mode=async")) == ["reference"]
+    assert roles_on_rollouts(spec_of("mode=semi_sync")) == roles_on_rollouts(spec_of("mode=sync")) == []
+    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
+        each for each in run_groups(*given) if each[0] == ((0, 1), (2,)) and sum(map(sum, each[1])) == 4))
+    made = obey("mode=async")
+    assert [[task.node for task in group.plan.chain(0) if task.node in ("rollout", "reference", "update")]
+            for group in made.groups] == [["update"], ["rollout", "reference"]]
+    assert made.groups[1].plan.layout_of("reference", samples=False) == Layout(1)
+
+    def split(said: dict) -> None:
+        placed = said["tasks"]["reference"]
+        placed |= {"tp": 2, "dp": 1, "shares": [placed["shares"][0] | {"count": 1}]}
+
+    with pytest.raises(InvalidInput, match="splits its model over 2 ranks, and each rank that samples has its whole"):
+        obey("mode=async", change=split)
 
 
 def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Callable, tmp_path: Path,
@@ -224,13 +243,13 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     costed, lay_out, tried = CostedProblem(problem_of(spec)), runnable_plans._placement, []
     monkeypatch.setattr(runnable_plans, "_placement", lambda *given: tried.append(given) or lay_out(*given))
     found = runnable(spec, costed)
-    every = [*run_groups(costed.problem, roles_apart(spec))]
+    every = [*run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec))]
     assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
     assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
 
 
 def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> None:
-    spec = spec_of("mode=async")
+    spec = spec_of("mode=semi_sync")
     costed = CostedProblem(problem_of(spec))
     enumerated = runnable(spec, costed)
     answers = [each.placement for each in search(costed.problem, 0, 2000, costed=costed) if each.placement]
@@ -288,7 +307,7 @@ def with_training(said: dict, first: Sequence[str] = ("rollout", "update"), seco
 
 def test_groups_that_no_ranks_make_are_refused(obey: Callable) -> None:
     with pytest.raises(InvalidInput, match="one trains, rollout samples, and each of the others has all tasks of one"):
-        obey("mode=async", change=partial(with_training, first=("rollout", "reference"), second="update"))
+        obey("mode=semi_sync", change=partial(with_training, first=("rollout", "reference"), second="update"))
 
 
 def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> None:

@@ -92,12 +92,13 @@ def test_a_lost_machine_restarts_what_was_on_it(spec_of):
     costed, placement = placed(spec)
     ranks = ranks_of(costed.problem, placement.subsets)
     losses = [loss_of(costed, placement, spec, index, ranks) for index in range(3)]
-    training = next(own for group, own in zip(placement.grouping, ranks) if len(group) > 1)
-    sampling = next(own for group, own in zip(placement.grouping, ranks) if len(group) == 1)
+    named = [", ".join(costed.problem.tasks[task].name for task in group) for group in placement.grouping]
+    (training, trains), (sampling, samples) = (next((own, names) for names, own in zip(named, ranks) if node in names)
+                                               for node in ("update", "rollout"))
     for (_, own), loss in zip(machines_of(spec.cluster), losses):
-        assert (f"all {len(training)} ranks of reference, update" in loss.restarts) == bool({*own} & {*training})
+        assert (f"all {len(training)} ranks of {trains}" in loss.restarts) == bool({*own} & {*training})
         alone = len({*own} & {*sampling})
-        assert (f"{alone} of {len(sampling)} ranks of rollout" in loss.restarts) == bool(alone)
+        assert (f"{alone} of {len(sampling)} ranks of {samples}" in loss.restarts) == bool(alone)
         if alone == len(own):
             assert loss.work == pytest.approx(placement.seconds / 2 * alone / len(sampling))
             assert loss.detecting == pytest.approx(30 * alone / len(sampling))
