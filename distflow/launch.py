@@ -34,16 +34,19 @@ if __name__ == "__main__":
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up to 20 times the speed
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others at its start
 
+from distflow.config.command_line import command  # noqa: E402
 from distflow.config.load import Spec, load_for_planning  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
-from distflow.errors import DistflowError, InvalidInput, shown  # noqa: E402
+from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
 from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
+from distflow.telemetry import startup  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
+from distflow.telemetry.tracebacks import report_to_torchrun  # noqa: E402
 
 if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
@@ -175,6 +178,9 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
 def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
                    elastic: ElasticAgent | None = None) -> int:
     """Supervise this rank: fork a worker, and another one when it dies. Return the exit code."""
+    if _torchrun_number("RANK", 0) == 0:
+        startup.current().begin(plan.name)
+    startup.current().enter(f"loading torch, transformers and the engines on {plan.ranks} ranks")
     from distflow.recovery import autoscaler
     from distflow.recovery.supervisor import Supervisor  # imports torch
     from workers.context import autoscaled, join_run
@@ -192,6 +198,7 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
                                 context.live_config, context.call if spec.dag.imports else None, elastic,
                                 context.leave_out, None if context.several_trainers else
                                 context.restart_required_processes, context.lock)
+        startup.current().enter("building the models")
         status = supervisor.run()
         if status == 0 and not elastic:
             context.store.complete()
@@ -229,7 +236,7 @@ def load_spec(options: argparse.Namespace) -> Spec:
                                "--name; `--set checkpoint.every=N` decides how often a run saves.")
         return spec
     if not options.dag:
-        raise InvalidInput("which DAG? Give one:  --dag grpo.yaml")
+        raise InvalidInput(Diagnostic("which DAG?", None, f"Give one:  {command('grpo')}"))
     return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
 
 
@@ -304,6 +311,7 @@ def report(error: DistflowError, rank: int) -> None:
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    report_to_torchrun(text)
     show(f"{'' if rank == 0 else f'[rank {rank}] '}{text}", sys.stderr)
 
 

@@ -47,7 +47,7 @@ KNOWN_CIRCLES = [
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
     "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.contracts.detectors",
-    "distflow.data.missing_rows", "distflow.telemetry.progress",
+    "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency", "workers.engines",
     "workers.isolation.sandbox.landlock", "workers.profiler"}
 

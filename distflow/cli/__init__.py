@@ -11,6 +11,7 @@ import textwrap
 from distflow import __version__
 from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
+from distflow.config.command_line import called_as
 from distflow.errors import DistflowError, did_you_mean
 from distflow.launch import INVALID, refuse_foreign_packages
 
@@ -56,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = [*arguments[:after], *with_command(arguments[after:])]
     options = parser.parse_args(arguments)
     try:
-        return options.main(options)
+        with called_as(options.verb):
+            return options.main(options)
     except DistflowError as error:
         if options.debug:
             raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.hub import fetch, fetched, pinned
@@ -21,7 +23,7 @@ from distflow.config.models import (
     shape_of_embedded,
 )
 from distflow.config.run import Model, RoleRun, Run
-from distflow.config.shipped import SHIPPED, find, find_yaml, on_hub
+from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, on_hub
 from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
@@ -40,20 +42,13 @@ _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model"
 DEFAULT_RUN = "embedded"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Kind of file: its own top-level keys, and its option on the command line."""
-
-    own: frozenset[str]
-    option: str
-
-
 def _own_keys(kind: type[Document], *others: type[Document]) -> frozenset[str]:
     return frozenset(kind.model_fields).difference(*(other.model_fields for other in others))
 
 
-_KINDS = {"DAG": _Kind(_own_keys(Dag, Run, Cluster), "--dag"), "run": _Kind(_own_keys(Run, Dag, Cluster), "--run-file"),
-          "cluster": _Kind(_own_keys(Cluster, Dag, Run), "--cluster")}
+_KINDS = {"DAG": _own_keys(Dag, Run, Cluster), "run file": _own_keys(Run, Dag, Cluster),
+          "cluster": _own_keys(Cluster, Dag, Run)}
+"""Top-level keys that only files of this kind have."""
 T = TypeVar("T")
 
 
@@ -151,12 +146,17 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     """Read and check the files. Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the
     planner can add its own. Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
-    dag_source = _try(mistakes, lambda: _read(find_yaml(dag, "", "DAG")))
-    run_source = _try(mistakes, lambda: _read(find_yaml(run or default_run(dag), "runs", "run file")))
-    cluster_source = _try(mistakes, lambda: _read(find_yaml(cluster, "clusters", "cluster"))) if cluster else None
+    given = {"DAG": dag, "run file": run, "cluster": cluster}
+
+    def source(name: str, folder: str, kind: str) -> YamlSource | None:
+        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, partial(_right_command, given, kind))))
+
+    dag_source = source(dag, "", "DAG")
+    run_source = source(run or default_run(dag), "runs", "run file")
+    cluster_source = source(cluster, "clusters", "cluster") if cluster else None
     if dag_source is None or run_source is None:
         raise InvalidInput(mistakes)
-    if wrong := _wrong_kinds({"DAG": dag_source, "run": run_source, "cluster": cluster_source}):
+    if wrong := _wrong_kinds({"DAG": dag_source, "run file": run_source, "cluster": cluster_source}, given):
         raise InvalidInput([*mistakes, *wrong])
     for text in overrides or ():
         _try(mistakes, lambda text=text: _override(dag_source, run_source, text))
@@ -204,19 +204,36 @@ def _read(path: Path) -> YamlSource:
     return read(path, shown(path))
 
 
-def _wrong_kinds(sources: dict[str, YamlSource | None]) -> list[Diagnostic]:
+def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:
+    """Return the command in which the file that was given as of one `kind` is given as of the `right` one."""
+    replaced = given[right]
+    files = {**given, right: given[kind], kind: replaced if replaced and _is_of(replaced, kind) else None}
+    run = Path(files["run file"] or "").stem
+    own = next((stem for stem in (run, run.removeprefix(f"{DEFAULT_RUN}_")) if (SHIPPED / f"{stem}.yaml").is_file()),
+               "grpo")
+    return command_line.command(files["DAG"] or own, files["run file"], files["cluster"])
+
+
+def _is_of(name: str, kind: str) -> bool:
+    try:
+        found = read(find_yaml(name, FOLDERS[kind], kind))
+    except InvalidInput:
+        return False
+    return any(key in _KINDS[kind] for key in found.data)
+
+
+def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | None]) -> list[Diagnostic]:
     """Return a mistake for each file that is of another kind than the one it was given as, by its top-level keys."""
     mistakes = []
     for kind, source in sources.items():
         if source is None:
             continue
-        keys = {other: [key for key in source.data if key in each.own] for other, each in _KINDS.items()}
+        keys = {other: [key for key in source.data if key in own] for other, own in _KINDS.items()}
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = (f"Instead:  {_KINDS[likely].option} {source.file}   and  {_KINDS[kind].option} FILE  for the "
-                    f"{kind} file")
-            mistakes.append(Diagnostic(f"this is a {likely} file, given as the {kind} file: it has {has}",
+            hint = f"Instead:  {_right_command(given, kind, likely)}"
+            mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
     return mistakes
 

@@ -68,6 +68,7 @@ ROLLOUTS: dict[str, Engine] = {
         **{feature: why for feature, why in _SAMPLES.items() if feature != "lora"},
         "routing_replay": "vLLM 0.32 returns routed experts from its second model runner alone, and distflow draws "
                           "tokens in the first",
+        "narrow heads": "its attention on CPU crashes below 32",
         "speculative decoding": "it takes no logits processor beside it, by which distflow draws tokens"}),
     "sglang": Engine("workers.engines.sglang.engine:SGLangRollout", ("sglang",), ("0.5.23",), cannot=_SAMPLES | {
         "routing_replay": "distflow does not read routed experts from its server",
@@ -153,6 +154,7 @@ _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: v
            "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
+           "narrow heads": "a tiny model with `head_dim` below 32",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -165,6 +167,7 @@ def _features(spec: Spec, role: str) -> list[str]:
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
+              "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 

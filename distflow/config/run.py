@@ -116,8 +116,8 @@ class Model(Document):
     """Attention heads of a layer."""
     kv_heads: PositiveInt = 2
     """Key and value heads of a layer; `heads` is a multiple of it."""
-    head_dim: int = Field(default=32, ge=32, multiple_of=2)
-    """vLLM's attention on CPU knows no smaller one; rotary embeddings turn pairs."""
+    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    """Width of an attention head; rotary embeddings turn pairs. vLLM needs 32: its attention on CPU crashes below."""
     max_positions: PositiveInt = 256
     """Longest row, prompt and response together, in tokens."""
     experts: PositiveInt | None = None

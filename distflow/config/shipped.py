@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from distflow.config.hub import HubName, fetched, hub_name
@@ -11,8 +12,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
 """The folder `dags/` of a clone; the same files inside the package when it is installed."""
 
-_KINDS = {"DAG": ("", "--dag"), "run file": ("runs", "--run-file"), "cluster": ("clusters", "--cluster")}
-"""Folder of a kind of shipped files below `dags/`, and the option of the command line that takes one."""
+FOLDERS = {"DAG": "", "run file": "runs", "cluster": "clusters"}
+"""Folder of a kind of shipped files below `dags/`."""
 
 
 def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
@@ -36,15 +37,17 @@ def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def find_yaml(name: str, folder: str, what: str) -> Path:
-    """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones."""
+def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] = lambda kind: "") -> Path:
+    """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones.
+    `instead` returns the command for a file that is of another kind."""
     for candidate in (name, f"{name}.yaml"):
         path = find(candidate, folder)
         if path and path.is_file():
             return path
-    for kind, (below, option) in _KINDS.items():
+    for kind, below in FOLDERS.items():
         if kind != what and any((SHIPPED / below / file).is_file() for file in (name, f"{name}.yaml")):
-            raise InvalidInput(f"`{name}` is a shipped {kind}, given as the {what}. Instead:  {option} {name}")
+            raise InvalidInput(Diagnostic(f"`{name}` is a shipped {kind}, given as the {what}", None,
+                                          f"Instead:  {instead(kind)}" if instead(kind) else ""))
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
     hint = did_you_mean(Path(name).name, known, "Shipped") or "None are shipped; give the path of a file."

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from distflow.config.yaml_syntax import explain
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, nearest
 
 _SCALARS = (
@@ -77,7 +78,9 @@ def parse_value(text: str, shown: str) -> Any:
     except InvalidInput as error:
         mistakes = list(error.mistakes)
     if mistakes:
-        raise InvalidInput([Diagnostic(mistake.what, Location(shown), mistake.hint) for mistake in mistakes])
+        one_line = ("Instead:\n    1 |", "Instead:")
+        raise InvalidInput([Diagnostic(mistake.what, Location(shown), mistake.hint.replace(*one_line))
+                            for mistake in mistakes])
     return source.data
 
 
@@ -100,26 +103,13 @@ def parse(text: str, file: str) -> YamlSource:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        raise InvalidInput(_syntax_mistake(source, error)) from None
+        raise InvalidInput(explain(error, source.lines, file)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InvalidInput(Diagnostic(f"not valid YAML: character {error.character!r} is not allowed",
                                       Location(file, line))) from None
     source.data = _build(source, root, (), ()) if root else None
     return source
-
-
-def _syntax_mistake(source: YamlSource, error: yaml.MarkedYAMLError) -> Diagnostic:
-    mark, began = error.problem_mark or error.context_mark, error.context_mark
-    if mark is None:
-        return Diagnostic(f"not valid YAML: {error.problem}", Location(source.file))
-    where = _location(source, mark.line, mark.column, 1)
-    lines = (where,)
-    if began and began.line != mark.line:  # a bracket that is never closed is noticed lines later
-        lines = (_location(source, began.line, began.column, 1), where)
-    hint = "Indent with spaces." if "\\t" in str(error.problem) else ""
-    what = f"not valid YAML: {f'{error.context}: ' if error.context else ''}{error.problem}"
-    return Diagnostic(what, where, hint, tuple(line for line in lines if line.text))
 
 
 def _location(source: YamlSource, line: int, column: int, length: int) -> Location:
@@ -270,7 +260,12 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
     name = ".".join(str(part) for part in path)
     where = source.location(path)
     if item["type"] == "extra_forbidden":
-        hint = did_you_mean(path[-1], _fields_at(kind, path[:-1]))
+        fields = _fields_at(kind, path[:-1])
+        name, colon, value = str(path[-1]).partition(":")
+        if colon and name in fields:
+            return Diagnostic("a space is missing after the colon", source.location(path, key=True),
+                              f"Instead:  {name}: {value}")
+        hint = did_you_mean(path[-1], fields)
         return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)
     if item["type"] == "missing":
         return Diagnostic(f"`{name}` is missing", source.location(path[:-1], key=True), f"Add `{path[-1]}:` here.")

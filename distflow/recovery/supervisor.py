@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.run import Robust
-from distflow.errors import CheckpointError
+from distflow.errors import CheckpointError, shown
 from distflow.plan import INFERENCE, ROLLOUT
 from distflow.recovery import out_of_memory
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
@@ -47,13 +47,14 @@ from distflow.recovery.worker_process import (
     read_exit_report,
 )
 from distflow.store.interface import StoreUnavailable, paused
-from distflow.telemetry import events
+from distflow.telemetry import events, startup
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.heartbeat import ASKED, STOPPED
 from distflow.telemetry.processes import SIGNALS, Child, adopt_orphans, children, end_orphans, spawn, stopped
 from distflow.telemetry.run_lock import RunLock
 from distflow.telemetry.stack_file import StackFile, location_in
+from distflow.telemetry.tracebacks import report_to_torchrun, users_line, users_part
 
 
 def stop_message(folder: Path, step: int) -> str:
@@ -341,6 +342,10 @@ class Supervisor:
                                      hopeless=self.restart_required_processes is None)
             if worker.ended in ready:
                 return _WorkerEnd.DONE
+            if self.heartbeat.read().phase == "starting":
+                startup.current().remind()
+            else:
+                startup.current().end()
             try:
                 if (now := time.monotonic()) >= look_at:
                     with self.store.within(_GLANCE):
@@ -459,11 +464,21 @@ class Supervisor:
         elif not following.end:
             half = f", with half of its {cause.too_large}," if cause.too_large else ""
             text = f"{name} starts again{half}: {where}: {cause.what}"
+            text += f"\n{line}" if (line := users_line(cause.details)) else ""
         elif cause.hopeless:
             text = cause.what
         else:  # the cause comes last: nothing stands below it on the screen
             text = f"{where}; {name} is not started again: {following.end}.\n"
             if (first := following.failures[0]) is not cause:
                 text += f"The first failure was that of rank {first.rank} in step {first.step}: {first.what}\n"
-            text += (cause.details or cause.what).rstrip()
+            text += self._traceback(cause.details) if cause.details else cause.what.rstrip()
         events.show(f"[rank {cause.rank}] {text}" if cause.rank else text, sys.stderr)
+        if following.end and not left_out:
+            report_to_torchrun(text)
+
+    def _traceback(self, details: str) -> str:
+        """Return the user's part of a traceback, and where the rest is."""
+        text, left_out = users_part(details.rstrip() + "\n")
+        rest = f"({left_out} frames of distflow and libraries are left out. All of them:  distflow why " \
+               f"{shown(self.folder)}   or event `failure` in {shown(self.folder / 'events.jsonl')})"
+        return f"{text}{rest}" if left_out else text.rstrip()

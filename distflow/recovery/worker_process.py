@@ -25,7 +25,7 @@ from distflow.telemetry.stack_file import StackFile
 
 INVALID, FAILED = 2, 1
 RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
-_LONGEST = 4000  # characters of each text of an exit report; a pipe takes them without a reader
+_LONGEST = 10_000  # characters of each text of an exit report; a pipe takes them without a reader
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _undo(file: int, written: int) -> None:
         os.ftruncate(file, end - written)
 
 
-_LONGEST = 3000  # characters of one value
+_LONGEST = 12_000  # characters of one value: whole tracebacks
 
 
 class Events:

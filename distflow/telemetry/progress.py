@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import statistics
 import sys
 import time
+from collections import deque
+from collections.abc import Collection
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from distflow.telemetry import events
@@ -15,24 +18,34 @@ from distflow.telemetry import events
 _SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
           ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
 _BAR, _BESIDE = 10, 12  # columns of the bar itself, and of the time left with the space between all parts
+_RECENT, _OUTAGE = 20, 3.0
+"""Steps by which the time left is estimated, and how many times the median one of them may take to count."""
 _LONG, _EVERY, _SILENCE = 100, 10, 10.0
 """Without a terminal a run of more steps than `_LONG` has a line each tenth step, and one after so many seconds."""
+
+
+def typical_seconds(recent: Collection[float]) -> float:
+    """Return the mean duration of recent steps, without those that an outage or a slow start has stretched."""
+    longest = _OUTAGE * statistics.median_low(recent)
+    return statistics.mean(seconds for seconds in recent if seconds <= longest)
 
 
 class StepProgress:
     def __init__(self, title: str, steps: int, done: int):
         self.title, self.steps, self.done = title, steps, done
-        self.first, self.started = done, time.monotonic()
-        self.shown = self.started
+        self.first, self.shown = done, time.monotonic()
+        self.ended = 0.0  # when the last step was done; 0.0 before the first
+        self.seconds, self.between = deque[float](maxlen=_RECENT), deque[float](maxlen=5 * _RECENT)
+        """Durations of recent steps, and the times between two of them: validations, checkpoints."""
         self.bar = self._bar() if sys.stdout.isatty() else None
 
     def _bar(self) -> Progress:
         column = Column(no_wrap=True)
         columns = (TextColumn("{task.description}", table_column=column), BarColumn(_BAR),
                    MofNCompleteColumn(table_column=column), TextColumn("{task.fields[numbers]}", table_column=column),
-                   TimeRemainingColumn(table_column=column))
+                   TextColumn("{task.fields[left]}", table_column=column))
         bar = Progress(*columns, console=Console())
-        self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="")
+        self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="", left="")
         bar.start()
         atexit.register(bar.stop)  # a run that fails must give the terminal its cursor back
         return bar
@@ -45,13 +58,24 @@ class StepProgress:
 
     def step(self, metrics: dict[str, float]) -> None:
         self.done += 1
+        left = f"left {_clock(self._left(metrics.get('seconds', 0.0)))}"
         numbers = [f"{label} {format(metrics[name], form)}" for name, label, form in _SHOWN if name in metrics]
         if self.bar:
-            self.bar.update(self.task, completed=self.done, numbers=self._fitting(numbers, self.bar.console.width))
+            self.bar.update(self.task, completed=self.done, left=left,
+                            numbers=self._fitting(numbers, self.bar.console.width - len(left) + 7))
         elif self._is_due():
             self.shown = time.monotonic()
-            left = (self.shown - self.started) / (self.done - self.first) * (self.steps - self.done)
-            events.show(f"{self.title}  step {self.done}/{self.steps}  {'  '.join(numbers)}  left {_clock(left)}")
+            events.show(f"{self.title}  step {self.done}/{self.steps}  {'  '.join(numbers)}  {left}")
+
+    def _left(self, seconds: float) -> float:
+        """Return the seconds that the steps left will take, after one of `seconds`."""
+        now = time.monotonic()
+        if self.ended:
+            self.between.append(max(0.0, now - self.ended - seconds))
+        self.ended = now
+        self.seconds.append(seconds)
+        pauses = statistics.mean(self.between) if self.between else 0.0
+        return (typical_seconds(self.seconds) + pauses) * (self.steps - self.done)
 
     def _fitting(self, numbers: list[str], width: int) -> str:
         counts = 2 * len(str(self.steps)) + 1

@@ -13,7 +13,7 @@ from distflow.telemetry.processes import Child
 
 _DUMP, _DUMP_ALL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask a process for the stack of a thread, and of all
 _PATIENCE, _PAUSE = 1.0, 0.02  # seconds that a process has to write its stack, and between two looks at it
-_LONGEST = 2000  # characters of a stack that are read; a value of an event has 3,000
+_LONGEST = 2000  # characters of a stack that are read
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")} | {"<"})
 
@@ -40,6 +40,10 @@ class StackFile:
         can, then of all. "" if it writes none within a second."""
         return "\n\n".join(filter(None, (self._ask(process, number) for number in (_DUMP, _DUMP_ALL))))[:_LONGEST]
 
+    def dump_main(self, process: Child) -> str:
+        """Return the stack of the thread that gets signals alone, "" as for `dump`."""
+        return self._ask(process, _DUMP)[:_LONGEST]
+
     def _ask(self, process: Child, number: int) -> str:
         os.ftruncate(self.file, 0)
         os.lseek(self.file, 0, os.SEEK_SET)
@@ -59,6 +63,12 @@ class StackFile:
 
     def close(self) -> None:
         os.close(self.file)
+
+
+def ignore_dumps() -> None:
+    """Let processes that this one forks pass over a request for their stack that comes before `enable`."""
+    for number in (_DUMP, _DUMP_ALL):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def location_in(stack: str) -> str:

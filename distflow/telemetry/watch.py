@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.telemetry import timeline
+from distflow.telemetry.progress import typical_seconds
 from distflow.telemetry.run_reader import RunReader, is_validation, numbers
 from distflow.telemetry.timeline import RankTimeline
 
@@ -70,7 +71,7 @@ class RunView:
 
     def seconds_left(self) -> float | None:
         seconds = [value for _, value in list(self.curves.get("seconds", ()))[-20:]]
-        return sum(seconds) / len(seconds) * (self.steps - self.step) if seconds else None
+        return typical_seconds(seconds) * (self.steps - self.step) if seconds else None
 
 
 def sparkline(values: list[float], width: int = _SPARK) -> str:

@@ -183,7 +183,13 @@ def dead(reader: RunReader) -> Iterator[str]:
         yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
                f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
         yield f"    then: {event['verdict']}"
-    yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
+    if failures and failures[-1].get("details"):
+        yield "The traceback of the last failure:"
+        yield from (f"  {line}" for line in failures[-1]["details"].splitlines())
+    if any((reader.folder / "checkpoints").glob("*")):
+        yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
+    else:
+        yield "It has no checkpoint to go on from: start it again under another --name."
 
 
 def slow(reader: RunReader, metrics: Sequence[dict[str, Any]], step: int) -> Iterator[str]:

@@ -211,8 +211,12 @@ def test_fields_of_ones_own_are_asked_of_the_training_data_alone(capsys: pytest.
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["grpo", "--run-file", "ppo"], "`ppo` is a shipped DAG, given as the run file. Instead:  --dag ppo"),
-    (["embedded.yaml"], "`embedded.yaml` is a shipped run file, given as the DAG. Instead:  --run-file embedded.yaml"),
+    (["grpo", "--run-file", "ppo"], "`ppo` is a shipped DAG, given as the run file.\n"
+     "Instead:  distflow validate ppo\n"),
+    (["embedded.yaml"], "`embedded.yaml` is a shipped run file, given as the DAG.\n"
+     "Instead:  distflow validate grpo --run embedded.yaml\n"),
+    (["h200"], "Instead:  distflow validate grpo --cluster h200\n"),
+    ([], "which DAG?\nGive one:  distflow validate grpo\n"),
     (["grpo", "--ranks", "1", "--set", "layouts.update.tp=2"], "splits its model over 2 ranks (tp: 2), which do not"),
     (["grpo", "--set", "roles.actor.replicas=4"], "wants 4 replicas, which do not divide the 2 ranks"),
 ])

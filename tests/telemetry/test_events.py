@@ -17,11 +17,11 @@ def test_a_line_for_each_event(tmp_path):
     events.record("before the run")
     events.open(tmp_path / "events.jsonl", 2)
     events.step = 5
-    events.record("lost", rows=[1, 2], reason="x" * 9000, odd="\ud800")
+    events.record("lost", rows=[1, 2], reason="x" * 90_000, odd="\ud800")
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     event = json.loads(line)
     assert (event["step"], event["rank"], event["event"], event["rows"]) == (5, 2, "lost", [1, 2])
-    assert len(event["reason"]) == 3000
+    assert len(event["reason"]) == 12_000
     assert event["odd"] == "\ud800"
 
 

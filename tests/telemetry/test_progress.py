@@ -97,3 +97,18 @@ def _all_of(terminal: int) -> str:
                                                (90061, "25:01:01")])
 def test_time_left_is_readable(seconds, text):
     assert _clock(seconds) == text
+
+
+def test_an_outage_does_not_count_for_the_time_left(capsys, monkeypatch):
+    """One step of eight waits for ten minutes; after it the time left is what it was before."""
+    clock = [0.0]
+    monkeypatch.setattr("distflow.telemetry.progress.time.monotonic", lambda: clock[0])
+    progress = StepProgress("grpo", 100, 0)
+    clock[0] = 300.0  # what comes before the first step does not count either
+    for seconds in (2.0, 2.0, 2.0, 600.0, 2.0, 2.0, 2.0, 2.0):
+        clock[0] += seconds
+        progress.step({"seconds": seconds})
+        clock[0] += 1.0  # a validation, which does
+    left = [line.rpartition("left ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert left[0] == "3:18"
+    assert left[1:] == [_clock(3.0 * (100 - done)) for done in range(2, 9)]

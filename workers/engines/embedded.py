@@ -51,7 +51,6 @@ CHAT_TEMPLATE = (
 # Each digit is a pre-token. A word or sign takes the space before it, and the space after it if a digit follows: a
 # number then costs as many tokens as it has digits.
 PRETOKENS = r"\p{N}| ?\p{L}+(?: (?=\p{N}))?| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s+"
-MIN_HEAD_DIM = 32  # vLLM's attention on CPU crashes below it
 # Narrow layers need larger initial weights than the usual 0.02: the embedded task then takes about two thirds of the
 # steps.
 INITIAL_DEVIATION = 0.06
@@ -88,8 +87,6 @@ def build_model(vocab_size: int, seed: int, *, architecture: str = "qwen3", laye
     layer, experts of a token) in place of feed-forward layers of width `intermediate`."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={architecture!r} is not known; choose one of {', '.join(ARCHITECTURES)}")
-    if head_dim < MIN_HEAD_DIM:
-        raise ValueError(f"head_dim={head_dim} is too small for vLLM on CPU; use {MIN_HEAD_DIM} or more")
     if heads % kv_heads:
         raise ValueError(f"heads={heads} is not a multiple of kv_heads={kv_heads}; each of those serves equally many")
     ids: dict[str, Any] = {"pad_token_id": pad_token_id, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}

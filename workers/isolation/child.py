@@ -33,7 +33,7 @@ from typing import Any
 import msgpack
 
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
-from distflow.telemetry.stack_file import StackFile, location_in
+from distflow.telemetry.stack_file import StackFile, ignore_dumps, location_in
 from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
 from workers.isolation.user_code import guarded
 
@@ -148,6 +148,7 @@ def main() -> None:
     die_with(job["rank"])
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's
+    ignore_dumps()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -193,8 +194,8 @@ class _ForkServer:
 
     def _serve_one(self) -> bool:
         """Serve one request; return False at the end of the connection. `fork` with a socket answers the child's id,
-        `exit_code` with a child and seconds to wait the code or None, and where it crashed, `kill` with children
-        nothing."""
+        `exit_code` with a child and seconds to wait the code or None, and where it crashed, `location` with a child
+        where it stands, `kill` with children nothing."""
         packet, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 1)
         if not packet:
             return False
@@ -206,6 +207,9 @@ class _ForkServer:
             process, _, stack = self.children[child]
             code = process.poll(seconds)
             self.connection.sendall(packed([code, location_in(stack.read())[:_MAX_LOCATION]]))
+        elif request == "location":
+            process, _, stack = self.children[arguments[0]]
+            self.connection.sendall(packed(location_in(stack.dump_main(process))[:_MAX_LOCATION]))
         else:
             self._kill(arguments)
         return True

@@ -212,8 +212,13 @@ class ChildPool(Generic[C]):
             return "its process no longer answers"
         if code >= 0:
             return f"its process ended with code {code}"
-        return f"its process was killed by {signal.Signals(-code).name}" + \
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"  # a realtime one
+        return f"its process was killed by {name}" + \
             (" (out of memory?)" if code == -signal.SIGKILL else crashed)
+
+    def location(self, child: C) -> str:
+        """Return where a child stands, as " in FILE, line N, in FUNCTION"; "" if it cannot say."""
+        return self._request(["location", child.pid])
 
     def end(self, child: C) -> None:
         """Kill a child and all that its calls have started: at once if it is busy, else with others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -11,12 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.errors import EngineError
+from distflow.telemetry import events
+from distflow.telemetry.run_reader import RunReader
 from workers.isolation.child import Message
 from workers.isolation.pool import LOAD_TIMEOUT, Call, ChildPool, ChildProcess, ForkServerLost
 from workers.isolation.sandbox.variables import named_secrets
 
 _EXTRA_TIME = 1.0  # seconds added to the timeout of async functions, which the child itself cancels in time
 _SENT_AHEAD = 4  # calls that a child has at a time; it runs them one after the other
+_SLOW = 10.0  # seconds after which rewards of a step that are not done are reported, each reward once in a run
+_EVENT = "reward_slow"
 _MAX_START_FAILURES = 3  # children that may end while they import a module, in one run
 
 
@@ -36,6 +41,7 @@ class Job:
     coroutine: bool = False
     positional: int = 2
     names: list[str] = field(default_factory=list)
+    where: str = ""  # file and line of its definition
 
     def calls(self) -> Iterator[RewardCall]:
         if self.batched:
@@ -123,6 +129,14 @@ class RewardProcess(ChildProcess):
         return call, message
 
 
+def _first_to_report(reward: str) -> bool:
+    """Return whether no other rank has reported a reward as slow before this one."""
+    path = events.current().path
+    lines = RunReader(path.parent).rows("events") if path else ()
+    first = next((event for event in lines if event["event"] == _EVENT and event["reward"] == reward), None)
+    return first is None or first["rank"] == events.current().rank
+
+
 def _check(message: Message, samples: int) -> None:
     values, metrics = message["values"], message["metrics"]
     if type(values) is not list or type(metrics) is not list or len(values) != samples:
@@ -142,6 +156,7 @@ class RewardPool:
         self.size = size
         self.children = ChildPool(RewardProcess, "rewards", "workers.isolation.rewards_worker:RewardHandler", {},
                                   memory_gib)
+        self.reported: set[str] = set()  # rewards whose slowness has been reported
         atexit.register(self.close)
 
     def run(self, jobs: list[Job], limit: float) -> RewardResults:
@@ -155,7 +170,8 @@ class RewardPool:
 
 class _PoolRun:
     def __init__(self, pool: RewardPool, jobs: list[Job], limit: float):
-        self.pool, self.size, self.limit = pool.children, pool.size, limit
+        self.pool, self.size, self.limit, self.reported = pool.children, pool.size, limit, pool.reported
+        self.began, self.slow_at = time.time(), time.monotonic() + _SLOW
         self.results, self.deadline, self.start_failures = RewardResults(), time.monotonic() + limit, 0
         self.waiting = deque(call for job in jobs for call in job.calls())
 
@@ -164,6 +180,7 @@ class _PoolRun:
             while self.waiting or self._busy():
                 try:
                     self._receive()  # first, since children may have ended since the last run
+                    self._report_slow()
                     self._end_late()
                     self._assign()
                 except ForkServerLost as error:
@@ -189,7 +206,8 @@ class _PoolRun:
         return min((child for child in children if child.takes(call)), key=lambda each: len(each.pending), default=None)
 
     def _receive(self) -> None:
-        until = min([self.deadline, *(child.deadline for child in self.pool.children)]) if self._busy() else 0.0
+        ends = [self.deadline, self.slow_at, *(child.deadline for child in self.pool.children)]
+        until = min(ends) if self._busy() else 0.0
         for child, answers, wrong in self.pool.receive(until):
             for call, message in filter(None, answers):
                 self._take(call, message)
@@ -211,6 +229,34 @@ class _PoolRun:
             self.waiting.append(call.again(index))
         else:
             self.results.values[call.keys[index]] = found
+
+    def _report_slow(self) -> None:
+        """Report each reward that is under way `_SLOW` seconds after the beginning, once in a run."""
+        if time.monotonic() < self.slow_at:
+            return
+        self.slow_at = math.inf
+        for child in self._busy():
+            call = next(iter(child.pending.values()))
+            if call.job.name not in self.reported:
+                self.reported.add(call.job.name)
+                self._report(call.job, child)
+
+    def _report(self, job: Job, child: RewardProcess) -> None:
+        at, done = self.pool.location(child), sum(key in self.results.values for key in job.keys)
+        doing = f"its call stands{at}" if job.module in child.modules else \
+            f"its module `{job.module}` is being imported{at and f', and stands{at}'}"
+        events.record(_EVENT, reward=job.name, where=job.where, doing=doing, seconds=_SLOW, done=done,
+                      samples=len(job.keys), timeout=job.timeout, limit=self.limit)
+        if not _first_to_report(job.name):
+            return
+        since, more = time.strftime("%H:%M:%S", time.localtime(self.began)), 2 * job.timeout
+        events.show(
+            f"[rank {events.current().rank}] {job.where and f'{job.where}: '}reward `{job.name}` is slow: after "
+            f"{_SLOW:g} s, since {since}, {done} of {len(job.keys)} samples have it; {doing}.\n"
+            f"  One call may take {job.timeout:g} s. To change that:  reward: {{{job.name}: {{timeout: {more:g}}}}}  "
+            f"in the DAG, or  @reward(timeout={more:g})\n"
+            f"  All rewards of a step may take {self.limit:g} s. To change that:  limit: {2 * self.limit:g}  in the "
+            "`with:` of the DAG's node. Samples without a reward by then leave the step.", sys.stderr)
 
     def _end_late(self) -> None:
         now = time.monotonic()

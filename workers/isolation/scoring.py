@@ -14,6 +14,7 @@ from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
 from distflow.contracts.rewards import SHIPPED, KeyPath, Recipe, RewardContract, Term, read_recipe, reward_contract
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
+from distflow.telemetry.tracebacks import users_line, users_part
 from workers.isolation.rewards_pool import FailedSample, Job, RewardPool
 from workers.isolation.rewards_worker import call_in_rank
 from workers.isolation.user_code import FailureStreak
@@ -110,7 +111,7 @@ class Scorer:
         where = self.contracts[name].where
         raise RewardsFailed(f"no sample of {steps:.0f} steps in a row has a reward on this rank: there is nothing to "
                             f"learn from. The last: {shown(where.file)}:{where.line}: reward `{name}` "
-                            f"{failed.reason}\n{failed.trace}".rstrip())
+                            f"{failed.reason}\n{users_part(failed.trace)[0]}".rstrip())
 
 
 def find_reward(name: str) -> Any:
@@ -131,10 +132,12 @@ def report(scores: Scores, names: Sequence[int]) -> str:
     for name in dict.fromkeys(name for name, _, _ in scores.failures):
         mine = [(row, failed) for other, row, failed in scores.failures if other == name]
         reason, count = Counter(failed.reason for _, failed in mine).most_common(1)[0]
-        first = next(row for row, failed in mine if failed.reason == reason)
+        first, failed = next((row, failed) for row, failed in mine if failed.reason == reason)
         more = f", and {count - 1} more" if count > 1 else ""
         colon = ":" if reason.startswith("its process") else ""
-        parts.append(f"reward `{name}`{colon} {' '.join(reason.split())[:300]} (sample {names[first]}{more})")
+        line = users_line(failed.trace)
+        at = f", at {line}" if line else ""
+        parts.append(f"reward `{name}`{colon} {' '.join(reason.split())[:300]} (sample {names[first]}{more}){at}")
     return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
 
 
@@ -193,10 +196,11 @@ def _job(term: Term, function: Any, contract: RewardContract, columns: Columns, 
     arguments = _arguments(contract, columns, rows)
     if contract.batched:
         arguments = [[list(values) for values in zip(*arguments)]]
+    where = f"{shown(contract.where.file)}:{contract.where.line}"
     return Job(term.name, function.__module__, arguments, keys, term.settings,
                marks.timeout if term.timeout is None else term.timeout,
                marks.retries if term.retries is None else term.retries, marks.concurrency, contract.batched,
-               inspect.iscoroutinefunction(function), positional, names)
+               inspect.iscoroutinefunction(function), positional, names, where)
 
 
 def _combine(terms: list[tuple[Term, ...]], call_of: dict[KeyPath, int], results: CallResults) -> Scores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import pytest
 from harness import ROOT
 
 from distflow.errors import EngineError
+from distflow.telemetry import events
 from distflow.telemetry.processes import descendants
 from workers.isolation.rewards_pool import FailedSample, Job, RewardCall, RewardPool, RewardProcess, RewardResults
 
@@ -452,3 +454,28 @@ def test_a_process_ends_with_its_pool(run, pool):
     number = int(run("pid", ["x"]).values[0])
     pool.close()
     assert not Path(f"/proc/{number}").exists()
+
+
+def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypatch, tmp_path) -> None:
+    """The line says which one, where it stands, since when, and what limits it; a second step says nothing more."""
+    monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.5)
+    monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
+    for _ in range(2):
+        run("hostile", ["sleeps"], timeout=2.0, where="mine.py:5")
+    said = capfd.readouterr().err
+    assert said.count("mine.py:5: reward `hostile` is slow: after 0.5 s, since ") == 1
+    assert ", 0 of 1 samples have it; its call stands in " in said
+    assert ", line 8, in hostile." in said
+    assert "One call may take 2 s. To change that:  reward: {hostile: {timeout: 4}}" in said
+    assert "All rewards of a step may take 60 s. To change that:  limit: 120 " in said
+    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["reward"], event["done"], event["samples"]) == ("reward_slow", "hostile", 0, 1)
+
+
+def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.2)
+    monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
+    (tmp_path / "events.jsonl").write_text('{"event": "reward_slow", "reward": "hostile", "rank": 7}\n')
+    run("hostile", ["sleeps"], timeout=1.0)
+    assert "is slow" not in capfd.readouterr().err
+    assert (tmp_path / "events.jsonl").read_text().count("reward_slow") == 2
