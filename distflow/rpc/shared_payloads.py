@@ -67,6 +67,10 @@ class Segments:
         found, self.offered = torch.from_numpy(self.offered), numpy.empty(0, numpy.uint8)
         return found
 
+    def allocate(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return [size] uint8 for rows out of several replies: fresh memory costs many times what a copy does."""
+        return torch.from_numpy(self.pool.take(size)) if size >= LEAST else torch.empty(size, dtype=dtype)
+
 
 class MappedSegments:
     """Server's end: the memory of a client that it has mapped."""
