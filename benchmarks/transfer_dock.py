@@ -12,6 +12,9 @@ Choices, each of them the cheaper one for TransferQueue where it matters:
 - Its tensors are jagged nested ones, which it carries as one buffer each; keys are made before the time begins.
 Ids and lengths are verified at the far end, on both sides and in the time.
 
+One client alone is also measured in copies: what put, list and get take together, over one `memcpy` of the rows' bytes.
+Its rows lie in the two warehouses in turns, so none of them is beside the one before it: the worst case.
+
 With each warehouse that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig. 9):
 that is counted in bytes, not timed, since on few cores all warehouses share what one can do.
 """
@@ -41,6 +44,8 @@ from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
 from distflow.dock.process import start  # noqa: E402
 
 GOAL, BUSIEST_GOAL, CLIENTS, WAREHOUSES = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
+COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3
+"""Rows and tokens of each, all of 24 MiB; rounds of which no time is taken."""
 _COLUMNS = ("tokens", "logprobs", "rewards")
 _WAIT = 60.0
 
@@ -209,6 +214,41 @@ def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     return max(through) * warehouses / payload, sum(through) / payload
 
 
+def in_copies(rows: int, mean: int, rounds: int) -> Spread:
+    """What put, list and get of one client take, over a copy of the rows' bytes from warm memory to warm memory."""
+    token = secrets.token_bytes(32)
+    children = [start(token) for _ in range(2)]
+    found = []
+    with DockClient([child.address for child in children], token, "alone", patience=_WAIT) as dock:
+        dock.configure((Consumer("update", _COLUMNS),))
+        for number in range(WARM + rounds):
+            part = batch_of(torch.arange(number * rows, (number + 1) * rows), mean)
+            source, copied = torch.ones(2, 12 * len(part["tokens"].values), dtype=torch.uint8)
+            begin = time.perf_counter()
+            copied.copy_(source)
+            copy = time.perf_counter() - begin
+            del source, copied
+            begin = time.perf_counter()
+            dock.put(part)
+            lease = dock.lease("update", rows, wait=_WAIT)
+            got = dock.fetch(lease)
+            found.append((time.perf_counter() - begin) / copy)
+            if not (torch.equal(got.ids, part.ids) and torch.equal(got["tokens"].values, part["tokens"].values)):
+                raise SystemExit("one client alone got other rows than it put")
+            dock.commit(lease)
+            del got
+    for child in children:
+        child.stop()
+    return Spread.of(found[WARM:])
+
+
+def show_copies(rounds: int) -> None:
+    for rows, mean in SHAPES:
+        measured = in_copies(rows, mean, rounds)
+        print(f"one client, {rows} rows of {mean} tokens: {measured} copies of their bytes, goal at most "
+              f"{COPIES_GOAL:g}: {'met' if measured.median <= COPIES_GOAL else 'NOT met'}", flush=True)
+
+
 def show_warehouses(given: Namespace) -> bool:
     """Print how the load divides; True if the busiest warehouse stays near the even share."""
     good = True
@@ -241,6 +281,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--peer-python", type=Path, help="with TransferQueue; default: that of .venv-dataflow, made "
                         "if missing")
+    parser.add_argument("--alone", action="store_true", help="without TransferQueue: what needs no other package")
     parser.add_argument("--rows", type=int, default=64, help="of each put and get")
     parser.add_argument("--tokens", type=int, default=512, help="of a row on average")
     parser.add_argument("--cycles", type=int, help="put → list → get, by each client in a round; default 16, quick 4")
@@ -249,6 +290,9 @@ def main() -> None:
     given.clients = (1, 2) if given.quick else CLIENTS
     show_table()
     even = show_warehouses(given)
+    show_copies(given.cycles)
+    if given.alone:
+        return
     results = contest(given)
     worst = min(results, key=lambda spread: spread.median)
     if not even:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,8 @@ _IDS, _LENGTHS = "ids", "_lengths"
 _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32,
           "int64": torch.int64, "halffloat": torch.float16, "float": torch.float32, "double": torch.float64}
 """Torch's types by the names that Arrow gives to its own."""
+Allocate = Callable[..., Tensor]
+"""As `torch.empty`: `allocate(size, dtype=torch.uint8)` returns [size] uint8."""
 _FEW = 64
 """Elements of a run of rows, on average, below which they are gathered element by element, and not run by run."""
 
@@ -160,9 +162,10 @@ class Batch:
         return Batch.gather([self], index)
 
     @staticmethod
-    def gather(batches: Sequence[Batch], index: Tensor) -> Batch:
+    def gather(batches: Sequence[Batch], index: Tensor, allocate: Allocate = torch.empty) -> Batch:
         """Return rows of several batches, numbered through, in the order of `index` [any length]. Of several batches
-        dense columns are joined first. Raises `ColumnError` if columns differ in name, form, type or shape."""
+        dense columns are joined first. `allocate` gives memory for ragged ones. Raises `ColumnError` if columns differ
+        in name, form, type or shape."""
         _check_names(batches)
         parts = {name: [batch[name] for batch in batches] for name in batches[0].columns}
         for name, columns in parts.items():
@@ -172,7 +175,7 @@ class Batch:
                 raise ColumnError(f"the rows of column `{name}` do not fit together: some are {forms.pop()}, some "
                                   f"{forms.pop()} (levels of lengths, type, shape). Their producers differ")
         return Batch(torch.cat([batch.ids for batch in batches])[index],
-                     {name: _gather(columns, index) for name, columns in parts.items()})
+                     {name: _gather(columns, index, allocate) for name, columns in parts.items()})
 
     def repeat(self, times: int) -> Batch:
         """Return each row `times` times in succession, with the ids of its repetitions."""
@@ -300,15 +303,15 @@ def _slice(column: ColumnData, start: int, stop: int) -> ColumnData:
     return column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop]
 
 
-def _gather(parts: Sequence[ColumnData], index: Tensor) -> ColumnData:
+def _gather(parts: Sequence[ColumnData], index: Tensor, allocate: Allocate = torch.empty) -> ColumnData:
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if ragged:
-        return _gather_ragged(ragged, index)
+        return _gather_ragged(ragged, index, allocate)
     dense = [part for part in parts if isinstance(part, Tensor)]
     return (torch.cat(dense) if len(dense) > 1 else dense[0])[index]
 
 
-def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
+def _gather_ragged(parts: Sequence[Ragged], index: Tensor, allocate: Allocate = torch.empty) -> Ragged:
     every, values = torch.cat([part.lengths for part in parts]), [part.values for part in parts]
     index = torch.arange(len(every), device=every.device)[index]  # which may be negative, or a mask
     lengths, begin = every[index], (every.cumsum(0) - every)[index]
@@ -318,8 +321,8 @@ def _gather_ragged(parts: Sequence[Ragged], index: Tensor) -> Ragged:
     if not plain or total < _FEW * sum(len(runs.first) for *_, runs in pieces):
         shift = torch.repeat_interleave(begin - at, lengths)
         return Ragged(_gather(values, torch.arange(total, device=shift.device) + shift), lengths)
-    gathered = values[0].new_empty((total, *values[0].shape[1:]))
-    width = math.prod(gathered.shape[1:]) * gathered.element_size()
+    width = math.prod(values[0].shape[1:]) * values[0].element_size()
+    gathered = allocate(total * width, dtype=torch.uint8).view(values[0].dtype).reshape(total, *values[0].shape[1:])
     for part, first, there, runs in pieces:
         copy_rows(raw(part.values), raw(gathered), begin.numpy()[there] - first, at.numpy()[there],
                   lengths.numpy()[there], width, runs)

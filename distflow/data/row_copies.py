@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MANY = 1024
-"""Runs from which on short ones are copied by index, many at once: for fewer that costs as much as one by one."""
+_MANY = 96
+"""Runs of similar length from which on short ones are copied by index, at once: for fewer that costs more than one by
+one."""
 _SHORT, _PART = 2 << 10, 1 << 18
 """Bytes below which a run is short; and of those that are copied at once, which stay in the core's own cache."""
 
@@ -29,14 +30,43 @@ def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, tar
               counts: np.ndarray, width: int, runs: RowRuns) -> None:
     """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
     `target` ([bytes] uint8), run by run."""
-    begin, at = source_at[runs.first], target_at[runs.first]
-    sizes = source_at[runs.last] + counts[runs.last] - begin
-    short = (sizes * width < _SHORT) & (len(sizes) >= _MANY) & (width > 0)
-    _copy_runs(source, target, begin[~short], at[~short], sizes[~short], width)
-    exponents = np.frexp(sizes[short])[1]  # that of 2 ** n, which a size is below, and not below half of it
-    for exponent in np.flatnonzero(np.bincount(exponents)[1:]).tolist():
-        here, block = np.flatnonzero(short)[exponents == exponent + 1], 1 << exponent
+    begin = source_at[runs.first]
+    copy_runs(source, target, begin, target_at[runs.first], source_at[runs.last] + counts[runs.last] - begin, width)
+
+
+def copy_runs(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
+              width: int) -> None:
+    """Copy runs of `sizes[i]` elements from element `begin[i]` of `source` to element `at[i]` of `target`."""
+    if not width:
+        return
+    exponents = np.frexp(sizes)[1]  # that of 2 ** n, which a size is below, and not below half of it
+    many = np.bincount(exponents) >= _MANY
+    many[0] = False  # nothing to copy
+    many[int(np.frexp(_SHORT // width)[1]) :] = False
+    singly = ~many[exponents] if many.any() else slice(None)
+    _copy_singly(source, target, begin[singly], at[singly], sizes[singly], width)
+    for exponent in np.flatnonzero(many).tolist():
+        here, block = np.flatnonzero(exponents == exponent), 1 << exponent - 1
         _copy_blocks(source, target, begin[here], at[here], sizes[here] - block, width, block)
+
+
+class ScatteredRuns:
+    """Runs of elements of a byte buffer as one part of a message: they are copied once, to where it is sent from.
+
+    Of `data` ([bytes] uint8) the elements `begins[i]` … `ends[i] - 1`, of `width` bytes each.
+    """
+
+    def __init__(self, data: np.ndarray, begins: np.ndarray, ends: np.ndarray, width: int):
+        self.data, self.begins, self.sizes, self.width = data, begins, ends - begins, width
+        self.nbytes = int(self.sizes.sum()) * width
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def copy_to(self, memory: memoryview) -> None:
+        """Write all runs, back to back, into memory of `len(self)` bytes."""
+        target = np.frombuffer(memory, np.uint8)
+        copy_runs(self.data, target, self.begins, self.sizes.cumsum() - self.sizes, self.sizes, self.width)
 
 
 def _copy_blocks(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, more: np.ndarray,
@@ -52,8 +82,8 @@ def _copy_blocks(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: 
             there[at[part] + more[part]] = here[begin[part] + more[part]]
 
 
-def _copy_runs(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
-               width: int) -> None:
+def _copy_singly(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
+                  width: int) -> None:
     here, there = source.data, target.data
     for start, to, length in zip((begin * width).tolist(), (at * width).tolist(), (sizes * width).tolist()):
         there[to : to + length] = here[start : start + length]

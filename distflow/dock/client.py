@@ -234,7 +234,8 @@ class DockClient:
         turns = turns[torch.from_numpy(order)] if len(turns) else turns
         if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
             return filled[0], turns
-        return Batch.gather(filled, torch.from_numpy(order)), turns
+        allocate = self.pool.allocator(self.layout.addresses[parted[0][0]])
+        return Batch.gather(filled, torch.from_numpy(order), allocate), turns
 
     def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,22 +37,25 @@ class Intervals:
     def __len__(self) -> int:
         return sum(self.ends) - sum(self.starts)
 
-    def add(self, number: int) -> None:
-        at = bisect_right(self.starts, number)
-        if at and number < self.ends[at - 1]:
-            return
-        joins_left = at > 0 and self.ends[at - 1] == number
-        joins_right = at < len(self.starts) and self.starts[at] == number + 1
-        if joins_left and joins_right:
-            self.ends[at - 1] = self.ends.pop(at)
-            self.starts.pop(at)
-        elif joins_left:
-            self.ends[at - 1] = number + 1
-        elif joins_right:
-            self.starts[at] = number
-        else:
-            self.starts.insert(at, number)
-            self.ends.insert(at, number + 1)
+    def among(self, numbers: Ids) -> numpy.ndarray:
+        """Return which of `numbers` are members, [numbers] bool."""
+        at = numpy.searchsorted(self.starts, numbers, side="right") - 1
+        return (at >= 0) & (numbers < numpy.array([*self.ends, 0])[at])
+
+    def add(self, start: int, end: int | None = None) -> None:
+        """Add one number, or all of start…end (exclusive)."""
+        end = start + 1 if end is None else end
+        first, last = bisect_left(self.ends, start), bisect_right(self.starts, end)  # the ranges that it joins
+        if first < last:
+            start, end = min(start, self.starts[first]), max(end, self.ends[last - 1])
+        self.starts[first:last], self.ends[first:last] = [start], [end]
+
+    def update(self, numbers: Ids) -> None:
+        """Add all of `numbers`."""
+        numbers = numpy.unique(numbers)
+        edges = numpy.flatnonzero(numpy.diff(numbers, prepend=numbers[:1] - 2, append=numbers[-1:] + 2) > 1)
+        for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
+            self.add(int(numbers[begin]), int(numbers[end - 1]) + 1)
 
     def remove(self, number: int) -> None:
         at = bisect_right(self.starts, number) - 1
@@ -148,21 +151,19 @@ class ConsumerIndex:
 
     def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
-        names, committed, (first, end) = set(columns), [], self.consumer.ids
-        for number, tokens, version, turn in table.T.tolist():
-            if not first <= number < end:
-                continue
-            if number in self.done:
-                committed.append(number)
-                continue
+        names, (first, end) = frozenset(columns), self.consumer.ids
+        table = table[:, (table[0] >= first) & (table[0] < end)]
+        committed = self.done.among(table[0])
+        for number, tokens, version, turn in table[:, ~committed].T.tolist():
             row = self.rows.get(number)
             if row is None:
-                row = self.rows[number] = RowState(number, set())
-            row.columns |= names
+                row = self.rows[number] = RowState(number, names)
+            else:
+                row.columns = row.columns | names
             row.tokens, row.version, row.turn = tokens, version, turn
             if not row.held and self.reads <= row.columns:
                 self.ready.add(row)
-        return committed
+        return table[0, committed].tolist()
 
     def relearn(self, listed: Mapping[int, Iterable[str]], lives_there: Callable[[int], bool],
                 replaced: bool = True) -> None:
@@ -176,7 +177,7 @@ class ConsumerIndex:
             if replaced and number in self.done and not set(self.consumer.writes) <= set(names):
                 self.done.remove(number)
             if number in self.rows:
-                self.rows[number].columns = set(names)
+                self.rows[number].columns = frozenset(names)
                 if not self.reads <= set(names):
                     self.ready.discard(number)
 
@@ -267,7 +268,8 @@ class ConsumerIndex:
         if number in self.finished:
             return False
         self._check_held(number, step, ids)
-        taken = [row for row in ids if row in self.done or self._leased_to_other(row, number)]
+        done = self.done.among(numpy.array(ids, numpy.int64)).tolist()
+        taken = [row for row, gone in zip(ids, done) if gone or self._leased_to_other(row, number)]
         if taken or (step is not None and step in self.steps):
             raise LeaseLost(self._lost(number, taken or ids, step))
         if granted := self.leases.get(number):
@@ -411,7 +413,8 @@ class ConsumerIndex:
         free = not any(row in self.done or self._leased_to_other(row, number) for row in ids)
         if number >> 32 == self.epoch or not free or not (now < self.opens or self.rows.keys() >= {*ids}):
             return None
-        return GrantedLease(number, [[self.rows.setdefault(row, RowState(row, set())) for row in ids]], None, now, 0)
+        rows = [self.rows.setdefault(row, RowState(row, frozenset())) for row in ids]
+        return GrantedLease(number, [rows], None, now, 0)
 
     def _hold(self, granted: GrantedLease) -> None:
         self.leases[granted.number] = granted
@@ -445,9 +448,9 @@ class ConsumerIndex:
         row = self.rows.get(number)
         return row is not None and row.lease not in (0, lease)
 
-    def _finish(self, ids: Iterable[int]) -> None:
+    def _finish(self, ids: list[int]) -> None:
+        self.done.update(numpy.array(ids, numpy.int64))
         for number in ids:
-            self.done.add(number)
             self.rows.pop(number, None)
             self.ready.discard(number)
 

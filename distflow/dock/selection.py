@@ -121,7 +121,7 @@ class RowState:
     """Metadata of a row in a consumer's index."""
 
     id: int
-    columns: set[str]
+    columns: frozenset[str]
     tokens: int = 0
     version: int = 0  # of the weights that made it
     turn: int = -1  # last saved turn, if the row is not finished
@@ -157,11 +157,13 @@ class ReadyRows:
             return
         self.rows[row.id] = row
         number = row.id // self.group_size
-        part = self.parts.setdefault(number, [])
+        part = self.parts.pop(number, [])
         part.append(row)
-        if len(part) == self.group_size:
+        if len(part) < self.group_size:
+            self.parts[number] = part
+        else:
             groups = self.steps.setdefault(self.step_of(row.id), OrderedDict())
-            groups[number] = self.parts.pop(number)
+            groups[number] = part
             if first:
                 groups.move_to_end(number, last=False)
 

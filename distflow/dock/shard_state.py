@@ -177,7 +177,7 @@ class ShardState:
         for consumer in layout.consumers:
             for row in storage.rows.values() if consumer.writes else ():
                 if row.columns.issuperset(consumer.writes):
-                    row.consumed.add(consumer.name)
+                    row.consumed |= {consumer.name}
         self.storage = storage
         self.configure(layout, number)
         for index in self.indexes.values():

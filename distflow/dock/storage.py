@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -23,14 +22,15 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
-from distflow.data.column_buffers import buffers_of, elements_of, form_of, raw
+from distflow.data.column_buffers import buffers_of, elements_of, form_of
+from distflow.data.row_copies import ScatteredRuns, raw
 from distflow.dock.errors import DockError
 from distflow.dock.index import SHOWN, Intervals
 from distflow.dock.selection import Ids
 from distflow.errors import ColumnError, listing
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-Span = tuple["RecordBatch", int, int]  # rows start…stop of a batch
+Spans = tuple["RecordBatch", Ids, Ids]  # rows starts[i]…stops[i] of a batch, for all i
 Schema = list[list[Any]]
 Message = tuple[dict[str, Any], list[Any]]
 LiveRows = dict[int, tuple[int, list[str]]]
@@ -42,19 +42,21 @@ class StoredColumn:
 
     def __init__(self, column: ColumnData):
         self.form = form_of(column)
-        self.buffers = [(buffer.data.data, width, buffer.bounds.tolist())
+        self.buffers = [(buffer.data, width, buffer.bounds)
                        for buffer, width in zip(buffers_of(column), self.form.widths, strict=True)]
         if self.form.depth:
-            self.buffers.insert(0, (raw(levels(column)[0][0]).data, 8, range(len(column) + 1)))
+            self.buffers.insert(0, (raw(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
         self.nbytes = sum(len(data) for data, *_ in self.buffers)
 
-    def append_slice(self, start: int, stop: int, into: list[list[memoryview]]) -> int:
-        """Append rows start…stop to `into`, a list for each buffer; return the count of elements."""
+    def append_rows(self, starts: Ids, stops: Ids, into: list[list[Any]]) -> int:
+        """Append rows starts[i]…stops[i] to `into`, a list for each buffer; return the count of elements."""
+        elements = 0
         for part, (data, width, bounds) in zip(into, self.buffers):
-            first, last = bounds[start], bounds[stop]
-            part.append(data[first * width : last * width])
-        bounds = self.buffers[-1][2]
-        return bounds[stop] - bounds[start]
+            begins, ends = bounds[starts], bounds[stops]
+            elements = int((ends - begins).sum())
+            part.append(ScatteredRuns(data, begins, ends, width) if len(starts) > 1 else
+                        data.data[int(begins[0]) * width : int(ends[0]) * width])
+        return elements
 
 
 class RecordBatch:
@@ -70,6 +72,9 @@ class RecordBatch:
             self._columns[name] = StoredColumn(self.batch[name])
         return self._columns[name]
 
+    def all_rows(self) -> Spans:
+        return self, numpy.array([0]), numpy.array([len(self.batch)])
+
 
 def tokens_of(batch: Batch) -> Ids:
     """Return each row's weight in balancing, [rows] int64: the elements of its longest ragged column but text."""
@@ -81,22 +86,22 @@ def tokens_of(batch: Batch) -> Ids:
     return result
 
 
-def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Span]]]) -> tuple[Schema, list[Any]]:
+def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Spans]]]) -> tuple[Schema, list[Any]]:
     """Return schema and buffers of a message with rows `ids`. Raises `ColumnError`: a column's spans differ in form."""
     buffers: list[Any] = [ids.data.cast("B") if len(ids) else b""]
     return [_pack_column(name, spans, buffers) for name, spans in columns], buffers
 
 
-def _pack_column(name: str, spans: Sequence[Span], buffers: list[Any]) -> list[Any]:
+def _pack_column(name: str, spans: Sequence[Spans], buffers: list[Any]) -> list[Any]:
     first = spans[0][0].column(name)
-    parts: list[list[memoryview]] = [[] for _ in first.buffers]
+    parts: list[list[Any]] = [[] for _ in first.buffers]
     elements = 0
-    for records, start, stop in spans:
+    for records, starts, stops in spans:
         held = records.column(name)
         if held is not first and held.form != first.form:
             raise ColumnError(f"the rows of column `{name}` do not fit together: some are {first.form}, some "
                               f"{held.form}. Their producers differ")
-        elements += held.append_slice(start, stop, parts)
+        elements += held.append_rows(starts, stops, parts)
     for part in parts:
         buffers += part
         buffers.append(bytes(-sum(map(len, part)) % 8))
@@ -140,23 +145,27 @@ def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[
 def pack_live(records: RecordBatch, turns: Mapping[int | None, list[int]], versions: Ids) -> Iterator[Message]:
     """Yield puts of the live rows of a batch, given by turn (None: finished). `versions`: of all rows of the batch."""
     for turn, local in turns.items():
-        ids, spans = records.batch.ids.numpy()[local], [(records, row, row + 1) for row in local]
+        ids, spans = records.batch.ids.numpy()[local], spans_of(numpy.array(local), [0], [records])
         schema, buffers = pack(ids, [(name, spans) for name in records.batch.columns])
         yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": turn,
                "versions": versions[local].tobytes()}, buffers
 
 
-def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Span]:
-    """Return the rows at `positions` of a shard as spans; `bases` are those of the batches, ascending. Between the
-    positions of two batches there is always an unused one, so consecutive positions are in one batch."""
+def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Spans]:
+    """Return the rows at `positions` of a shard, in that order, as spans of batches; `bases` are those of the batches,
+    ascending. Between the positions of two batches there is always an unused one, so consecutive positions are in one
+    batch."""
     if not len(positions):
         return []
     edges = numpy.flatnonzero(numpy.diff(positions) != 1) + 1
-    begins, ends = [0, *edges.tolist()], [*edges.tolist(), len(positions)]
+    starts = positions[numpy.concatenate([[0], edges])]
+    stops = positions[numpy.concatenate([edges, [len(positions)]]) - 1] + 1
+    numbers = numpy.searchsorted(bases, starts, side="right") - 1
+    ends = [*(numpy.flatnonzero(numpy.diff(numbers)) + 1).tolist(), len(starts)]
     spans = []
-    for first, begin, end in zip(positions[begins].tolist(), begins, ends):
-        records = batches[bisect_right(bases, first) - 1]
-        spans.append((records, first - records.base, first - records.base + end - begin))
+    for begin, end in zip([0, *ends], ends):
+        number = int(numbers[begin])
+        spans.append((batches[number], starts[begin:end] - bases[number], stops[begin:end] - bases[number]))
     return spans
 
 
@@ -177,7 +186,7 @@ class StoredRow:
     version: int = 0
     turn: int = -1
     saved: int = -1  # position of that turn's row
-    consumed: set[str] = field(default_factory=set)
+    consumed: frozenset[str] = frozenset()
 
 
 def read_ids(data: bytes) -> Ids:
@@ -224,30 +233,39 @@ class StorageShard:
         """
         names = frozenset(batch.columns)
         ids = batch.ids.tolist()
-        self._check(ids, names, turn)
-        fresh = [local for local, row in enumerate(ids) if self._wants(row, names, turn)]
+        self._check(batch.ids.numpy(), names, turn)
+        gone = self.gone.among(self._local(batch.ids.numpy()))
+        fresh = numpy.flatnonzero(~gone).tolist()
+        if not self.rows.keys().isdisjoint(ids):
+            fresh = [local for local in fresh if self._wants(ids[local], names, turn)]
         if not fresh:
             return numpy.empty(0, numpy.int64)
         records = self._append(batch, len(fresh))
-        tokens = tokens_of(batch).tolist()
+        self._note(records, fresh, names, turn, None if versions is None else versions.tolist())
+        if turn is None:
+            rows = ids if len(fresh) == len(ids) else [ids[local] for local in fresh]
+            for name in names:
+                self.positions.setdefault(name, {}).update(zip(rows, (records.base + numpy.array(fresh)).tolist()))
+        self._compact()
+        return batch.ids.numpy()[fresh]
+
+    def _note(self, records: RecordBatch, fresh: list[int], names: frozenset[str], turn: int | None,
+              versions: list[int] | None) -> None:
+        """Note the metadata of those rows of a batch that are `fresh`."""
+        ids, tokens = records.batch.ids.tolist(), tokens_of(records.batch).tolist()
         for local in fresh:
-            row = ids[local]
-            stored = self.rows.setdefault(row, StoredRow())
+            stored = self.rows.get(ids[local])
+            if stored is None:
+                stored = self.rows[ids[local]] = StoredRow()
             if turn is not None or not names.isdisjoint(self._saved_columns(stored)):  # others do not finish a turn
                 self._forget_turn(stored)
             stored.tokens = max(stored.tokens, tokens[local])
-            if turn is not None:
+            if versions:
+                stored.version = versions[local]
+            if turn is None:
+                stored.columns = stored.columns | names if stored.columns else names
+            else:
                 stored.turn, stored.saved = turn, records.base + local
-                continue
-            stored.columns |= names
-        if versions is not None and len(versions):
-            for local in fresh:
-                self.rows[ids[local]].version = int(versions[local])
-        if turn is None:
-            for name in names:
-                self.positions.setdefault(name, {}).update((ids[local], records.base + local) for local in fresh)
-        self._compact()
-        return batch.ids.numpy()[fresh]
 
     def read(self, ids: Ids, names: Sequence[str]) -> tuple[Schema, list[Any]]:
         """Return the schema and the buffers of rows `ids`, in that order; a `ColumnError` names what is missing."""
@@ -274,21 +292,24 @@ class StorageShard:
     def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> None:
         """Mark rows as committed by a consumer: no process goes on with their saved turns. They leave once all have
         committed them."""
+        left = []
         for row in ids:
             stored = self.rows.get(row)
             if stored is None:
                 continue
-            stored.consumed.add(consumer)
+            stored.consumed |= {consumer}
             self._forget_turn(stored)
             if stored.consumed >= all_consumers:
-                self._remove(row, stored)
+                left.append(row)
+        self._remove(list(dict.fromkeys(left)))
         self._compact()
 
     def table(self, ids: Iterable[int]) -> Ids:
         """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
-        rows = [(row, stored.tokens, stored.version, stored.turn)
-                for row in ids if (stored := self.rows.get(row)) is not None]
-        return numpy.array(rows, numpy.int64).reshape(-1, 4).T
+        known = [row for row in ids if row in self.rows]
+        rows = [self.rows[row] for row in known]
+        return numpy.array([known, [row.tokens for row in rows], [row.version for row in rows],
+                            [row.turn for row in rows]], numpy.int64)
 
     def copies(self) -> list[Iterator[Message]]:
         """Return puts of all rows. They may be packed later: batches never change."""
@@ -302,11 +323,6 @@ class StorageShard:
         return found
 
     def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
-        if row // self.group_size % self.count != self.number:
-            raise DockError(f"row {row} does not live in shard {self.number} of {self.count}; "
-                            "this process has another layout than the dock")
-        if self._local(row) in self.gone:
-            return False
         stored = self.rows.get(row)
         if stored is None:
             return True
@@ -318,20 +334,27 @@ class StorageShard:
                             "columns that are made together must be put together, or those of two attempts would mix")
         return not there
 
-    def _check(self, ids: list[int], names: frozenset[str], turn: int | None) -> None:
+    def _check(self, ids: Ids, names: frozenset[str], turn: int | None) -> None:
         if not names:
             raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
-        if len(set(ids)) < len(ids):
+        groups = ids // self.group_size
+        if len(away := ids[groups % self.count != self.number]):
+            raise DockError(f"row {away[0]} does not live in shard {self.number} of {self.count}; "
+                            "this process has another layout than the dock")
+        if len(numpy.unique(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
-        counts = Counter(row // self.group_size for row in ids)
-        torn = [group for group, count in counts.items() if count < self.group_size]
-        if torn and turn is None:
-            first, last = torn[0] * self.group_size, (torn[0] + 1) * self.group_size - 1
-            raise DockError(f"of rows {first} to {last}, which are one group, only {counts[torn[0]]} came. Put the "
-                            "rows of a group together, or those of two producers would mix")
+        if self.group_size == 1 or turn is not None:
+            return
+        found, counts = numpy.unique(groups, return_counts=True)
+        if len(torn := numpy.flatnonzero(counts < self.group_size)):
+            first = int(found[torn[0]]) * self.group_size
+            raise DockError(f"of rows {first} to {first + self.group_size - 1}, which are one group, only "
+                            f"{counts[torn[0]]} came. Put the rows of a group together, or those of two producers "
+                            "would mix")
 
-    def _local(self, row: int) -> int:
-        """Return a row's number among those of this shard: dense where ids are, so that ranges of them are few."""
+    def _local(self, row: Any) -> Any:
+        """Return a row's number among those of this shard, or of each of an array of rows: dense where ids are, so that
+        ranges of them are few."""
         return row // (self.group_size * self.count) * self.group_size + row % self.group_size
 
     def _append(self, batch: Batch, live: int) -> RecordBatch:
@@ -344,12 +367,11 @@ class StorageShard:
         self.nbytes += records.nbytes
         return records
 
-    def _remove(self, row: int, stored: StoredRow) -> None:
-        self._forget_turn(stored)
-        for position in {self.positions[name].pop(row) for name in stored.columns}:
-            self._release(position)
-        del self.rows[row]
-        self.gone.add(self._local(row))
+    def _remove(self, ids: list[int]) -> None:
+        for row in ids:
+            for position in {self.positions[name].pop(row) for name in self.rows.pop(row).columns}:
+                self._release(position)
+        self.gone.update(self._local(numpy.array(ids, numpy.int64)))
 
     def _forget_turn(self, stored: StoredRow) -> None:
         if stored.saved >= 0:

@@ -45,7 +45,7 @@ class RolloutCache:
 
     def add(self, step: int, key: str, rows: Batch, report: bytes) -> None:
         """Store sampled rows and their metrics under a key."""
-        parts = [(RecordBatch(rows), 0, len(rows))]
+        parts = [RecordBatch(rows).all_rows()]
         heads, buffers = pack(rows.ids.numpy(), [(name, parts) for name in rows.columns])
         header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report}) or b""
         size = len(header) + sum(map(len, buffers))

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from distflow.rpc.errors import Refused, RpcError, Unreachable
-from distflow.rpc.messages import HEAD_SIZE, MACHINE_MEMORY, Buffer, Header, frame, read_header, read_lengths
+from distflow.rpc.messages import (
+    HEAD_SIZE,
+    MACHINE_MEMORY,
+    Buffer,
+    Header,
+    Part,
+    frame,
+    read_header,
+    read_lengths,
+    write_parts,
+)
 from distflow.rpc.shared_payloads import MappedSegments, Segments
 
 _NONCE, _PROOF = 32, 32
@@ -50,18 +60,20 @@ class Connection:
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
         self.patience, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
 
-    def send(self, header: Header, buffers: Iterable[Buffer] = ()) -> None:
+    def send(self, header: Header, buffers: Iterable[Part] = ()) -> None:
         """Send a message, without copying large buffers."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if self.memory is not None:
             header, parts = self.memory.write(header, parts, total)
             size = total if parts else 0
-        if len(parts) > 8 and size < _SMALL * len(parts):
-            parts = [b"".join(parts)]
+        whole = [part for part in parts if isinstance(part, Buffer)]
+        if len(whole) < len(parts) or len(parts) > 8 and size < _SMALL * len(parts):
+            whole = [bytearray(size)]
+            write_parts(memoryview(whole[0]), parts)
         head = frame(header, size)
         self.sent += len(head) + total
-        self._send_all([head, *parts])
+        self._send_all([head, *whole])
 
     def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
         """Return the next header, and the length (at most `most`) of its payload, to be taken before another message.
@@ -80,7 +92,7 @@ class Connection:
             self.in_shared_memory = self.memory.locate(header, payload)
         return header, payload + self.in_shared_memory
 
-    def ask(self, header: Header, buffers: Iterable[Buffer] = ()) -> Header:
+    def ask(self, header: Header, buffers: Iterable[Part] = ()) -> Header:
         """Send a request and return the header of its reply, which has no payload."""
         self.send(header, buffers)
         return self.receive(most=0)[0]

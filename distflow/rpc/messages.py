@@ -15,13 +15,24 @@ from __future__ import annotations
 
 import os
 import struct
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import msgpack
 
 from distflow.rpc.errors import RpcError
 
 Buffer = bytes | bytearray | memoryview
+
+
+class Scattered(Protocol):
+    """Part of a payload that is not in one place yet: `copy_to` writes its `len` bytes into memory of that size."""
+
+    def __len__(self) -> int: ...
+    def copy_to(self, memory: memoryview) -> None: ...
+
+
+Part = Buffer | Scattered
 Header = dict[str, Any]
 
 _MAGIC, _HEAD = b"DFM1", struct.Struct("<4sIQ")
@@ -38,6 +49,18 @@ def frame(header: Header, size: int = 0) -> bytes:
     if len(packed) > _MAX_HEADER:
         raise RpcError(f"a message with {len(packed)} bytes of metadata is too long; send fewer rows at once")
     return _HEAD.pack(_MAGIC, len(packed), size) + packed
+
+
+def write_parts(memory: memoryview, parts: Iterable[Part]) -> None:
+    """Write a payload's parts into memory, one after the other."""
+    position = 0
+    for part in parts:
+        end = position + len(part)
+        if isinstance(part, Buffer):
+            memory[position:end] = part
+        elif end > position:
+            part.copy_to(memory[position:end])
+        position = end
 
 
 def read_lengths(head: Buffer, most: int = MACHINE_MEMORY) -> tuple[int, int]:

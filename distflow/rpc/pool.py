@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
@@ -104,6 +105,12 @@ class ConnectionPool:
             self._drop(address)
             with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
                 self._connection(address)
+
+    def allocator(self, address: Address) -> Callable[..., Tensor]:
+        """Return what gives memory, as `torch.empty`, out of that for a process' replies: it was used before."""
+        connection = self.connections.get(address)
+        memory = connection.memory if connection is not None else None
+        return memory.allocate if isinstance(memory, Segments) else torch.empty
 
     def close(self) -> None:
         for connection in self.connections.values():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from distflow.rpc.errors import Refused
+from distflow.rpc.messages import write_parts
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, machine_name, memory_name
 
 LEAST = 256 << 10
@@ -43,7 +44,7 @@ class Segments:
         """Write a request's payload into memory if it is large; return the header and the parts for the socket."""
         if size >= LEAST:
             self.sent = self.pool.take(size)
-            _fill(self.sent, parts)
+            write_parts(self.sent.data, parts)
             header, parts = header | {"payload_at": self.pool.address_of(self.sent), "payload_size": size}, []
         if self.largest >= LEAST:
             self.offered = self.pool.take(int(self.largest * _SLACK), whole=True)
@@ -65,6 +66,10 @@ class Segments:
         """Return the payload in place, [size] uint8; the buffer is used again when the last view of it is gone."""
         found, self.offered = torch.from_numpy(self.offered), numpy.empty(0, numpy.uint8)
         return found
+
+    def allocate(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return [size] uint8 for rows out of several replies: fresh memory costs many times what a copy does."""
+        return torch.from_numpy(self.pool.take(size)) if size >= LEAST else torch.empty(size, dtype=dtype)
 
 
 class MappedSegments:
@@ -91,7 +96,7 @@ class MappedSegments:
         """Write a reply's payload into the offered buffer if it fits; return header and parts for the socket."""
         if self.reply_at is None or not LEAST <= size <= self.reply_at.size:
             return header, parts
-        _fill(self.mapped.open(self.reply_at), parts)
+        write_parts(self.mapped.open(self.reply_at).data, parts)
         return header | {"payload_size": size}, []
 
     def locate(self, header: Header, on_wire: int) -> int:
@@ -113,9 +118,3 @@ class MappedSegments:
 def _name(token: bytes) -> str:
     return memory_name("dock", token)
 
-
-def _fill(memory: numpy.ndarray, parts: Parts) -> None:
-    view, position = memory.data, 0
-    for part in parts:
-        view[position : position + len(part)] = part
-        position += len(part)

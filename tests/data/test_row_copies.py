@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distflow.data import row_copies
-from distflow.data.row_copies import copy_rows, runs_of
+from distflow.data.row_copies import RowRuns, ScatteredRuns, copy_rows, runs_of
 
 
 def scattered(rows: int, lengths: tuple[int, int], width: int) -> tuple[np.ndarray, ...]:
@@ -40,10 +40,20 @@ def test_elements_without_bytes_are_nothing():
     copy_rows(source[:0], target[:0], begin, at, counts, 0, runs_of(here, there))
 
 
-@pytest.mark.parametrize(("rows", "one_by_one"), [(4096, False), (512, True)])
+@pytest.mark.parametrize(("rows", "one_by_one"), [(4096, False), (64, True)])
 def test_many_short_runs_are_copied_at_once(monkeypatch, rows, one_by_one):
-    source, target, begin, at, counts, here, there = scattered(rows, (1, 9), 8)
-    copied, copy = [], row_copies._copy_runs
-    monkeypatch.setattr(row_copies, "_copy_runs", lambda *given: (copied.append(len(given[2])), copy(*given)))
-    copy_rows(source, target, begin, at, counts, 8, runs_of(here, there))
+    source, target, begin, at, counts, here, there = scattered(rows, (4, 8), 8)
+    copied, copy = [], row_copies._copy_singly
+    monkeypatch.setattr(row_copies, "_copy_singly", lambda *given: (copied.append(len(given[2])), copy(*given)))
+    copy_rows(source, target, begin, at, counts, 8, RowRuns(np.arange(rows), np.arange(rows)))
     assert bool(sum(copied)) == one_by_one
+
+
+@pytest.mark.parametrize("width", [1, 8, 40])
+def test_scattered_runs_are_one_part_of_a_message(width):
+    source, target, begin, _, counts, *_ = scattered(512, (0, 600), width)
+    part = ScatteredRuns(source, begin, begin + counts, width)
+    assert len(part) == len(target)
+    part.copy_to(target.data)
+    assert target.tobytes() == b"".join(source[start : start + size].tobytes()
+                                        for start, size in zip(begin * width, counts * width))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from distflow.data.batch import Batch, Ragged
 from distflow.dock.storage import RecordBatch, pack, spans_of, tokens_of, unpack
 from distflow.errors import ColumnError
+from distflow.rpc.messages import write_parts
 
 QUIET = settings(max_examples=60)
 DTYPES = [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex128]
@@ -22,6 +23,13 @@ def random_batch(ids, dtype, seed):
     dense = torch.randint(-9, 9, (len(ids), 2), generator=generator, dtype=torch.int32)
     return Batch(torch.tensor(ids, dtype=torch.int64),
                  {"dense": dense, "ragged": Ragged(bits.view(dtype).reshape(-1, 3), lengths)})
+
+
+def joined(buffers):
+    """Return a payload's parts as they arrive, [bytes] uint8."""
+    wire = bytearray(sum(map(len, buffers)))
+    write_parts(memoryview(wire), buffers)
+    return torch.frombuffer(wire, dtype=torch.uint8)
 
 
 def same(ours, theirs):
@@ -56,21 +64,27 @@ def test_any_rows_of_any_batches(data, dtype):
         assert spans == []
         return
     schema, buffers = pack(numpy.array(chosen), [(name, spans) for name in everything.columns])
-    wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
-    same(unpack(len(chosen), schema, wire), everything.select(torch.tensor(chosen)))
+    same(unpack(len(chosen), schema, joined(buffers)), everything.select(torch.tensor(chosen)))
 
 
 def test_consecutive_rows_are_one_span():
     record_batches = [RecordBatch(random_batch(ids, torch.int64, 0), base)
                       for ids, base in (([0, 1, 2], 0), ([3, 4], 4))]
     spans = spans_of(numpy.array([0, 1, 2, 4, 5, 1]), [0, 4], record_batches)
-    assert [(start, stop) for _, start, stop in spans] == [(0, 3), (0, 2), (1, 2)]
+    assert [(records.base, starts.tolist(), stops.tolist()) for records, starts, stops in spans] == [
+        (0, [0], [3]), (4, [0], [2]), (0, [1], [2])]
+
+
+def test_runs_of_one_batch_are_one_span():
+    records = RecordBatch(random_batch(list(range(6)), torch.int64, 0), 10)
+    (_, starts, stops), = spans_of(numpy.array([10, 12, 13, 15]), [10], [records])
+    assert (starts.tolist(), stops.tolist()) == ([0, 2, 5], [1, 4, 6])
 
 
 def test_what_arrives_is_a_view():
     batch = random_batch([0, 1, 2], torch.int64, 0)
-    schema, buffers = pack(batch.ids.numpy(), [(name, [(RecordBatch(batch), 0, 3)]) for name in batch.columns])
-    wire = torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8)
+    schema, buffers = pack(batch.ids.numpy(), [(name, [RecordBatch(batch).all_rows()]) for name in batch.columns])
+    wire = joined(buffers)
     back = unpack(3, schema, wire)
     for part in (back.ids, back["dense"], back["ragged"].values):
         assert part.untyped_storage().data_ptr() == wire.untyped_storage().data_ptr()
@@ -79,7 +93,7 @@ def test_what_arrives_is_a_view():
 def test_rows_of_different_form_do_not_mix():
     one, two = Batch(torch.tensor([0]), {"x": torch.zeros(1)}), Batch(torch.tensor([1]), {"x": torch.zeros(1, 2)})
     with pytest.raises(ColumnError, match="column `x` do not fit together"):
-        pack(numpy.array([0, 1]), [("x", [(RecordBatch(one), 0, 1), (RecordBatch(two, 2), 0, 1)])])
+        pack(numpy.array([0, 1]), [("x", [RecordBatch(one).all_rows(), RecordBatch(two, 2).all_rows()])])
 
 
 @pytest.mark.parametrize("schema", [
@@ -105,8 +119,8 @@ def test_rows_of_turns_of_tokens():
     batch = Batch(torch.arange(4), {"turns": Ragged(turns, torch.tensor([2, 2, 0, 1]))})
     assert tokens_of(batch).tolist() == [3, 3, 0, 3]
     records = RecordBatch(batch)
-    schema, buffers = pack(numpy.array([3, 0]), [("turns", [(records, 3, 4), (records, 0, 1)])])
-    back = unpack(2, schema, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))["turns"]
+    schema, buffers = pack(numpy.array([3, 0]), [("turns", spans_of(numpy.array([3, 0]), [0], [records]))])
+    back = unpack(2, schema, joined(buffers))["turns"]
     assert back.lengths.tolist() == [1, 2]
     assert back.values.lengths.tolist() == [3, 1, 2]
     assert back.values.values.tolist() == [6, 7, 8, 0, 1, 2]

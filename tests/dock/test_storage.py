@@ -11,6 +11,7 @@ from distflow.dock import DockError
 from distflow.dock import storage as module
 from distflow.dock.storage import StorageShard, unpack
 from distflow.errors import ColumnError
+from distflow.rpc.messages import write_parts
 
 ALL = frozenset({"reward", "update"})
 
@@ -23,7 +24,9 @@ def tokens(ids, scale=1):
 
 def read(shard, ids, names=("tokens",)):
     schema, buffers = shard.read(numpy.array(ids, numpy.int64), names)
-    return unpack(len(ids), schema, torch.frombuffer(bytearray(b"".join(buffers)), dtype=torch.uint8))
+    wire = bytearray(sum(map(len, buffers)))
+    write_parts(memoryview(wire), buffers)
+    return unpack(len(ids), schema, torch.frombuffer(wire, dtype=torch.uint8))
 
 
 def test_columns_of_several_puts_come_together():

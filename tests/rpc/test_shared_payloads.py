@@ -70,6 +70,16 @@ def test_memory_is_used_again_when_the_rows_are_gone(dock):
     assert len(connection.memory.pool.spare) + len(connection.memory.pool.used) <= 5
 
 
+def test_rows_of_two_shards_come_in_memory_that_was_used_before(dock):
+    at, kept = dock(2, (UPDATE,)), []
+    at.put(tokens(range(8)))
+    for _ in range(4):
+        kept = [*kept[-1:], at.fetch(torch.tensor([5, 2, 7, 0]), ["tokens"])]
+        assert all(right(batch) for batch in kept)
+    used = [address for connection in at.pool.connections.values() for address in connection.memory.pool.used]
+    assert kept[-1]["tokens"].values.data_ptr() in used
+
+
 def test_an_answer_that_does_not_fit_comes_over_the_socket(dock):
     at = dock(1, (UPDATE,))
     at.put(tokens(range(40)))
