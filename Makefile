@@ -11,6 +11,8 @@ ENGINES := .venv-engines
 SGLANG := .venv-sglang
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Each process that a test starts would compile distflow again.
+unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
@@ -30,8 +32,8 @@ environments: $(VENV)/checks $(ENGINES)/installed sglang-env
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
-# Two files at a time, for two cores; the tests of a file share what they have prepared.
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time, for two cores, as tests also wait; the tests of a file share what they have prepared.
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if RUNNING & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
+    runs = Counter(item.path for item in items if item.get_closest_marker("run"))
+    items.sort(key=lambda item: -runs[item.path])  # files of whole runs first: short ones at the end keep all busy
 
 
 class FailureNames:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from fork_server import FORKED
+
 from distflow.telemetry.stack_file import StackFile
 
 _LIMIT = 240.0
@@ -100,10 +102,9 @@ def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: i
 
 
 def _start() -> tuple[multiprocessing.Process, Connection]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = FORKED.Pipe()
     stack = StackFile()
-    process = context.Process(target=_serve, args=(theirs, f"/proc/{os.getpid()}/fd/{stack.file}"), daemon=True)
+    process = FORKED.Process(target=_serve, args=(theirs, f"/proc/{os.getpid()}/fd/{stack.file}"), daemon=True)
     process.start()
     _stacks[process.pid] = stack
     theirs.close()

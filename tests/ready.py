@@ -63,6 +63,7 @@ class Ready:
 def load() -> None:
     """All that a run of a small model needs and that is not distflow's, but for what starts threads."""
     import msgpack
+    import networkx
     import pydantic
     import rich.live
     import rich.markup
@@ -72,6 +73,7 @@ def load() -> None:
     import torch.distributed.device_mesh
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
+    import torch.nn.attention.varlen
     import torch.utils.checkpoint
     import torch.utils.tensorboard
     import transformers
@@ -80,7 +82,7 @@ def load() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     pydantic.create_model("Warm", field=(int, 0))
-    del msgpack, pydantic, rich, torch, xxhash, yaml
+    del msgpack, networkx, pydantic, rich, torch, xxhash, yaml
     for name in ("Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLForConditionalGeneration",
                  "PreTrainedTokenizerFast", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoTokenizer",
                  "AutoModelForTokenClassification", "AutoModelForSequenceClassification"):

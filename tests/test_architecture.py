@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -61,8 +62,11 @@ def sources(*folders: str) -> Sources:
             for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
+parsed = functools.cache(ast.parse)
+
+
 def broken(rule: Rule, texts: Sources) -> list[str]:
-    return [f"{module}: {problem}" for module, text in texts.items() for problem in rule(module, ast.parse(text))]
+    return [f"{module}: {problem}" for module, text in texts.items() for problem in rule(module, parsed(text))]
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -33,9 +33,13 @@ def overrides(**layouts: dict[str, int]) -> list[str]:
     return [f"layouts.{node}.{size}={count}" for node, split in layouts.items() for size, count in split.items()]
 
 
-@pytest.mark.parametrize("reference", SPLITS)
-@pytest.mark.parametrize("update", SPLITS)
-def test_every_pair_of_layouts_equals_one_rank(folder, alone, update, reference):
+NAMES = list(SPLITS)
+PAIRS = [(NAMES[place], NAMES[(place + apart) % len(NAMES)]) for place in range(len(NAMES)) for apart in (1, 3)]
+"""From each layout to two others, and to each from two others."""
+
+
+@pytest.mark.parametrize(("update", "reference"), [*PAIRS, ("dp2-tp2", "dp2-tp2"), ("tp2-cp2", "tp2-cp2")])
+def test_pairs_of_layouts_equal_one_rank(folder, alone, update, reference):
     split = SPLITS[reference] or {"tp": 1}  # named, so that it does not follow the actor's
     equals(run_ranks(4, run_steps, folder, overrides(update=SPLITS[update], reference=split))[0], alone)
 

@@ -146,6 +146,7 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert restored[0]["of_step"] >= 4
 
 
+@pytest.mark.run
 def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspace):
     """All three reach the board; two do not reach each other any more."""
     (workspace / "brevity.py").write_text(STEADY)

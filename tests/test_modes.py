@@ -84,6 +84,10 @@ def test_those_that_train_may_sample_too(launch, workspace):
     launch(3, *GRPO, *long, *semi, *STRICT, "--set", "roles.actor.generation.batch_rows=8", "--name", "semi")
     sync, shared = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "semi"))
     require_equal(shared, sync, steps=(1, 2))
+
+
+def test_those_that_train_sample_ahead_too(launch, workspace):
+    semi = ("--set", "mode=semi_sync", "--set", "groups.rollout=1")
     launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=auto")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8

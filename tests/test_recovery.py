@@ -56,6 +56,7 @@ ROLLOUT = [
 WINDOWS = "robust: {detectors: {stalled: {seconds: 20}, no_tokens: {seconds: 8, answer: 6}, frozen: {seconds: 8}}}\n"
 VALIDATION = "validation: {every: 4, reward: brevity, data: {held: held.jsonl}}\n"
 GRPO = ("--dag", "grpo.yaml")
+TALK = ("steps=3", "data.batch=5", "roles.actor.generation.batch_rows=1")
 
 
 @pytest.fixture
@@ -80,6 +81,20 @@ def calm(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
                      environment(), timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return require_each_step_once(folder / "runs/calm")
+
+
+@pytest.fixture(scope="module")
+def calm_talk(ready: Ready, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """The steps of one rank whose conversations nothing interrupts."""
+    folder = tmp_path_factory.mktemp("talk")
+    write_workspace(folder)
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
+    settings = [part for each in TALK for part in ("--set", each)]
+    done = ready.run(1, ("--dag", "talk.yaml", "--run-file", "tiny.yaml", "--name", "calm", *settings), folder,
+                     environment(), timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return require_each_step_once(folder / "runs/calm", 3)
 
 
 @pytest.fixture
@@ -222,25 +237,21 @@ FATAL = """
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "semi_sync"])
-def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, left, mode):
+def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, left, calm_talk, mode):
     """At the turn where it stood, in another worker or in the next one of the rank, with the same tokens."""
-    (workspace / "tools.py").write_text(TOOLS)
     (workspace / "talk.yaml").write_text(DAG.replace("TROUBLE", "false"))
-    more = ("steps=3", "data.batch=5", "roles.actor.generation.batch_rows=1")
     apart = {"sync": [], "async": ["groups.rollout=2"], "semi_sync": ["groups.rollout=1"]}[mode]
     apart = [f"mode={mode}", *apart, *(["staleness=0"] if apart else [])]
-    launch(1, "--dag", "talk.yaml", *write("calm", [], *more))
     (workspace / "tools.py").write_text("import contextlib, signal\n" + TOOLS.replace(
         "        self.turns += 1\n", f"        self.turns += 1{FATAL}"))
-    launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *more, *apart))
+    launch(1 if mode == "sync" else 3, "--dag", "talk.yaml", *write("stormy", [], *TALK, *apart))
     assert left() == []
     events = lines_of(workspace / "runs/stormy", "events")
     assert list(workspace.glob("killed-*"))
     assert any(event["event"] == "failure" for event in events), "one, where both questions were one worker's"
     resumed = [event for event in events if event["event"] == "conversations resumed"]
     assert any(turns == 2 for event in resumed for turns in event["turns"])
-    ours, theirs = (require_each_step_once(workspace / f"runs/{name}", 3) for name in ("stormy", "calm"))
-    require_same_samples(ours, theirs)
+    require_same_samples(require_each_step_once(workspace / "runs/stormy", 3), calm_talk)
     if mode != "sync":  # a turn that was answered a moment before may not have come to the dock
         return
     turns = [(line["step"], line["row"], line["turn"]) for path in workspace.glob("runs/stormy/trajectories/*")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import ForkedScript
 from harness import ROOT, environment
 
 from distflow.telemetry.processes import parent
@@ -62,14 +63,16 @@ def start(tmp_path):
     """Start a supervisor whose workers do `work(context)` of the text."""
     supervisors = []
 
-    def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen:
+    def begin(text: str, shell: str = "", **more: str) -> subprocess.Popen | ForkedScript:
         """`shell`: below another process, as below torchrun."""
         script = tmp_path / f"supervisor{len(supervisors)}.py"
         script.write_text(HEAD + text + TAIL)
-        line = [sys.executable, str(script), str(tmp_path)]
-        line = ["sh", "-c", '"$@"; exit $?', "sh", *line] if shell else line
-        supervisors.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True,
-                                            env={**environment(), "PYTHONPATH": str(ROOT), **more}))
+        given = {**environment(), "PYTHONPATH": str(ROOT), **more}
+        if shell:
+            line = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, str(script), str(tmp_path)]
+            supervisors.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=given))
+        else:
+            supervisors.append(ForkedScript(str(script), str(tmp_path), environment=given))
         return supervisors[-1]
 
     yield begin

@@ -30,7 +30,7 @@ def stand(late: int, other: bool) -> tuple[str, str]:
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=whole)
     if rank in dist.get_process_group_ranks(group):
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=15), group)
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=8), group)
     status = RankStatus(below, rank, 3)
     status.set("computing node `update`", "training")
     with CollectiveMonitor(lambda text: below.put(f"{COLLECTIVES}/{rank}", text), 0, limit=1.0):

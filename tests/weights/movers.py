@@ -6,7 +6,6 @@ They are forked from a server that has imported everything already: a process of
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
 import time
@@ -15,20 +14,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fork_server import FORKED
+
 from distflow.rpc.messages import frame
 
 MIB = 1 << 20
 _LIMIT = 60.0
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["distflow.weights.publisher", "distflow.weights.puller"])
 
 
 class Mover:
     """A process of its own. `kind`: publisher or puller."""
 
     def __init__(self, kind: str, port: int, token: bytes, **settings: Any):
-        self.connection, theirs = _server.Pipe()
-        self.process = _server.Process(target=serve, args=(theirs, kind, port, token, settings), daemon=True)
+        self.connection, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=serve, args=(theirs, kind, port, token, settings), daemon=True)
         self.process.start()
         theirs.close()
 

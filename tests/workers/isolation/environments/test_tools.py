@@ -138,12 +138,15 @@ def test_a_session_that_the_server_has_forgotten_is_renewed(pool_of, server):
 
 
 @pytest.mark.parametrize("transport", ["server", "address"])
-def test_arguments_that_cannot_be_sent_cost_no_other_row(request, pool_of, transport):
-    say = pool_of("MCPTools", server=request.getfixturevalue(transport))
-    say(0, call("remember", word="a"))
-    for word in ("\ud800", [json.loads("[" * 197 + "]" * 197)], json.loads("[" * 300 + "]" * 300)):
-        assert say(1, call("remember", word=word)).observation.startswith("Error: ")
-    assert say(0, call("remember", word="b")) == Turn("a b")
+def test_arguments_that_cannot_be_sent_cost_no_other_row(request, transport):
+    async def run() -> None:
+        rows = [MCPTools("7", server=request.getfixturevalue(transport)) for _ in range(2)]
+        await rows[0].step(call("remember", word="a"))
+        for word in ("\ud800", [json.loads("[" * 197 + "]" * 197)], json.loads("[" * 300 + "]" * 300)):
+            assert (await rows[1].step(call("remember", word=word))).observation.startswith("Error: ")
+        assert await rows[0].step(call("remember", word="b")) == Turn("a b")
+
+    asyncio.run(run())
 
 
 def test_rows_of_a_server_that_has_ended_share_the_next_one(server):
@@ -181,12 +184,12 @@ def test_what_stands_behind_the_question(server):
     ({"server": "no_such_program"}, "FileNotFoundError: [Errno 2] No such file or directory: 'no_such_program'"),
     ({"server": "python -c 1"}, "Connection closed"),
     ({"server": "http://127.0.0.1:9/mcp", "key_variable": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY, which is not set")])
-def test_a_server_that_cannot_be_used_is_said(pool_of, settings, says):
-    failed = pool_of("MCPSession", **settings)(0, call("add", a=1, b=2))
-    assert f"the MCP server {settings['server']!r} cannot be used" in failed.reason
-    assert says in failed.reason
+def test_a_server_that_cannot_be_used_is_said(settings, says):
+    with pytest.raises(OSError, match=re.escape(f"the MCP server {settings['server']!r} cannot be used")) as failed:
+        asyncio.run(MCPSession("7", **settings).step(call("add", a=1, b=2)))
+    assert says in str(failed.value)
 
 
-def test_tools_that_a_server_lacks(pool_of, server):
-    assert "has no tool 'sub'; it has add, remember, fail, wait" in \
-        pool_of("MCPTools", server=server, tools=["add", "sub"])(0, call("add", a=1, b=2)).reason
+def test_tools_that_a_server_lacks(server):
+    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, remember, fail, wait"):
+        asyncio.run(MCPTools("7", server=server, tools=["add", "sub"]).step(call("add", a=1, b=2)))
