@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with a gloo group, started once a session and used again by every test."""
+"""Real ranks for tests: processes with a gloo group, which several tests use one after the other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fork_server import FORKED
 from distflow.telemetry.stack_file import StackFile
 
 _LIMIT = 240.0
+_THREADS = 40  # gloo leaves one of each group that stays referenced, which wakes a hundred times a second
 _pool: list[tuple[multiprocessing.Process, Connection]] = []
 _stacks: dict[int, StackFile] = {}  # by pid
 _calls = 0
@@ -49,12 +50,19 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
     for rank, (_, line) in enumerate(used):
         line.send((rank, *job))
     try:
-        return _results(used)
+        results = _results(used)
     except RankFailed:
-        for process, line in used:
-            _end(process, line)
-        del _pool[:ranks]
+        _replace(used)
         raise
+    _replace([each for each in used if len(os.listdir(f"/proc/{each[0].pid}/task")) > _THREADS])
+    return results
+
+
+def _replace(used: list[tuple[multiprocessing.Process, Connection]]) -> None:
+    """End these processes, so that new ones take their place."""
+    for each in used:
+        _pool.remove(each)
+        _end(*each)
 
 
 def end_processes() -> None:
