@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from fork_server import FORKED
+from fork_server import fork_process
 
 from distflow.telemetry.stack_file import StackFile
 
@@ -110,10 +110,9 @@ def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: i
 
 
 def _start() -> tuple[multiprocessing.Process, Connection]:
-    ours, theirs = FORKED.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     stack = StackFile()
-    process = FORKED.Process(target=_serve, args=(theirs, f"/proc/{os.getpid()}/fd/{stack.file}"), daemon=True)
-    process.start()
+    process = fork_process(_serve, theirs, f"/proc/{os.getpid()}/fd/{stack.file}", daemon=True)
     _stacks[process.pid] = stack
     theirs.close()
     return process, ours
