@@ -5,12 +5,13 @@ import os
 import signal
 import socket
 import sys
+from multiprocessing import Pipe
 from typing import Any
 from unittest.mock import Mock
 
 import numpy
 import pytest
-from weights.movers import _server
+from fork_server import fork_process
 from weights.test_transports import sockets
 
 from distflow.rpc.connection import Connection, ConnectionEnded
@@ -44,9 +45,8 @@ class Source:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.line, line = _server.Pipe()
-        self.process = _server.Process(target=give, args=(theirs, line), daemon=True)
-        self.process.start()
+        self.line, line = Pipe()
+        self.process = fork_process(give, theirs, line, daemon=True)
         theirs.close()
         line.close()
         self.idle = self.line.recv()
