@@ -4,7 +4,7 @@ No process decides. Each supervisor that sees a worker of the group fail writes 
 the next attempt; the store takes the first proposal, and all others follow it.
 
     key in the store, below restarts/GROUP    value
-    N                                         attempt N with the failures of those before it, as JSON; attempt 0 has none
+    N                                         attempt N with the failures of those before it, as JSON; none for 0
     N/failures                                number of failures in attempt N
     N/failed/K                                the K-th of them, as JSON
     N/done/R                                  there once rank R has nothing left to do in attempt N
