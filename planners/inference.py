@@ -4,8 +4,8 @@
     {ROLE: rollout}    the ranks that sample, each with the whole model: `check_on_rollouts` checks, `groups.py` cuts
 
 All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
-waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order in
-which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last.
+waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
+in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last.
 """
 
 from __future__ import annotations
