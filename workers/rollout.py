@@ -1,7 +1,7 @@
 """Samples for other groups: leases prompts, samples them by an engine that many threads share, puts rows into the dock.
 
     RolloutContext    leases, threads and buffers of `workers.loop.rollout`, and the two parts of its chain, below
-    RolloutExecutor   executor of a task in one of these threads
+    RolloutExecutor   executor of one of its threads
     PartialRollouts   rows that one rank has begun and another completes, so that no token is sampled twice
     TurnWriter        puts conversations into the dock, turn by turn, for whoever has to go on with them
 
