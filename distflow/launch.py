@@ -311,7 +311,8 @@ def report(error: DistflowError, rank: int) -> None:
     if rank > 0 and isinstance(error, InvalidInput):
         threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    report_to_torchrun(text)
+    report_to_torchrun("distflow refuses the configuration: what is wrong with it stands above torchrun's traceback"
+                       if isinstance(error, InvalidInput) else text)
     show(f"{'' if rank == 0 else f'[rank {rank}] '}{text}", sys.stderr)
 
 

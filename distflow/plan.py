@@ -18,6 +18,7 @@ from typing import Any
 SOURCE = "source"  # the producer of columns that come from the dataset
 TRAINING, SAMPLING = "training", "sampling"
 TRAINER, ROLLOUT = "trainer", "rollout"  # groups of a run whose training and sampling do not share their ranks
+SHARES_OUTERMOST, STAGES_OUTERMOST = "tp-pp-dp", "tp-dp-pp"  # which ranks are neighbours, from the nearest on
 INFERENCE = "inference"  # kind of a group that only reads the model of one role; its name has the role's behind it
 MEASURED = "measured"  # `Layout.rows` by the throughput of each rank in the steps before
 Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
@@ -32,10 +33,10 @@ REWARD_PARTS = "reward_parts"  # column in which `score` writes the value of eac
 class Layout:
     """Assignment of rows to ranks, and how the ranks split a model between them.
 
-    Data-parallel share `i` of `dp` is on the `width` ranks from `first + i * width` on, which split each layer's
-    matrices `tp` ways (neighbours), each row's tokens `cp` ways, the layers `pp` ways (furthest apart); `ep` cuts
-    experts across dp and cp. `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as
-    they come.
+    Data-parallel share `i` of `dp` is on `width` ranks, which split each layer's matrices `tp` ways (neighbours), each
+    row's tokens `cp` ways, and the layers `pp` ways; `ep` cuts experts across dp and cp. Ranks from `first` on have one
+    share after the other, or with the `order` STAGES_OUTERMOST the first stage of all shares, then the second.
+    `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as they come.
     """
 
     dp: int
@@ -46,6 +47,7 @@ class Layout:
     ep: int = 1
     rows: tuple[int, ...] | str = ()
     early: bool = False
+    order: str = SHARES_OUTERMOST
 
     @property
     def measured(self) -> bool:
@@ -65,8 +67,17 @@ class Layout:
 
     def share(self, rank: int) -> int | None:
         """Return the data-parallel index of a rank; None for a rank that holds no rows in this layout."""
-        index = (rank - self.first) // self.width
-        return index if 0 <= index < self.dp else None
+        index = rank - self.first
+        if not 0 <= index < self.dp * self.width:
+            return None
+        return index // self.width if self.order == SHARES_OUTERMOST else index // (self.tp * self.cp) % self.dp
+
+    def leader(self, share: int) -> int:
+        """Return the first rank of a share, which sends the share's rows."""
+        return self.first + share * (self.width if self.order == SHARES_OUTERMOST else self.tp * self.cp)
+
+    def ranks_of(self, share: int) -> list[int]:
+        return [rank for rank in range(self.first, self.last + 1) if self.share(rank) == share]
 
     def part(self, share: int) -> Fraction:
         return Fraction(self.proportion[share], sum(self.proportion)) if self.proportion else Fraction(1, self.dp)
@@ -81,8 +92,8 @@ class Layout:
         return self.first + self.dp * self.width - 1
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank is the first of its share, which sends the share's rows."""
-        return self.share(rank) is not None and (rank - self.first) % self.width == 0
+        share = self.share(rank)
+        return share is not None and rank == self.leader(share)
 
 
 @dataclass(frozen=True)

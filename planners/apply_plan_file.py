@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+from typing import Literal
 
 from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import ROLLOUT
+from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
 from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
@@ -44,7 +45,7 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
         elif task.kind == INFER and task.role not in on_rollouts:
-            rows = _rows(problem, plan, task, own[task.name]) or []
+            rows, _ = _rows(problem, plan, task, own[task.name]) or ([], "")
             layouts[task.name] = Parallel(dp=len(own[task.name]), rows=rows if len(rows) > 1 else [])
     if together:
         layouts = _beside(spec, {name: layout for name, layout in layouts.items() if own[name].start == 0}) | layouts
@@ -251,7 +252,8 @@ def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
 
 def _parallel(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> Parallel:
     placed = plan.tasks[task.name]
-    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=_rows(problem, plan, task, ranks) or [])
+    rows, order = _rows(problem, plan, task, ranks) or ([], SHARES_OUTERMOST)
+    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order)
 
 
 def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, RoleRun]:
@@ -265,16 +267,33 @@ def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, 
     return found
 
 
-def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> list[int] | None:
-    """Return the rows of each share of `ranks`, 0 for an idle one; None if the plan's stages are elsewhere."""
+_Order = Literal["tp-pp-dp", "tp-dp-pp"]
+_ORDERS: tuple[_Order, ...] = (SHARES_OUTERMOST, STAGES_OUTERMOST)
+
+
+def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask,
+          ranks: Sequence[int]) -> tuple[list[int], _Order] | None:
+    """Return the rows of each share of `ranks`, 0 for an idle one, and the order of the ranks of shares and stages;
+    None if the plan's stages are elsewhere."""
+    placed = plan.tasks[task.name]
+    shares = len(ranks) // (placed.tp * placed.pp)
+    for order in _ORDERS:
+        layout = Layout(shares, ranks[0], tp=placed.tp, pp=placed.pp, order=order)
+        if rows := _rows_in(problem, plan, task, layout):
+            return rows, order
+    return None
+
+
+def _rows_in(problem: Problem, plan: PlacedPlan, task: ModelTask, layout: Layout) -> list[int] | None:
     every = {device: (name, number) for number, (name, devices) in enumerate(_machines_of(problem))
              for device in devices}
     at, placed = [every[device] for device in devices_of(problem, plan)], plan.tasks[task.name]
     left = [(shares.stages, shares.rows, shares.count) for shares in placed.shares]
     result = []
-    for first in range(ranks[0], ranks[-1] + 1, placed.tp * placed.pp):
-        machines = [at[first + stage * placed.tp] for stage in range(placed.pp)]
-        alike = all(at[first + rank] == machines[rank // placed.tp] for rank in range(placed.tp * placed.pp))
+    for share in range(layout.dp):
+        own = [at[rank] for rank in layout.ranks_of(share)]
+        machines = own[:: layout.tp]
+        alike = own == [machine for machine in machines for _ in range(layout.tp)]
         stages = [name for name, _ in machines]
         index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
         if index is None or not alike:
@@ -291,12 +310,19 @@ def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:
     among the ranks of a share that splits its model. Runs with groups divide what arrives evenly."""
     found = dict(layouts)
     while True:
-        more = {name: Parallel(rows=[int(rows) for rows in before.rows for _ in range(before.tp * before.pp)])
+        more = {name: Parallel(rows=_by_rank(before))
                 for name, node in spec.dag.nodes.items() if name not in found
                 for before in [next((found[each] for each in node.dependencies if each in found), None)] if before}
         if not more:
             return {name: layout for name, layout in found.items() if name not in layouts}
         found |= more
+
+
+def _by_rank(split: Parallel) -> list[int]:
+    """Return the rows of each rank's share."""
+    layout = Layout(len(split.rows), tp=split.tp, pp=split.pp, order=split.order)
+    shares = [layout.share(rank) for rank in range(layout.dp * layout.width)]
+    return [int(split.rows[share]) for share in shares if share is not None]
 
 
 def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:

@@ -146,6 +146,7 @@ def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: d
         mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
                                    f"Start {ranks - first + 1} ranks or more"))
     of_first = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
+    mistakes += check_on_rollouts(spec, bound, chain, flows, width=1)
     crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), of_first) for node in chain
                 if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
     halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),

@@ -75,18 +75,21 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
 
 def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
                       width: int) -> list[Diagnostic]:
-    """Check the roles that ranks which sample are to compute; `width`: ranks of one rollout's model."""
+    """Check the roles that ranks which sample are to compute, as all do in mode sync. `width`: ranks of one rollout's
+    model."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     for role in nodes:
         split = next((node for node in nodes[role] if node in spec.run.layouts), None)
-        if spec.run.mode != "async":
+        if any(bound[node].samples for node in nodes[role]):
+            mistakes.append(_refusal(spec, role, "it samples, with an engine that does not infer"))
+        elif spec.run.mode == "semi_sync":
             mistakes.append(_refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
                                                  "have a part. It needs  mode: async"))
-        elif width > 1:
+        elif width > 1 and spec.run.mode == "async":
             mistakes.append(_refusal(spec, role, f"a rollout's model is split over {width} ranks, of which one "
                                                  "computes all else"))
-        elif split:
+        elif split and spec.run.mode == "async":
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),
                                        f"Leave `{split}` out of `layouts`."))

@@ -16,7 +16,7 @@ from distflow.config.models import base_of
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import MEASURED, Layout, proportion, whole
+from distflow.plan import MEASURED, SHARES_OUTERMOST, Layout, proportion, whole
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -33,6 +33,7 @@ class _LayoutRequest:
     dp: int | None
     rows: tuple[int, ...] = ()
     measured: bool = False
+    order: str = SHARES_OUTERMOST
 
 
 def place_nodes(spec: Spec, ranks: int, sampling: set[str],
@@ -58,7 +59,7 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         found = _check_node(spec, request, leader, ranks)
         if leader is request and request.split and request.engine and not found:
             found = check_split(spec, request.node, request.engine, split)
-        layout = replace(Layout(1), **split) if not found else Layout(1)
+        layout = replace(Layout(1), **split, order=leader.order) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
@@ -125,7 +126,8 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     split = {size: getattr(asked, size) for size in _WHOLE} if said else None
     return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
                           tuple(asked.rows) if asked and asked.rows != "measured" else (),
-                          asked is not None and asked.rows == "measured")
+                          asked is not None and asked.rows == "measured",
+                          asked.order if asked else SHARES_OUTERMOST)
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
@@ -134,10 +136,16 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
     if request.engine is None and split:
         what = f"node `{request.node}` wants {_said(split)}, but it computes with no model that could be split"
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{dp: N}}}}")]
-    if request.split is not None and leader.split is not None and request.split != leader.split:
+    if request.split is not None and leader.split is not None and \
+            (request.split, request.order) != (leader.split, leader.order):
+        ours, theirs = (_said(each.split or {}, each.order) for each in (leader, request))
         what = (f"nodes `{leader.node}` and `{request.node}` compute with the same engine of role `{request.role}`, "
-                f"but split its model differently: {_said(leader.split)} and {_said(request.split)}")
-        return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{_said(leader.split)}}}}}")]
+                f"but split its model differently: {ours} and {theirs}")
+        return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{ours}}}}}")]
+    if request.order != SHARES_OUTERMOST and split.get("pp", 1) == 1:
+        return [Diagnostic(f"node `{request.node}` says the order of stages, and has one",
+                           spec.run_source.location(("layouts", request.node, "order"), key=True),
+                           "Leave `order` out of it, or set `pp`.")]
     width = replace(Layout(1), **request.split).width if request.split else 1
     if request.split is not None and ranks > 0 and ranks % width:
         what = (f"node `{request.node}` splits its model over {width} ranks ({_said(split)}), which do not divide "
@@ -220,8 +228,9 @@ def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> l
     return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{tp: 1}}}}")]
 
 
-def _said(split: dict[str, int]) -> str:
-    return ", ".join(f"{size}: {count}" for size, count in split.items() if count > 1) or "tp: 1"
+def _said(split: dict[str, int], order: str = SHARES_OUTERMOST) -> str:
+    sizes = ", ".join(f"{size}: {count}" for size, count in split.items() if count > 1) or "tp: 1"
+    return sizes if order == SHARES_OUTERMOST else f"{sizes}, order: {order}"
 
 
 def _check_ranks(spec: Spec, ranks: int) -> list[Diagnostic]:

@@ -9,7 +9,11 @@ import runpy
 import signal
 import subprocess
 import sys
-from multiprocessing.connection import Connection
+import tempfile
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from typing import Any
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload([
@@ -18,19 +22,35 @@ FORKED.set_forkserver_preload([
     "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "pytest", "hypothesis", "workers.engines.fsdp",
     "distflow.weights.publisher", "distflow.weights.puller"])
+_ENVIRONMENT = dict(os.environ)
+"""When tests are collected: the server keeps none of the variables that the test sets which is the first to need it."""
+
+
+def fork_process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
+    process = FORKED.Process(target=target, args=arguments, daemon=daemon)
+    own = dict(os.environ)
+    try:
+        _set_environment(_ENVIRONMENT)
+        ensure_running()
+    finally:
+        _set_environment(own)
+    process.start()
+    return process
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 class ForkedScript:
     """`python FILE ARGUMENTS` in a forked process, with what tests use of `subprocess.Popen(…, stderr=PIPE)`."""
 
     def __init__(self, file: str, *arguments: str, environment: dict[str, str]):
-        ours, theirs = FORKED.Pipe(duplex=False)
-        self.process = FORKED.Process(target=_execute, args=(file, arguments, environment, theirs))
-        self.process.start()
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe would hold up whoever says much
+        stderr = f"/proc/{os.getpid()}/fd/{self.stderr.fileno()}"
+        self.process = fork_process(_execute, file, arguments, environment, stderr)
         self.pid = self.process.pid
-        self.stderr = os.fdopen(os.dup(ours.fileno()))
-        ours.close()
-        theirs.close()
 
     @property
     def returncode(self) -> int | None:
@@ -56,11 +76,11 @@ class ForkedScript:
         self.send_signal(signal.SIGKILL)
 
 
-def _execute(file: str, arguments: tuple[str, ...], environment: dict[str, str], stderr: Connection) -> None:
-    os.dup2(stderr.fileno(), 2)
-    stderr.close()
-    os.environ.clear()
-    os.environ.update(environment)
+def _execute(file: str, arguments: tuple[str, ...], environment: dict[str, str], stderr: str) -> None:
+    output = os.open(stderr, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 2)
+    os.close(output)
+    _set_environment(environment)
     sys.argv = [file, *arguments]
     atexit._clear()  # what the server has registered
     try:

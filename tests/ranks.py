@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes with a gloo group, started once a session and used again by every test."""
+"""Real ranks for tests: processes with a gloo group, which several tests use one after the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from fork_server import FORKED
+from fork_server import fork_process
 
 from distflow.telemetry.stack_file import StackFile
 
 _LIMIT = 240.0
+_THREADS = 40  # gloo leaves one of each group that stays referenced, which wakes a hundred times a second
 _pool: list[tuple[multiprocessing.Process, Connection]] = []
 _stacks: dict[int, StackFile] = {}  # by pid
 _calls = 0
@@ -49,12 +50,19 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
     for rank, (_, line) in enumerate(used):
         line.send((rank, *job))
     try:
-        return _results(used)
+        results = _results(used)
     except RankFailed:
-        for process, line in used:
-            _end(process, line)
-        del _pool[:ranks]
+        _replace(used)
         raise
+    _replace([each for each in used if len(os.listdir(f"/proc/{each[0].pid}/task")) > _THREADS])
+    return results
+
+
+def _replace(used: list[tuple[multiprocessing.Process, Connection]]) -> None:
+    """End these processes, so that new ones take their place."""
+    for each in used:
+        _pool.remove(each)
+        _end(*each)
 
 
 def end_processes() -> None:
@@ -102,10 +110,9 @@ def _first_cause(used: list[tuple[multiprocessing.Process, Connection]], rank: i
 
 
 def _start() -> tuple[multiprocessing.Process, Connection]:
-    ours, theirs = FORKED.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     stack = StackFile()
-    process = FORKED.Process(target=_serve, args=(theirs, f"/proc/{os.getpid()}/fd/{stack.file}"), daemon=True)
-    process.start()
+    process = fork_process(_serve, theirs, f"/proc/{os.getpid()}/fd/{stack.file}", daemon=True)
     _stacks[process.pid] = stack
     theirs.close()
     return process, ours

@@ -50,6 +50,7 @@ def test_bad_input_is_said_once_and_leaves_nothing(launch, workspace):
     assert done.returncode != 0
     assert done.stderr.count("has no setting `clipp`") == 1
     assert "Did you mean `clip`?" in done.stderr
+    assert "what is wrong with it stands above" in done.stderr
     assert "exitcode  : 2" in done.stderr
     assert "launch.py\", line" not in done.stderr
     assert not (workspace / "runs").exists()

@@ -6,8 +6,8 @@
     TurnWriter        puts conversations into the dock, turn by turn, for whoever has to go on with them
 
     head     the chain up to its last sampling node: a thread for each prompt, so that the engine always has work
-    tail     the nodes after it, in one thread: rewards, and frozen roles with  groups: {inference: {ROLE: rollout}}.
-             On all finished prompts of a step together; one prompt at a time if a node of the tail has a model
+    tail     the nodes after it, in one thread, on all finished prompts of a step: rewards, and frozen roles with
+             groups: {inference: {ROLE: rollout}}, whose nodes have a model and get one prompt at a time
 
     A prompt: leased → sampling (`under_way`) → sampled → in the dock, committed. Its lease goes back if this rank ends.
 """
@@ -19,6 +19,7 @@ import functools
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -166,6 +167,7 @@ def _newest(batches: list[Batch]) -> Batch:
 
 
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
+_STEPS = 64  # whose seconds are kept: more than may be under way
 _MOMENT = 0.2  # seconds that a thread waits for work before it checks whether the run is over
 
 
@@ -208,7 +210,9 @@ class RolloutContext:
         self.saves_partial = samples == channel.rows
         """Whether other loops can continue with this one's partial rows: if these are the dock's."""
         self.computing = threading.Lock()  # functions that do not sample need not be thread-safe
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.doing = ""
+        self.seconds: dict[int, defaultdict[str, float]] = {}  # of nodes that do not sample, by step
         self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
         self.validating = ""  # what the dock was told last of a request to validate
         self.all_put = threading.Event()  # all sampled prompts are in the dock
@@ -386,9 +390,7 @@ class RolloutContext:
         self.all_put.set()
 
     def sampled(self) -> Iterator[list[Prompt]]:
-        """Yield the prompts whose samples are complete, as they come: all those of a step together, unless a model
-        reads them, which would round a row otherwise beside others."""
-        alone = any(task.type in ENGINE_TYPES for task in self.tail)
+        """Yield the prompts whose samples are complete, as they come: all those of a step together."""
         going_on = True
         while going_on and self.failure is None:
             found: dict[int, list[Prompt]] = {}
@@ -399,8 +401,7 @@ class RolloutContext:
                     prompt = self.complete.get_nowait()
                 going_on = False
             for _, some in sorted(found.items()):
-                ordered = sorted(some, key=lambda prompt: int(prompt.lease.ids[0]))
-                yield from [[each] for each in ordered] if alone else [ordered]
+                yield sorted(some, key=lambda prompt: int(prompt.lease.ids[0]))
 
     @contextlib.contextmanager
     def finishing(self, prompts: list[Prompt]) -> Iterator[Databuffer]:
@@ -429,6 +430,12 @@ class RolloutContext:
             except LeaseLost as error:  # the rows are there all the same: the new holder's are duplicates
                 events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
 
+    def seconds_of(self, step: int) -> defaultdict[str, float]:
+        """Return the seconds of this rank's nodes in a step so far, of a few steps at a time."""
+        for old in sorted(self.seconds)[:-_STEPS]:
+            del self.seconds[old]
+        return self.seconds.setdefault(step, defaultdict(float))
+
     def executor(self, step: int, rollouts: PartialRollouts | None = None) -> RolloutExecutor:
         """Return the executor of a thread. `rollouts`: samples the last node of `head`."""
         return RolloutExecutor(self, step, rollouts)
@@ -445,6 +452,9 @@ class RolloutExecutor(Executor):
         super().__init__(ctx.plan.tasks, ctx.functions,
                          {name: role.of_draw(step) for name, role in ctx.roles.items()}, rank=0)
         self.tasks = {task.node: task for task in ctx.plan.tasks}  # with all that their functions return, `keep` too
+        self.rows = RowLineage(ctx.plan.tasks, ctx.plan.source)
+        if rollouts is None:  # of all prompts of a step; those of sampling overlap
+            self.seconds = ctx.seconds_of(step)
 
     def run(self, task: Task, inputs: Batch) -> Written:
         ctx = self.ctx
@@ -454,10 +464,27 @@ class RolloutExecutor(Executor):
             return super().run(self.tasks[task.node], inputs)
         with ctx.computing:
             ctx.doing = f"computing node `{task.node}` of step {self.step}"
-            torch.manual_seed(key_of(ctx.spec.run.seed, self.step, int(inputs.ids[0])))
-            written = super().run(self.tasks[task.node], inputs)
+            written = self._inferred(task, inputs) if task.type in ENGINE_TYPES else self._computed(task, inputs)
             ctx.doing = "sampling"
             return written
+
+    def _computed(self, task: Task, inputs: Batch) -> Written:
+        torch.manual_seed(key_of(self.ctx.spec.run.seed, self.step, int(inputs.ids[0])))
+        return super().run(self.tasks[task.node], inputs)
+
+    def _inferred(self, task: Task, inputs: Batch) -> Written:
+        """Run a node with a model on each prompt alone: beside others it would round a row otherwise."""
+        _, counts = (inputs.ids // self.rows.times(task.fan)).unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        if self.ctx.gpu is not None:
+            torch.cuda.set_device(self.ctx.gpu)  # each thread begins with the first GPU
+        for engine in self.ctx.engines.values():
+            engine.otherwise = "inference"
+        parts = [self._computed(task, inputs.slice(start, end)) for start, end in zip([0, *ends], ends)]
+        for engine in self.ctx.engines.values():
+            engine.otherwise = "waiting"
+        written = Batch.concat([Batch(ids, columns) for columns, ids in parts])
+        return written.columns, written.ids
 
 
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:

@@ -257,8 +257,9 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
     n_loops = context.plan.sampling_ranks // plan.ranks
     functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
     validation = RolloutValidation(spec, roles[name], channel, who) if name else None
-    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted_role(spec, plan.tasks)]),
-                          channel, who, n_loops, replicas, validation)
+    prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
+    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted]), channel, who, n_loops,
+                          replicas, validation)
 
 
 @contextlib.contextmanager

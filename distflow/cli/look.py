@@ -90,9 +90,10 @@ def _add_why_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def why(options: argparse.Namespace) -> int:
+    from distflow.recovery.checkpoint_files import complete_checkpoints
     from distflow.telemetry.why import explain
 
-    for line in explain(Path(options.run), options.step):
+    for line in explain(Path(options.run), complete_checkpoints, options.step):
         print(line)
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from distflow.cli.common import table
 from distflow.config.load import Spec
-from distflow.plan import TRAINER, Plan, Task, Transfer
+from distflow.plan import SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
 
 
 def describe(plan: Plan, spec: Spec) -> Iterator[str]:
@@ -76,6 +76,7 @@ def _repeats(plan: Plan, lineage: Sequence[str]) -> int:
 def _where(task: Task, ranks: int) -> str:
     layout = task.layout
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
+    sizes += f", {layout.order}" if layout.order != SHARES_OUTERMOST else ""
     rows = ":".join(map(str, layout.proportion)) or "measured" * layout.measured
     sizes += f", rows {rows}" if rows else ""
     if layout.dp * layout.width == ranks:

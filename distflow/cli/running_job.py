@@ -172,7 +172,10 @@ def change_settings(options: argparse.Namespace) -> int:
     planned = plan(after, read_plan(folder)["ranks"])
     paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in options.settings}
     _require_own_settings(before, paths)
-    affected = {text: groups_of(path, after.run.mode, after.run.groups) for text, path in paths.items()}
+    groups = after.run.groups
+    on_rollouts = {name for role in groups.on_rollouts for name in after.lineage(role)}
+    affected = {text: groups_of(path, after.run.mode, bool(groups.inference_ranks), on_rollouts)
+                for text, path in paths.items()}
     if refused := [refusal(paths[text], text) for text, groups in affected.items() if not groups]:
         raise InvalidInput(refused)
     settings = {".".join(path): [_value(before, path), _value(after, path)] for path in paths.values()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distflow.config.groups import Groups
+from collections.abc import Collection
+
 from distflow.errors import Diagnostic, Location, listing
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER
 
@@ -26,11 +27,14 @@ _WHY_NOT = {
 _ANY = "it is read once, when the run starts"
 
 
-def groups_of(path: tuple[str, ...], mode: str, groups: Groups) -> tuple[str, ...]:
-    """Return the groups that a change of this setting concerns; none if it cannot be changed. Roles that `groups` has
-    on other ranks perhaps have the settings of the one that they copy."""
+def groups_of(path: tuple[str, ...], mode: str, infers: bool = False,
+              on_rollouts: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the groups that a change of this setting concerns; none if it cannot be changed. `infers`: some roles have
+    ranks of their own, and perhaps the settings of the one that they copy. `on_rollouts`: roles with whose settings
+    ranks that sample infer."""
     if path[0] == "roles" and len(path) == 3 and path[2] in _TRAINING:
-        return TRAINER, *[INFERENCE] * bool(groups.inference_ranks), *[ROLLOUT] * bool(groups.on_rollouts)
+        beside = path[1] in on_rollouts and path[2] == "micro_batch_tokens"
+        return TRAINER, *[INFERENCE] * infers, *[ROLLOUT] * beside
     if path[0] == "roles" and path[2:3] == ("generation",) and path[3:] in [(name,) for name in _SAMPLING]:
         return {"sync": (TRAINER,), "async": (ROLLOUT,)}.get(mode, (TRAINER, ROLLOUT))
     return (TRAINER,) if path == ("samples",) or path[1:] in [(name,) for name in _OF_TRAINER.get(path[0], ())] else ()

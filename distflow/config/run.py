@@ -439,6 +439,9 @@ class Parallel(Document):
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
+    order: Literal["tp-pp-dp", "tp-dp-pp"] = "tp-pp-dp"
+    """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a share follow each other. tp-dp-pp: the first
+    stage of all shares is on the first ranks, and so on, so that unlike machines can have a stage each."""
     rows: list[NonNegativeInt] | Literal["measured"] = []
     """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many.
     measured: by the throughput at which each rank samples, looked at every two steps (mode sync); runs with one seed

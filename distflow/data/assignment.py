@@ -313,8 +313,8 @@ class RowCounts:
             parent = units // self.lineage.times(self.unit[level:])
             index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
             weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights
-        first, shares = self.layout.first, self.layout.dp
-        machines = [machine_of[first + share * self.layout.width] for share in range(shares)]
+        shares = self.layout.dp
+        machines = [machine_of[self.layout.leader(share)] for share in range(shares)]
         loads, fixed = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
         assignment = assign_near(loads, machines, torch.from_numpy(at.copy()), fixed, parts)
         free = bool((fixed < 0).any())

@@ -221,8 +221,7 @@ def _factor(slope: float, rows: float) -> float:
 
 def _of_shares(layout: Layout, costs: Sequence[float]) -> list[float]:
     """Return the cost of each share: its ranks go in step."""
-    first, width = layout.first, layout.width
-    return [max(costs[first + share * width :][:width]) for share in range(layout.dp)]
+    return [max(costs[rank] for rank in layout.ranks_of(share)) for share in range(layout.dp)]
 
 
 def _equal(count: int, shares: int) -> list[int]:

@@ -25,7 +25,8 @@ from distflow.telemetry.stack_file import StackFile
 
 INVALID, FAILED = 2, 1
 RELOAD = b"reload"  # exit report of a worker that has not failed and that another one with newer settings should follow
-_LONGEST = 10_000  # characters of each text of an exit report; a pipe takes them without a reader
+_LONGEST, _LARGEST = 10_000, 60_000
+"""Characters of each text of an exit report, and bytes of all of it: a pipe takes them without a reader."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,12 @@ def _exit(pipe: int, error: BaseException | None) -> None:
 
 
 def _write_report(pipe: int, what: str, details: str = "", **more: int) -> None:
-    text = json.dumps({"what": _cut(what), "details": _cut(details), **more}, ensure_ascii=False)
-    os.write(pipe, text.encode(errors="backslashreplace") + b"\n")
+    report, longest = b"", 2 * _LONGEST
+    while not 0 < len(report) <= _LARGEST:  # a character has up to six bytes in JSON
+        longest //= 2
+        text = json.dumps({"what": _cut(what, longest), "details": _cut(details, longest), **more}, ensure_ascii=False)
+        report = text.encode(errors="backslashreplace") + b"\n"
+    os.write(pipe, report)
 
 
 def read_exit_report(pipe: int) -> bytes:
@@ -105,5 +110,5 @@ def read_exit_report(pipe: int) -> bytes:
     return b""
 
 
-def _cut(text: str) -> str:
-    return text if len(text) < _LONGEST else f"{text[: _LONGEST // 2]}\n…\n{text[-_LONGEST // 2 :]}"
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) < longest else f"{text[: longest // 2]}\n…\n{text[-longest // 2 :]}"

@@ -61,19 +61,19 @@ class Connection:
         self.patience, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
 
     def send(self, header: Header, buffers: Iterable[Part] = ()) -> None:
-        """Send a message, without copying large buffers."""
+        """Send a message. Parts that are small on average are joined first; else only scattered ones are copied."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if self.memory is not None:
             header, parts = self.memory.write(header, parts, total)
             size = total if parts else 0
-        whole = [part for part in parts if isinstance(part, Buffer)]
-        if len(whole) < len(parts) or len(parts) > 8 and size < _SMALL * len(parts):
-            whole = [bytearray(size)]
-            write_parts(memoryview(whole[0]), parts)
+        if len(parts) > 8 and size < _SMALL * len(parts):
+            buffers = [_joined(parts)]
+        else:
+            buffers = [part if isinstance(part, Buffer) else _joined([part]) for part in parts]
         head = frame(header, size)
         self.sent += len(head) + total
-        self._send_all([head, *whole])
+        self._send_all([head, *buffers])
 
     def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
         """Return the next header, and the length (at most `most`) of its payload, to be taken before another message.
@@ -185,6 +185,12 @@ class Connection:
         if self.deadline is not None or time.monotonic() - since >= self.patience:
             raise TimeoutError("no byte was sent or taken in time")
         self.on_silence()
+
+
+def _joined(parts: Sequence[Part]) -> bytearray:
+    result = bytearray(sum(map(len, parts)))
+    write_parts(memoryview(result), parts)
+    return result
 
 
 def wait_on() -> None:

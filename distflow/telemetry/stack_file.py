@@ -22,17 +22,18 @@ class StackFile:
     """Python stack of a process, written by it when it crashes or is asked for it, and read by its parent.
 
     The interpreter writes it from within the signal, so it is also there when a call into a library never returns or
-    holds Python's lock. The file is anonymous memory, freed with its last process.
+    holds Python's lock. Crashes have a file of their own: no request erases the stack of one, or passes for it. The
+    files are anonymous memory, freed with their last process.
     """
 
     def __init__(self) -> None:
-        self.file = os.memfd_create("stack")
+        self.file, self.requested = os.memfd_create("stack"), os.memfd_create("requested stack")
 
     def enable(self) -> None:
         """Let this process write its stack when it crashes or is asked for it."""
         faulthandler.enable(self.file)
-        faulthandler.register(_DUMP, self.file, all_threads=False)
-        faulthandler.register(_DUMP_ALL, self.file)
+        faulthandler.register(_DUMP, self.requested, all_threads=False)
+        faulthandler.register(_DUMP_ALL, self.requested)
         os.register_at_fork(after_in_child=faulthandler.disable)  # another process's crash is none of this one
 
     def dump(self, process: Child) -> str:
@@ -45,24 +46,30 @@ class StackFile:
         return self._ask(process, _DUMP)[:_LONGEST]
 
     def _ask(self, process: Child, number: int) -> str:
-        os.ftruncate(self.file, 0)
-        os.lseek(self.file, 0, os.SEEK_SET)
+        os.ftruncate(self.requested, 0)
+        os.lseek(self.requested, 0, os.SEEK_SET)
         process.signal(number)
         until, before = time.monotonic() + _PATIENCE, ""
-        while time.monotonic() < until and process.poll(_PAUSE) is None and not before == (text := self.read()) > "":
+        while time.monotonic() < until and process.poll(_PAUSE) is None \
+                and not before == (text := _stacks(self.requested)) > "":
             before = text
-        return self.read()
+        return _stacks(self.requested)
 
     def read(self) -> str:
-        """Return what has been written: the stack of each thread, the innermost call first; before all others that of
-        the thread that crashed or, if that is none of Python's, of the main thread."""
-        text = os.pread(self.file, os.fstat(self.file).st_size, 0).decode(errors="replace")
-        stacks = text.partition("\nExtension modules:")[0].strip().split("\n\n")  # the main thread's is the last
-        first = next((stack for stack in stacks if stack.startswith("Current thread")), stacks[-1])
-        return "\n\n".join([first, *(stack for stack in stacks if stack is not first)])[:_LONGEST]
+        """Return what a crash has written: the stack of each thread, the innermost call first; before all others that
+        of the thread that crashed or, if that is none of Python's, of the main thread. "" if it has not crashed."""
+        return _stacks(self.file)
 
     def close(self) -> None:
         os.close(self.file)
+        os.close(self.requested)
+
+
+def _stacks(file: int) -> str:
+    text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+    stacks = text.partition("\nExtension modules:")[0].strip().split("\n\n")  # the main thread's is the last
+    first = next((stack for stack in stacks if stack.startswith("Current thread")), stacks[-1])
+    return "\n\n".join([first, *(stack for stack in stacks if stack is not first)])[:_LONGEST]
 
 
 def ignore_dumps() -> None:

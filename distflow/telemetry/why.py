@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -87,16 +87,17 @@ class SampledChain:
         return [span for span in self.spans if span.track == timeline.TOOLS]
 
 
-def explain(folder: Path, step: int | None = None) -> Iterator[str]:
+def explain(folder: Path, complete: Callable[[Path], Sequence[Path]], step: int | None = None) -> Iterator[str]:
     """Yield the explanation of a step, line by line; without `step`, of what goes on now, or why the run has ended, and
-    of an ordinary step. Raises InvalidInput: it is no run's folder, or it has no such step."""
+    of an ordinary step. `complete` returns the checkpoints in a folder from which a run can go on. Raises InvalidInput:
+    it is no run's folder, or it has no such step."""
     reader = RunReader.of(folder, "distflow why runs/grpo-1")
     metrics = reader.timed_steps()
     if step is None:
         if reader.state == "goes on":
             yield from stuck(folder, len(metrics))
         elif not reader.summary:
-            yield from dead(reader)
+            yield from dead(reader, complete)
     elif step not in {line["step"] for line in metrics}:
         raise InvalidInput(f"--step {step}: the run has steps 1 to {len(metrics)}" if metrics else
                            f"--step {step}: no step of the run is done")
@@ -168,8 +169,8 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
     yield from (f"  {line}" for line in (done.stdout or done.stderr).splitlines())
 
 
-def dead(reader: RunReader) -> Iterator[str]:
-    """Say what ended a run that has neither come to its end nor goes on."""
+def dead(reader: RunReader, complete: Callable[[Path], Sequence[Path]]) -> Iterator[str]:
+    """Say what ended a run that has neither come to its end nor goes on, and how it can; `complete` as in `explain`."""
     ends = [event for event in reader.rows("events") if event["event"] in ("failure", "run stopped", "worker started")]
     failures = [event for event in ends if event["event"] == "failure"]
     yield f"{reader.folder.name} does not go on, and has not come to its end."
@@ -186,7 +187,7 @@ def dead(reader: RunReader) -> Iterator[str]:
     if failures and failures[-1].get("details"):
         yield "The traceback of the last failure:"
         yield from (f"  {line}" for line in failures[-1]["details"].splitlines())
-    if any((reader.folder / "checkpoints").glob("*")):
+    if complete(reader.folder / "checkpoints"):
         yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
     else:
         yield "It has no checkpoint to go on from: start it again under another --name."

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 from distflow.config.load import Spec
 from distflow.config.yaml_source import parse
@@ -168,8 +168,9 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
         sizes = {strategy.micro: None for task in tasks
                  for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
-        for micro in list(sizes)[: 1 if rollout else None]:
-            layouts = {task: layout for task in tasks if (layout := run_layout(costed, task, blocks, (tp, pp), micro))}
+        for micro, by_stage in product(list(sizes)[: 1 if rollout else None], (False, True)[: pp]):
+            layouts = {task: layout for task in tasks
+                       if (layout := run_layout(costed, task, blocks, (tp, pp), micro, by_stage))}
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             if len(layouts) == len(tasks) and seconds < least:
                 least, best = seconds, layouts
@@ -190,10 +191,11 @@ def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, o
 
 
 def run_layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],
-            micro: int) -> TaskLayout | None:
-    """Return a task's layout on all blocks of its group, in the order of ranks; None if it does not fit."""
+               micro: int, by_stage: bool = False) -> TaskLayout | None:
+    """Return a task's layout on all blocks of its group, in the order of ranks, dealt by share or by stage; None if it
+    does not fit."""
     tp, pp = cut
     strategy = Strategy(sum(blocks) // pp, tp, pp, 1, min(micro, costed.problem.tasks[number].rows))
-    arrangement = in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage=False)
+    arrangement = in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage)
     layout = costed.costs.layout(number, strategy, arrangement)
     return layout if layout and len(set(layout.layers)) == 1 else None

@@ -8,21 +8,18 @@ import torch
 from engines import megatron_on_cpu  # noqa: F401 - before any Megatron engine is made
 from numpy import ndarray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
-from workers.engines.devices import NAMES
+from distflow.plan import Layout
+from workers.engines.devices import mesh_of
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.megatron.engine import MegatronEngine
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
-
-
-def mesh_of(**ways: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(ways.get(axis, 1) for axis in NAMES), mesh_dim_names=NAMES)
 
 
 def tiny(architecture: str = "qwen3", tied: bool = False, vocabulary: int = 271, **sizes: int) -> PreTrainedModel:
@@ -97,10 +94,10 @@ def settings(**given: Any) -> RoleRun:
     return RoleRun(**{"learning_rate": 5e-4, "weight_decay": 0.1, "micro_batch_tokens": 24, "warmup_steps": 2, **given})
 
 
-def megatron(model: PreTrainedModel, ways: dict[str, int], trained: bool = True, **given: Any) -> MegatronEngine:
+def megatron(model: PreTrainedModel, ways: dict[str, Any], trained: bool = True, **given: Any) -> MegatronEngine:
     ways = dict(ways)
     ep = ways.pop("ep", 1)
-    return MegatronEngine(model, settings(**given), mesh_of(**ways), 0, 10, trained, ep=ep)
+    return MegatronEngine(model, settings(**given), mesh_of(Layout(**{"dp": 1, **ways}), "cpu"), 0, 10, trained, ep=ep)
 
 
 def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: int = 2, dtype: str = "auto") -> dict:

@@ -16,11 +16,12 @@ from ranks import run_ranks
 
 from distflow.errors import EngineError
 
-LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}]
+LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2},
+           {"dp": 2, "pp": 2, "order": "tp-dp-pp"}]
 
 
-def count(ways: dict[str, int]) -> int:
-    return int(np.prod([number for axis, number in ways.items() if axis != "ep"]))
+def count(ways: dict[str, Any]) -> int:
+    return int(np.prod([number for axis, number in ways.items() if axis not in ("ep", "order")]))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core")
 
 from harness import ROOT, metrics_of
 
+STAGES_APART = ("roles.actor.engine=megatron", "layouts.update={pp: 2, order: tp-dp-pp, rows: [3, 1]}")
 LAYOUT = ("roles.actor.engine=megatron", "layouts.update.tp=2", "layouts.update.pp=2")
 
 
@@ -33,8 +34,9 @@ def run(workspace: Path, launch: Callable[..., subprocess.CompletedProcess],
     return run
 
 
-def test_a_run_is_that_of_one_rank(run):
-    expected, found = run(1, "one"), run(4, "split", *LAYOUT)
+@pytest.mark.parametrize("layout", [LAYOUT, STAGES_APART], ids=["tp and pp", "stages on machines of their own"])
+def test_a_run_is_that_of_one_rank(run, layout):
+    expected, found = run(1, "one"), run(4, "split", *layout)
     assert found.keys() == expected.keys()
     for step, line in expected.items():
         for name in ("loss", "grad_norm", "policy/entropy", "reward/mean", "response/fingerprint", "tokens"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +52,8 @@ def test_a_restored_engine_goes_on_bit_for_bit(ways, tmp_path):
         assert result["reports"][0] == result["reports"][1]
 
 
-def of_another_layout(folder: str) -> list[str]:
-    one, other = (ranks.megatron(ranks.tiny(), ways) for ways in ({"tp": 2}, {"dp": 2}))
+def of_another_layout(folder: str, *both: dict[str, Any]) -> list[str]:
+    one, other = (ranks.megatron(ranks.tiny(), ways) for ways in both)
     said = []
     Checkpoints(Path(folder), 1).save(1, {"actor": one}, {})
     for load in (lambda: other.load_state_dict(one.state_dict()),
@@ -65,12 +66,20 @@ def of_another_layout(folder: str) -> list[str]:
 
 
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path):
-    for direct, by_file in run_ranks(2, of_another_layout, str(tmp_path)):
+    for direct, by_file in run_ranks(2, of_another_layout, str(tmp_path), {"tp": 2}, {"dp": 2}):
         assert "resume with the layout that wrote it" in direct
         assert "tp=2" in direct
         assert "written as `actor.dp=1 pp=1 cp=1 tp=2 ep=1 rank=0`" in by_file
         assert "this rank reads `actor.dp=2 pp=1 cp=1 tp=1 ep=1" in by_file
         assert "Set `engine:` and `layouts:` as they were" in by_file
+
+
+def test_a_checkpoint_of_another_order_of_ranks_is_refused(tmp_path):
+    """Ranks 1 and 2 of four have each other's parts."""
+    both = {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "order": "tp-dp-pp"}
+    for direct, by_file in run_ranks(4, of_another_layout, str(tmp_path), *both):
+        assert "resume with the layout that wrote it" in direct
+        assert "ep=1 order=tp-dp-pp rank=" in by_file
 
 
 def of_another_depth(folder: str) -> str:

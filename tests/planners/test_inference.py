@@ -7,6 +7,7 @@ import yaml
 from harness import ROOT
 
 from distflow.cli.plan_text import describe
+from distflow.config.live_changes import groups_of
 from distflow.config.load import load
 from distflow.errors import InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, SAMPLING, TRAINER
@@ -173,6 +174,32 @@ def test_what_ranks_that_sample_cannot_compute_is_refused_with_the_reason(case, 
         planned(dag if isinstance(dag, str) else dag_of(*dag), 4, f"groups.inference={{{role}: rollout}}", *more)
     assert said in str(error.value)
     assert len(error.value.mistakes) == 1
+
+
+def test_a_frozen_role_that_samples_is_not_read_beside_its_samples(dag_of):
+    """Its engine that samples gives no log-probabilities."""
+    nodes = {"again": {"role": "judge", "type": "MODEL_INFERENCE", "function": "generate", "dependencies": ["rollout"],
+                       "writes": {name: f"again_{name}" for name in (
+                           "responses", "rollout_logprobs", "versions", "completions", "finished")},
+                       "with": {"group_size": 1}},
+             "judge": seen("judge")}
+    with pytest.raises(InvalidInput, match="it samples, with an engine that does not infer"):
+        planned(dag_of(nodes, ["judge"]), 4, "groups.inference={judge: rollout}")
+
+
+def test_in_mode_sync_roles_on_ranks_that_sample_are_checked_too():
+    with pytest.raises(InvalidInput, match="Did you mean `reference`"):
+        planned("ppo.yaml", 4, "mode=sync", "groups.inference={refrence: rollout}", "groups.trainers={critic: 1}")
+    both = "groups.inference={reference: rollout}", "groups.trainers={critic: 1}"
+    _, made = planned("ppo.yaml", 4, "mode=sync", *both)
+    assert "reference" in [task.node for task in made.chain(0)]
+
+
+def test_only_what_ranks_that_sample_read_restarts_them():
+    rate, micro = ("roles", "actor", "learning_rate"), ("roles", "actor", "micro_batch_tokens")
+    assert groups_of(micro, "async", False, {"actor", "reference"}) == (TRAINER, ROLLOUT)
+    assert groups_of(rate, "async", False, {"actor", "reference"}) == (TRAINER,)
+    assert groups_of(micro, "async", False, {"reference"}) == (TRAINER,)
 
 
 @pytest.mark.parametrize("value", ["rollouts", "0", "1.5", "true"])

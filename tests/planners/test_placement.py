@@ -11,7 +11,7 @@ from planning import DIAMOND, node
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from distflow.plan import MEASURED, Layout
+from distflow.plan import MEASURED, STAGES_OUTERMOST, Layout
 from planners import plan
 
 JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
@@ -103,6 +103,23 @@ def test_ranks_of_a_share_stand_together() -> None:
     assert (layout.width, layout.last) == (4, 7)
 
 
+def test_stages_may_stand_together_instead() -> None:
+    layout = Layout(3, first=2, tp=2, pp=2, order=STAGES_OUTERMOST)
+    assert [layout.share(rank) for rank in range(15)] == [None] * 2 + 2 * [0, 0, 1, 1, 2, 2] + [None]
+    assert [rank for rank in range(15) if layout.leads(rank)] == [2, 4, 6]
+    assert [layout.leader(share) for share in range(3)] == [2, 4, 6]
+    assert layout.ranks_of(1) == [4, 5, 10, 11]
+
+
+def test_the_order_of_ranks_is_that_of_all_nodes_of_an_engine(plan_of: Callable,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    asked = {"learn": {"pp": 2, "order": STAGES_OUTERMOST}}
+    plan = plan_of(JUDGED, ranks=4, roles=actor(engine="megatron"), layouts=asked)
+    assert plan.task("learn").layout == plan.task("judged").layout == Layout(2, pp=2, order=STAGES_OUTERMOST)
+    assert plan.task("sample").layout == Layout(4)
+
+
 @pytest.mark.parametrize(("layouts", "settings", "message", "remedy"), [
     ({"sample": {"tp": 2}}, {}, "node `sample` wants tp 2 of `rollout: hf`, which it cannot do", "Leave `tp` out."),
     ({"learn": {"pp": 2}}, {}, "node `learn` wants pp 2 of `engine: fsdp`, which it cannot do: it keeps all layers",
@@ -114,6 +131,9 @@ def test_ranks_of_a_share_stand_together() -> None:
     ({"left": {"tp": 2}}, {}, "node `left` wants tp: 2, but it computes with no model", "layouts: {left: {dp: N}}"),
     ({"learn": {"tp": 2}, "judged": {"tp": 1}}, {}, "compute with the same engine of role `actor`, but split its model "
      "differently", "layouts: {"),
+    ({"learn": {"pp": 2, "order": STAGES_OUTERMOST}, "judged": {"pp": 2}}, {"engine": "megatron"}, "split its model "
+     "differently: pp: 2, order: tp-dp-pp and pp: 2", "layouts: {judged: {pp: 2, order: tp-dp-pp}}"),
+    ({"learn": {"order": STAGES_OUTERMOST}}, {}, "node `learn` says the order of stages, and has one", "or set `pp`"),
     ({"learn": {"tp": 2}, "judged": {"dp": 3}}, {}, "node `judged` wants dp 3 of 2 ranks each, but there are only 4",
      "Start 6 ranks"),
     ({"learn": {"tp": 2, "dp": 1}}, {}, "node `learn` trains on 2 of 4 ranks", "Leave `dp` out of it."),

@@ -127,6 +127,17 @@ def test_done_is_done(run, tmp_path):
     assert (tmp_path / "left").read_text() == "0 1"
 
 
+def test_a_supervisor_that_says_much_is_not_held_up(run):
+    """More than a pipe takes before it is read."""
+    code, said = run("def work(context):\n    print('x' * (1 << 20), file=sys.stderr)\n    lived(context)\n")
+    assert (code, len(said)) == (0, (1 << 20) + 1)
+
+
+def test_the_environment_of_a_test_is_not_in_the_server_of_forked_supervisors(start):
+    server = parent(start("def work(context):\n    time.sleep(600)\n").pid)
+    assert b"PYTEST_CURRENT_TEST" not in Path(f"/proc/{server}/environ").read_bytes()
+
+
 ENDS = {
     "raise ValueError('a broken thing')": "ValueError: a broken thing",
     "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",

@@ -5,9 +5,13 @@ import logging
 import socket
 import struct
 import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 
+from distflow.data.row_copies import ScatteredRuns
 from distflow.dock import DockClient, StorageShardServer
 from distflow.rpc import connection as module
 from distflow.rpc.connection import Connection, connect
@@ -141,6 +145,26 @@ def test_many_and_large_buffers_arrive_whole():
     assert theirs.payload(sum(map(len, small))).numpy().tobytes() == b"".join(small)
     ours.send({}, large)
     theirs.skip(theirs.receive()[1])
+    assert ours.sent == theirs.received
+    for connection in (ours, theirs):
+        connection.close()
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_large_buffer_is_not_copied_beside_scattered_runs(count):
+    ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())
+    rows = numpy.arange(1 << 16, dtype=numpy.uint8)
+    large = numpy.arange(8 << 20, dtype=numpy.uint8)
+    parts = [ScatteredRuns(rows, numpy.array([40, 7]), numpy.array([90, 7000]), 1), large.data] * count
+    with ThreadPoolExecutor(1) as other:
+        arrived = other.submit(lambda: theirs.payload(theirs.receive()[1]))  # torch's memory is not traced
+        tracemalloc.start()
+        ours.send({}, parts)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < len(large) / 8
+    expected = numpy.concatenate([rows[40:90], rows[7:7000], large] * count)
+    assert numpy.array_equal(arrived.result().numpy(), expected)
     assert ours.sent == theirs.received
     for connection in (ours, theirs):
         connection.close()

@@ -13,6 +13,7 @@ import pytest
 from harness import command, environment
 
 from distflow.cli import main
+from distflow.recovery.checkpoint_files import complete_checkpoints
 from distflow.telemetry import timeline
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
@@ -91,13 +92,13 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
         {"time": 1.0, "step": 31, "rank": 0, "event": "settings changed", "what": "learning_rate=1"}) + "\n")
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
-    said = list(explain(folder))
+    said = list(explain(folder, complete_checkpoints))
     at = next(index for index, line in enumerate(said) if line.startswith("The reward fell at step 31: from 0.814"))
     assert said[at + 1].startswith("  reward/math: ")
     assert said[at + 2].startswith("  response/length: ")
     assert "  step 31: settings changed learning_rate=1" in said
     assert '    "so many words"' in said
-    said = list(explain(folder, 9))
+    said = list(explain(folder, complete_checkpoints, 9))
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
 
 
@@ -114,7 +115,7 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
         {"step": step, "row": row, "source": source, "level": f"{step} {row}", "questions": f"{source} {step % 3}",
          "completions": "x", "rewards": 0.1 if step > 30 and source == "mbpp" else 0.8}) + "\n"
         for step in range(1, 51) for row, source in enumerate(["gsm8k", "mbpp"])))
-    said = list(explain(folder))
+    said = list(explain(folder, complete_checkpoints))
     part, = (line for line in said if line.startswith("  reward/code: "))
     assert part.endswith(", since step 26)")
     assert [line for line in said if line.startswith("  source ")] == [
@@ -159,7 +160,7 @@ def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
     (folder / "timeline/rank0.jsonl").write_text(json.dumps(
         {"steps": [9, 9], "role": "trainer", "attempt": 0, "rank": 0, "host": "one", "pid": 7, "base": 0, "time": 0,
          "now": None, "spans": spans}) + "\n")
-    said = list(explain(folder, 9))
+    said = list(explain(folder, complete_checkpoints, 9))
     at = next(index for index, line in enumerate(said) if line.startswith("The last of its 2 rows"))
     assert said[at] == ("The last of its 2 rows was row 6, on rank 0: 1.90 s from its first token to its end; the "
                         "median is 1.20 s.")
@@ -197,13 +198,26 @@ def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) 
     rows = [failure, {"event": "worker started"}, {"event": "run stopped", "after_step": 4},
             {"event": "worker ended"}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = "\n".join(dead(RunReader(tmp_path)))
+    said = "\n".join(dead(RunReader(tmp_path), complete_checkpoints))
     assert "It was told to end (Ctrl-C or SIGTERM), and did so after step 4." in said
     assert "SIGKILL" not in said
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1], failure]))
-    said = "\n".join(dead(RunReader(tmp_path)))
+    said = "\n".join(dead(RunReader(tmp_path), complete_checkpoints))
     assert "told to end" not in said
     assert "it was ended by SIGKILL" in said
+
+
+def test_only_a_complete_checkpoint_is_one_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run may die while it writes its first one."""
+    folder = run_folder(tmp_path, [])
+    written = folder / "checkpoints/step-00000004.0.partial"
+    written.mkdir(parents=True)
+    assert main(["why", str(folder)]) == 0
+    assert "It has no checkpoint to go on from" in capsys.readouterr().out
+    (written / "progress.json").write_text('{"files": {}}')
+    written.rename(written.with_name("step-00000004"))
+    assert main(["why", str(folder)]) == 0
+    assert f"Go on from the newest checkpoint:  distflow resume {folder}" in capsys.readouterr().out
 
 
 def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready, capsys) -> None:
@@ -223,7 +237,7 @@ def test_the_rank_that_others_wait_for_is_named_while_they_wait(workspace, ready
         os.kill(victim, signal.SIGSTOP)
         # Its last line grows old by itself: nothing else can be waited for.
         while True:
-            said = list(explain(folder))
+            said = list(explain(folder, complete_checkpoints))
             if all(any(part in line for line in said) for part in ("no sign of it", "Collectives: ")):
                 break
         text = "\n".join(said)

@@ -10,11 +10,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fork_server import FORKED
+from fork_server import fork_process
 
 from distflow.rpc.messages import frame
 
@@ -26,9 +27,8 @@ class Mover:
     """A process of its own. `kind`: publisher or puller."""
 
     def __init__(self, kind: str, port: int, token: bytes, **settings: Any):
-        self.connection, theirs = FORKED.Pipe()
-        self.process = FORKED.Process(target=serve, args=(theirs, kind, port, token, settings), daemon=True)
-        self.process.start()
+        self.connection, theirs = Pipe()
+        self.process = fork_process(serve, theirs, kind, port, token, settings, daemon=True)
         theirs.close()
 
     def send(self, do: str, **given: Any) -> Mover:

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 
 from distflow.config.run import RoleRun
 from distflow.errors import EngineError
-from distflow.plan import Layout
+from distflow.plan import SHARES_OUTERMOST, Layout
 
 NAMES = ("dp", "pp", "cp", "tp")
 """Dimensions of a layout's mesh: adjacent ranks are in one tp group, the farthest apart in one dp group."""
@@ -41,7 +41,10 @@ def choose(device: str, index: int = 0) -> None:
 @functools.lru_cache
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
     """Return a layout's mesh. Collective: every rank requests the meshes in the same order."""
-    return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
+    if layout.order == SHARES_OUTERMOST:
+        return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
+    ranks = torch.arange(layout.dp * layout.width).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    return DeviceMesh(device, ranks.transpose(0, 1).contiguous(), mesh_dim_names=NAMES)
 
 
 def dimension(mesh: DeviceMesh, name: str) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from distflow.config.run import Phase
 from distflow.errors import DistflowError, EngineError
 from distflow.telemetry import heartbeat, timeline
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session
@@ -43,7 +44,8 @@ class SharedEngine(Sampler):
         self.version = rollout.version
         self.held_from: int | None = None
         self.restarted = -1  # version of the weights that have begun all turns under way again
-        self.was_busy = False
+        self.otherwise: Phase = "waiting"  # the phase of this rank while nothing is sampled
+        self.shown: Phase = "waiting"
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> EngineCaller:
@@ -74,14 +76,20 @@ class SharedEngine(Sampler):
         finally:
             self._fail(EngineError("nothing is sampled any more"))
 
+    @property
+    def was_busy(self) -> bool:
+        """Whether it sampled when it last looked."""
+        return self.shown == "generating"
+
     def _show(self) -> None:
-        """Report an idle engine as waiting, since it samples no tokens."""
+        """Report the phase of an idle engine as `otherwise`, since it samples no tokens."""
         busy = any(session.busy for session in self.sessions.values())
-        if busy != self.was_busy:
-            self.was_busy = busy
-            heart, phase = heartbeat.current(), "generating" if busy else "waiting"
+        phase = "generating" if busy else self.otherwise
+        if phase != self.shown:
+            self.shown, heart = phase, heartbeat.current()
             heart.enter(phase)
-            timeline.current().enter("sampling" if busy else "waiting for prompts", phase, heart.page.step)
+            doing = {"generating": "sampling", "waiting": "waiting for prompts"}.get(phase, phase)
+            timeline.current().enter(doing, phase, heart.page.step)
 
     def hold(self, version: int | None) -> None:
         """Keep the weights as they are once they are at least of this version; None: let newer ones come again."""

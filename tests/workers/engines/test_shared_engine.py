@@ -55,6 +55,16 @@ def test_callers_get_the_tokens_that_they_would_get_alone(rollout, driven):
         assert torch.equal(ours.finished, theirs.finished)
 
 
+def test_an_idle_engine_shows_what_its_rank_does_otherwise(rollout, monkeypatch):
+    """A model that hangs while nothing is sampled is seen by the detectors of phase inference."""
+    entered: list[str] = []
+    monkeypatch.setattr("distflow.telemetry.heartbeat.Heartbeat.enter", lambda own, phase: entered.append(phase))
+    shared = SharedEngine(rollout)
+    for shared.otherwise in ("waiting", "inference", "inference", "waiting"):
+        shared._show()
+    assert entered == ["inference", "waiting"]
+
+
 def test_aborted_rows_come_back_with_what_they_have(driven):
     shared, _, _ = driven
     shared.rollout.end_tokens = torch.tensor([10_000])  # none ends before it is aborted

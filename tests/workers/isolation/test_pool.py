@@ -93,6 +93,16 @@ def test_nothing_is_left_of_a_child_that_ends(pool, end, reason):
     assert next_of(pool) == ([{"call": 0}], "")
 
 
+def test_where_a_child_once_stood_is_not_where_it_crashed(pool):
+    child = pool.fork()
+    ask(child, "time.sleep(3600)", hides=False)
+    until = time.monotonic() + 60
+    while not pool.location(child).endswith(", in answer"):
+        assert time.monotonic() < until
+    os.kill(child.pid, signal.SIGTERM)
+    assert next_of(pool) == ([], "its process was killed by SIGTERM")
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_nothing_is_left_whatever_interrupts_the_end(pool, closed):
     ask(pool.fork(), "time.sleep(3600)")

@@ -458,6 +458,7 @@ def test_a_process_ends_with_its_pool(run, pool):
 
 def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypatch, tmp_path) -> None:
     """The line says which one, where it stands, since when, and what limits it; a second step says nothing more."""
+    run("hostile", ["good"])  # the module's import is over
     monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.5)
     monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
     for _ in range(2):

@@ -7,6 +7,7 @@ role may have a layout of its own.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
-from distflow.plan import Layout
+from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
 from workers.engines.devices import NAMES, dimension
 
 
@@ -25,11 +26,13 @@ def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
     if not mesh.mesh_dim_names:
         return Layout(mesh.size(), ep=ep)
     sizes: dict[str, Any] = {name: dimension(mesh, name) for name in NAMES}
-    return Layout(**sizes, ep=ep)
+    layout = Layout(**sizes, ep=ep)
+    return layout if mesh.mesh.flatten().tolist() == [*range(mesh.size())] else replace(layout, order=STAGES_OUTERMOST)
 
 
 def in_words(layout: Layout) -> str:
-    return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep"))
+    order = "" if layout.order == SHARES_OUTERMOST else f" order={layout.order}"
+    return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep")) + order
 
 
 def check(layout: Layout, config: PretrainedConfig) -> None:
