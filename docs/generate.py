@@ -27,7 +27,7 @@ HEAD = """# The run file
 
 <!-- Made by `make docs` from distflow/config/run.py: change it there. -->
 
-A run file says what is physical: models, data, steps, engines, and how ranks share the work. The DAG is the algorithm.
+The DAG is the algorithm; a run file says what it runs on: models, data, steps, engines, and how ranks share the work.
 `distflow run DAG --run FILE` takes one (under torchrun `--run-file FILE`); `--set roles.actor.learning_rate=1e-6`
 overrides one value, the keys joined by dots. Unknown keys and values of another kind are refused with the line and the
 nearest right key. Relative paths are looked for in the current folder, beside the run file and among the shipped files.

@@ -1,12 +1,14 @@
 """Cuts the DAG into the group that samples and the group that trains (RobustRL §2.1), and groups of one role each.
 
-The rollout group runs the nodes that sample, their inputs, and all COMPUTE nodes that read only its columns: rewards
-are computed per prompt while others are still sampled; and nodes of frozen roles that the run file wants there. Nodes
-on rows that may have been dropped, nodes in `layouts`, and everything else run in the trainer, unless a role has ranks
-of its own (`planners.inference`, `planners.trainers`). Between the groups, columns pass through the dock.
+    group              nodes
+    rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
+                       rewards; frozen roles with  groups: {inference: {ROLE: rollout}}
+    inference ROLE     a frozen role with ranks of its own (`planners.inference`)
+    trainer ROLE       a trained role with ranks of its own (`planners.trainers`)
+    trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
 
-Trainer nodes in which a model reads each row by itself, and only columns of that row, need not wait for the whole step:
-they are fused with the rollout (Zhong et al. 2024, inter-stage fusion).
+Between the groups, columns pass through the dock. A `row_wise` node of the trainer need not wait for the whole step: it
+is fused, that is computed of each prompt as it comes from the rollout (Zhong et al. 2024, inter-stage fusion).
 """
 
 from __future__ import annotations

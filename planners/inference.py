@@ -1,10 +1,11 @@
-"""Cuts roles whose models are only read out of the trainer (`groups.inference`): onto ranks of their own, or those
-that sample.
+"""Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
-Their nodes look at each row by itself, and read columns that cross the dock. So a group waits, row by row, for groups
-before it alone: the rollouts, and groups whose columns it reads. The groups have an order in which none waits for a
-later one, or are refused; the trainer, which waits for all of them, is the last. Ranks that sample compute such a role
-behind their samples; each has its whole model.
+    {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
+    {ROLE: rollout}    the ranks that sample, each with the whole model: `check_on_rollouts` checks, `groups.py` cuts
+
+All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
+waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
+in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """The loops of a run, in its three modes: what every rank does from step to step (DistFlow §5, RobustRL §2).
 
-                     source.next()                           after the chain
-    sync             prompts of the dataset (Dataloader);    each rank samples and trains
-                     the chain samples and trains on them
-    async            samples that rollout ranks have put     the step's weights are published, and pulled by
-                     into the dock (AsyncSource)             rollout ranks while they sample
-    semi_sync        the same, but trainer ranks sample first, until there is enough (ColocatedSource)
+    mode         where a step's prompts come from                    after the step
+    sync         the dataset (Dataloader); the chain samples them    every rank has the new weights
+    async        the dock, with the samples that rollout ranks       the new weights are published; rollout ranks pull
+                 have put there (AsyncSource)                        them while they sample
+    semi_sync    as async, but the trainer's ranks sample first,     as async
+                 until enough is in the dock (ColocatedSource)
 
-    train            next → run_chain → record → snapshot → publish → conclude, on ranks that train
-    rollout          lease → load newer weights → run_chain → put, on ranks that sample for others
-    infer            lease → run_chain → put, on ranks that only read a model for others
-    serve            calls of a training client → record … conclude, in place of the chain (mode sync)
-    run_chain        take → compute → put, for each task; the only place where a task runs
+    loop         runs on                                             one turn
+    train        ranks that train, in mode sync all                  next_prompts → run_chain → _ends
+    rollout      ranks that sample for others                        lease → load newer weights → run_chain → put
+    infer        ranks that only read a model for others             lease → run_chain → put
+    serve        as train, for a training client (mode sync)         the client's calls → _ends
 
-A step is recorded, and its snapshot begun, before other groups learn of it: a worker that dies between two of these
-lines repeats one finished step at most.
+`run_chain` is the only place where a task runs: take its inputs, compute, put its outputs. `_ends` records a step and
+begins its snapshot before it publishes the step to other groups: a worker that dies between two of these lines repeats
+one finished step at most.
 """
 
 from __future__ import annotations

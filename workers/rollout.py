@@ -1,11 +1,13 @@
 """Samples for other groups: leases prompts, samples them by an engine that many threads share, puts rows into the dock.
 
-    RolloutContext    leases, threads and buffers of `workers.loop.rollout`: a thread for each prompt runs the chain up
-                      to its last sampling node, so that the slots of the engine are never empty while there is work;
-                      nodes that do not sample, such as rewards, then run on all prompts that have come so far
-    RolloutExecutor   executor of one of these threads
+    RolloutContext    leases, threads and buffers of `workers.loop.rollout`, and the two parts of its chain, below
+    RolloutExecutor   executor of one of its threads
     PartialRollouts   rows that one rank has begun and another completes, so that no token is sampled twice
     TurnWriter        puts conversations into the dock, turn by turn, for whoever has to go on with them
+
+    head     the chain up to its last sampling node: a thread for each prompt, so that the engine always has work
+    tail     the nodes after it, in one thread, on all finished prompts of a step: rewards, and frozen roles with
+             groups: {inference: {ROLE: rollout}}, whose nodes have a model and get one prompt at a time
 
     A prompt: leased → sampling (`under_way`) → sampled → in the dock, committed. Its lease goes back if this rank ends.
 """

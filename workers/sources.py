@@ -1,10 +1,12 @@
 """Sources of a step's prompts: the dataloader in mode sync, else prompts whose rows rollouts have put into the dock.
 
-    AsyncSource        prompts in the order of the data, enqueued at most `staleness` steps ahead of the trainer; a
-                       rollout samples a prompt with at least the weights that it was enqueued with: that is the bound
+    AsyncSource        prompts in the order of the data, with the samples of rollouts
     SyncSource         prompts of the dataloader, beside trainers of other roles in mode sync
     FollowerSource     prompts of the first trainer, for a role that trains on ranks of its own (`groups.trainers`)
     UnorderedSource    prompts whose rows are there first (`on_stale: drop` or `keep`)
+
+The bound of AsyncSource: prompts are enqueued at most `staleness` steps before they are trained on, and each is sampled
+with the newest weights of that moment or newer ones.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 """Index of one consumer: which rows are ready, which are leased to whom, and which are committed.
 
+    a row: known → ready → leased → committed → released
+                     ▲        │          │
+                     └────────┴──────────┘  its lease expired, or its step was rolled back
+
+A row is known when a shard lists it, ready when it has all columns that the consumer reads. A committed row of a step
+that can still be rolled back stays in its shard until it is released; other commits are final at once.
+
 Metadata only, and pure: the time is an argument (seconds of any clock that never goes back), and `shard.py` holds its
 lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL's.
 """

@@ -3,12 +3,13 @@
 No process decides. Each supervisor that sees a worker of the group fail writes its failure to the store and proposes
 the next attempt; the store takes the first proposal, and all others follow it.
 
-    in the store, below restarts/GROUP
-    N                     attempt N, as JSON
-    N/failures            how many failures there were in attempt N
-    N/failed/K            the K-th of them
-    N/done/R, N/done      that rank R has nothing left to do; that no rank has
-    before TAKEOVER       the newest attempt when a machine took the place of another one
+    key in the store, below restarts/GROUP    value
+    N                                         attempt N with the failures of those before it, as JSON; none for 0
+    N/failures                                number of failures in attempt N
+    N/failed/K                                the K-th of them, as JSON
+    N/done/R                                  there once rank R has nothing left to do in attempt N
+    N/done                                    there once no rank of the group has
+    before TAKEOVER                           newest attempt when a machine took the place of another one
 """
 
 from __future__ import annotations

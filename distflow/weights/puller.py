@@ -3,8 +3,8 @@
     Puller        chooses a version and pulls it; a relay from its first chunk on
     ChunkPuller   fills one chunk store from many sources, chunk by chunk, from the next source when one is lost
 
-Received chunks stay: a source that dies costs the chunk that was under way. So does one that hangs, or a link that is
-cut, after the deadline without a byte.
+Received chunks are kept: a source that dies costs only the chunk in transfer. So does one that hangs or is cut off,
+once the deadline has passed without a byte.
 """
 
 from __future__ import annotations
