@@ -15,7 +15,7 @@ from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, written
-from planners.heterogeneous.runnable import runnable
+from planners.heterogeneous.runnable import run_groups, runnable
 from planners.heterogeneous.workload import problem_of
 
 CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e-6, "latency_us": 1e6}},
@@ -98,7 +98,11 @@ def test_it_goes_on_by_another_plan(launch, workspace, planned):
     assert folder["layouts"]["rollout"]["rows"] == [0, 64]
 
 
-def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
+@pytest.mark.parametrize(("grouping", "inference"), [(((0,), (1, 2)), {}), (((0, 1), (2,)), {"reference": "rollout"})])
+def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypatch, grouping, inference):
+    """And who reads the reference: tasks 0, 1 and 2 sample, infer and train."""
+    monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
+        each for each in run_groups(*given) if each[0] == grouping))
     apart = ("--set", "mode=async")
     spec = load("grpo.yaml", "tiny.yaml", ["data.batch=8", "mode=async"], "cluster.yaml")
     costed = CostedProblem(problem_of(spec))
@@ -106,7 +110,9 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned):
     Path("plan.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
     launch(2, *planned, *apart, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4
-    assert yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]["rollout"] == 1
+    groups = yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]
+    assert groups["rollout"] == 1
+    assert groups["inference"] == inference
 
 
 def test_a_plan_that_takes_turns_says_that_it_runs_in_mode_sync(planned, capsys):
