@@ -207,6 +207,12 @@ def test_a_trajectory_is_continued_by_another(dock, token):
     first.put(tokens([1, 2]), turn=0, version=3)
     first.put(tokens([2]), turn=1, version=4)
     first.close()
+
+    def known() -> list[int]:
+        with DockClient(at.addresses, token, "rollout 1") as other:
+            return other.lease("rollout", 4, wait=5).turns.tolist()
+
+    until(lambda: known() == [-1, 0, 1, -1])  # another shard's news come a moment after the put
     lease = at.lease("rollout", 4, wait=5)
     assert (lease.turns.tolist(), lease.versions.tolist()) == ([-1, 0, 1, -1], [0, 3, 4, 0])
     partial, turns = at.saved(lease)
