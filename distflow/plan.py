@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 SOURCE = "source"  # the producer of columns that come from the dataset
 TRAINING, SAMPLING = "training", "sampling"
 TRAINER, ROLLOUT = "trainer", "rollout"  # groups of a run whose training and sampling do not share their ranks
-SHARES_OUTERMOST, STAGES_OUTERMOST = "tp-pp-dp", "tp-dp-pp"  # which ranks are neighbours, from the nearest on
+RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]  # which ranks are neighbours, from the nearest on
+SHARES_OUTERMOST: RankOrder = "tp-pp-dp"
+STAGES_OUTERMOST: RankOrder = "tp-dp-pp"
 INFERENCE = "inference"  # kind of a group that only reads the model of one role; its name has the role's behind it
 MEASURED = "measured"  # `Layout.rows` by the throughput of each rank in the steps before
 Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
@@ -47,7 +49,7 @@ class Layout:
     ep: int = 1
     rows: tuple[int, ...] | str = ()
     early: bool = False
-    order: str = SHARES_OUTERMOST
+    order: RankOrder = SHARES_OUTERMOST
 
     @property
     def measured(self) -> bool:

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
-from typing import Literal
 
 from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
-from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
+from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder
 from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
@@ -267,17 +266,13 @@ def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, 
     return found
 
 
-_Order = Literal["tp-pp-dp", "tp-dp-pp"]
-_ORDERS: tuple[_Order, ...] = (SHARES_OUTERMOST, STAGES_OUTERMOST)
-
-
 def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask,
-          ranks: Sequence[int]) -> tuple[list[int], _Order] | None:
+          ranks: Sequence[int]) -> tuple[list[int], RankOrder] | None:
     """Return the rows of each share of `ranks`, 0 for an idle one, and the order of the ranks of shares and stages;
     None if the plan's stages are elsewhere."""
     placed = plan.tasks[task.name]
     shares = len(ranks) // (placed.tp * placed.pp)
-    for order in _ORDERS:
+    for order in (SHARES_OUTERMOST, STAGES_OUTERMOST):
         layout = Layout(shares, ranks[0], tp=placed.tp, pp=placed.pp, order=order)
         if rows := _rows_in(problem, plan, task, layout):
             return rows, order

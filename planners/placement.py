@@ -16,7 +16,7 @@ from distflow.config.models import base_of
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import MEASURED, SHARES_OUTERMOST, Layout, proportion, whole
+from distflow.plan import MEASURED, SHARES_OUTERMOST, Layout, RankOrder, proportion, whole
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -33,7 +33,7 @@ class _LayoutRequest:
     dp: int | None
     rows: tuple[int, ...] = ()
     measured: bool = False
-    order: str = SHARES_OUTERMOST
+    order: RankOrder = SHARES_OUTERMOST
 
 
 def place_nodes(spec: Spec, ranks: int, sampling: set[str],

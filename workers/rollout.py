@@ -206,11 +206,11 @@ class RolloutContext:
         older = -(-channel.prompts * spec.run.staleness // n_dedicated) if n_dedicated else 0
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
         """Prompts sampled at a time: a fair part of a draw; dedicated loops also take those of the draws before it."""
-        samples = RowLineage(plan.tasks, plan.source).times(self.head[-1].out_fan)
+        self.lineage = RowLineage(plan.tasks, plan.source)
+        samples = self.lineage.times(self.head[-1].out_fan)
         self.saves_partial = samples == channel.rows
         """Whether other loops can continue with this one's partial rows: if these are the dock's."""
         self.computing = threading.Lock()  # functions that do not sample need not be thread-safe
-        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.doing = ""
         self.seconds: dict[int, defaultdict[str, float]] = {}  # of nodes that do not sample, by step
         self.awaited: dict[int, tuple[str, int]] = {}  # by lease: role and version for which a prompt waits
@@ -452,7 +452,6 @@ class RolloutExecutor(Executor):
         super().__init__(ctx.plan.tasks, ctx.functions,
                          {name: role.of_draw(step) for name, role in ctx.roles.items()}, rank=0)
         self.tasks = {task.node: task for task in ctx.plan.tasks}  # with all that their functions return, `keep` too
-        self.rows = RowLineage(ctx.plan.tasks, ctx.plan.source)
         if rollouts is None:  # of all prompts of a step; those of sampling overlap
             self.seconds = ctx.seconds_of(step)
 
@@ -474,15 +473,15 @@ class RolloutExecutor(Executor):
 
     def _inferred(self, task: Task, inputs: Batch) -> Written:
         """Run a node with a model on each prompt alone: beside others it would round a row otherwise."""
-        _, counts = (inputs.ids // self.rows.times(task.fan)).unique_consecutive(return_counts=True)
+        _, counts = (inputs.ids // self.ctx.lineage.times(task.fan)).unique_consecutive(return_counts=True)
         ends = counts.cumsum(0).tolist()
-        if self.ctx.gpu is not None:
-            torch.cuda.set_device(self.ctx.gpu)  # each thread begins with the first GPU
         for engine in self.ctx.engines.values():
-            engine.otherwise = "inference"
+            engine.idle_phase = "inference"
+            if engine.gpu is not None:
+                torch.cuda.set_device(engine.gpu)  # each thread begins with the first GPU
         parts = [self._computed(task, inputs.slice(start, end)) for start, end in zip([0, *ends], ends)]
         for engine in self.ctx.engines.values():
-            engine.otherwise = "waiting"
+            engine.idle_phase = "waiting"
         written = Batch.concat([Batch(ids, columns) for columns, ids in parts])
         return written.columns, written.ids
 

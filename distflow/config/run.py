@@ -23,6 +23,7 @@ from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
+from distflow.plan import SHARES_OUTERMOST, RankOrder
 
 Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
                 "publishing", "pulling", "validating", "ending"]
@@ -439,7 +440,7 @@ class Parallel(Document):
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
-    order: Literal["tp-pp-dp", "tp-dp-pp"] = "tp-pp-dp"
+    order: RankOrder = SHARES_OUTERMOST
     """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a share follow each other. tp-dp-pp: the first
     stage of all shares is on the first ranks, and so on, so that unlike machines can have a stage each."""
     rows: list[NonNegativeInt] | Literal["measured"] = []

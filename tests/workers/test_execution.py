@@ -11,7 +11,7 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged, encode_text
-from distflow.plan import Layout, Task
+from distflow.plan import Layout, RowLineage, Task
 from distflow.telemetry.metrics import Metrics, recording
 from planners import plan
 from workers.engines.role_engines import RoleEngines
@@ -64,10 +64,10 @@ def test_ranks_that_sample_read_each_prompt_alone_and_reward_all_together() -> N
     spec = load("grpo", None, ["mode=async", "groups.inference={reference: rollout}"], None)
     chain = {task.node: task for task in plan(spec, 2).groups[1].plan.tasks}
     calls, phases, seconds = [], [], defaultdict(float)
-    engine = SimpleNamespace(otherwise="waiting")
+    engine = SimpleNamespace(idle_phase="waiting", gpu=None)
 
     def logprobs(role, prompts: Ragged, responses: Ragged) -> Ragged:
-        phases.append(engine.otherwise)
+        phases.append(engine.idle_phase)
         calls.append(("reference", len(prompts)))
         return responses.with_values(responses.values.float() * 2)
 
@@ -77,7 +77,8 @@ def test_ranks_that_sample_read_each_prompt_alone_and_reward_all_together() -> N
 
     role = SimpleNamespace(stream=None, of_draw=lambda draw: role)
     ctx = SimpleNamespace(plan=plan(spec, 2).groups[1].plan, functions={"reference": logprobs, "reward": score},
-                          roles={"reference": role, "reward": role, "actor": role}, spec=spec, gpu=None, doing="",
+                          roles={"reference": role, "reward": role, "actor": role}, spec=spec, doing="",
+                          lineage=RowLineage(chain.values(), plan(spec, 2).groups[1].plan.source),
                           engines={"actor": engine}, computing=threading.Lock(), head=[chain["rollout"]],
                           seconds_of=lambda step: seconds)
     rows = Ragged(torch.arange(72), torch.full((24,), 3))
@@ -91,5 +92,5 @@ def test_ranks_that_sample_read_each_prompt_alone_and_reward_all_together() -> N
     assert torch.equal(columns["reference_logprobs"].values, torch.arange(72) * 2.0)
     assert torch.equal(ids, inputs.ids)
     assert calls == [("reference", 8)] * 3 + [("reward", 24)], "a prompt has 8 samples"
-    assert (phases, engine.otherwise) == (["inference"] * 3, "waiting")
+    assert (phases, engine.idle_phase) == (["inference"] * 3, "waiting")
     assert seconds.keys() == {"reference", "reward"}

@@ -44,7 +44,7 @@ class SharedEngine(Sampler):
         self.version = rollout.version
         self.held_from: int | None = None
         self.restarted = -1  # version of the weights that have begun all turns under way again
-        self.otherwise: Phase = "waiting"  # the phase of this rank while nothing is sampled
+        self.idle_phase: Phase = "waiting"  # the phase of this rank while nothing is sampled
         self.shown: Phase = "waiting"
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -82,9 +82,9 @@ class SharedEngine(Sampler):
         return self.shown == "generating"
 
     def _show(self) -> None:
-        """Report the phase of an idle engine as `otherwise`, since it samples no tokens."""
+        """Report the phase of an idle engine as `idle_phase`, since it samples no tokens."""
         busy = any(session.busy for session in self.sessions.values())
-        phase = "generating" if busy else self.otherwise
+        phase = "generating" if busy else self.idle_phase
         if phase != self.shown:
             self.shown, heart = phase, heartbeat.current()
             heart.enter(phase)

@@ -60,7 +60,7 @@ def test_an_idle_engine_shows_what_its_rank_does_otherwise(rollout, monkeypatch)
     entered: list[str] = []
     monkeypatch.setattr("distflow.telemetry.heartbeat.Heartbeat.enter", lambda own, phase: entered.append(phase))
     shared = SharedEngine(rollout)
-    for shared.otherwise in ("waiting", "inference", "inference", "waiting"):
+    for shared.idle_phase in ("waiting", "inference", "inference", "waiting"):
         shared._show()
     assert entered == ["inference", "waiting"]
 
