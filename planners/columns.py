@@ -10,7 +10,7 @@ from distflow.config.load import Spec
 from distflow.contracts.modules import parsed
 from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
-from distflow.plan import FINISHED, KEEP, REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column
+from distflow.plan import FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
 
 if TYPE_CHECKING:
@@ -86,14 +86,9 @@ def written(spec: Spec, bound: dict[str, Contract]) -> dict[str, tuple[str, ...]
     for node, contract in bound.items():
         settings = spec.dag.nodes[node]
         names = [name.replace("{role}", settings.role) for name in contract.marks.writes]
-        result[node] = tuple(settings.writes.get(name) or _beside_data(spec, node, name) for name in names
+        result[node] = tuple(settings.writes.get(name, name) for name in names
                              if name != ROUTED_EXPERTS or _replays(spec, settings.role))
     return result
-
-
-def _beside_data(spec: Spec, node: str, name: str) -> str:
-    """Return the name of a column that a node writes: `finished` gives way to a field of the data called so."""
-    return f"{node}_{name}" if name == FINISHED and name in spec.run.data.columns else name
 
 
 def _replays(spec: Spec, role: str) -> bool:
@@ -150,7 +145,7 @@ class _Tracer:
                 self._check_form(node, column, producer, given, read.form)
                 forms[column] = given or plain_form(read.form)
                 reads.append(Column(read.name, column, producer, plain_form(read.form)))
-                own = own or (reads[-1] if _is_of_responses(read.name, producer) else None)
+                own = own or (reads[-1] if _is_of_responses(read.name) else None)
         self._check_requirements(node, {column.parameter for column in reads})
         self._check_images(node, {column.name for column in reads})
         self.prompts[node] = self._prompts(node, reads)
@@ -161,8 +156,8 @@ class _Tracer:
 
     def check_writers(self) -> None:
         for column, nodes in self.writers.items():
-            if column in (KEEP, REWARD_PARTS) or (column == FINISHED and not self._is_read(column)):
-                continue  # each drops rows, or reports parts of rewards; no node reads the column
+            if not self._is_read(column):
+                continue  # such as `keep`, by which each writer drops rows: whose it is matters to no node
             for index, first in enumerate(nodes):
                 for second in nodes[index + 1 :]:
                     ordered = self.closure.has_edge(first, second) or self.closure.has_edge(second, first)
@@ -197,7 +192,7 @@ class _Tracer:
 
     def _of_others(self, node: str, read: Read, own: Column | None, producer: str) -> bool:
         """Return whether an optional column is there, but of other responses than `own`: of an earlier turn, say."""
-        if own is None or not _is_of_responses(read.name, producer) or node in self.unsure:
+        if own is None or not _is_of_responses(read.name) or node in self.unsure:
             return False
         ours, theirs = self.fans.get(own.producer, ()), self.fans.get(producer, ())
         if ours == theirs:
@@ -324,7 +319,7 @@ class _Tracer:
     def _prompts(self, node: str, reads: list[Column]) -> str | None:
         """Return whose prompts a node's responses follow. Responses behind the prompts of others are a mistake."""
         given = next((column for column in reads if column.parameter == "prompts"), None)
-        follow = {column.name: origin for column in reads if _is_of_responses(column.parameter, column.producer)
+        follow = {column.name: origin for column in reads if _is_of_responses(column.parameter)
                   and (origin := self.prompts.get(column.producer))}
         wrong = next((name for name, origin in follow.items() if given and origin != given.producer), None)
         if given and wrong and node not in self.unsure:
@@ -360,7 +355,5 @@ class _Tracer:
         return self.spec.dag_source.location(("nodes", node), key=True)
 
 
-def _is_of_responses(parameter: str, producer: str) -> bool:
-    if (parameter, producer) == (FINISHED, SOURCE):
-        return False  # a field of the data that is called so
+def _is_of_responses(parameter: str) -> bool:
     return parameter in _OF_RESPONSES or parameter.endswith("_logprobs")

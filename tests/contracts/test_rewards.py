@@ -105,13 +105,16 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> No
     assert "rewards_of_ones_own" not in sys.modules
 
 
-def test_a_field_of_the_data_goes_before_the_rollout_s_column_of_that_name(planned) -> None:
-    read = planned("labelled", "finished", imports="rewards_of_endings")
-    assert read["finished"] == ("source", "list[str]")
-    assert read["responses"][0] == "rollout"
+def test_a_reward_reads_whether_an_answer_came_to_its_end(planned) -> None:
     assert planned("ended", imports="rewards_of_endings")["finished"] == ("rollout", "Tensor")
-    with pytest.raises(InvalidInput, match="wants column `finished` as Tensor, but the dataset gives list"):
+
+
+def test_a_field_of_the_data_named_like_a_column_of_the_rollout(planned) -> None:
+    with pytest.raises(InvalidInput) as caught:
         planned("ended", "finished", imports="rewards_of_endings")
+    (mistake,) = caught.value.mistakes
+    assert mistake.what == "node `rollout` writes column `finished`, which comes from the dataset"
+    assert mistake.hint == "Rename it:  rollout: {…, writes: {finished: rollout_finished}}"
 
 
 def test_a_column_that_does_not_exist(planned, tmp_path) -> None:
