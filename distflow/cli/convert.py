@@ -25,6 +25,7 @@ import yaml
 
 from distflow.cli.common import Verb
 from distflow.config.shipped import SHIPPED
+from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
 
 _UNKNOWN_STEPS = 100
@@ -115,7 +116,7 @@ def convert(options: argparse.Namespace) -> int:
         ], [f"{key}: {value}" for key, value in content.items() if key not in ("nodes", "dag_id", "description")]
     else:
         done = _converted(file, _flat(content))
-        run = yaml.safe_dump(_nested(done.settings), sort_keys=False, allow_unicode=True)
+        run = dump(_nested(done.settings), allow_unicode=True)
         files = {f"{name}.yaml": _dag_text(_adapted_dag(done, name), file), "run.yaml": f"# From {file.name}.\n{run}"}
         notes, left = done.notes, done.left()
     _write(folder, files, notes, left)
@@ -497,7 +498,7 @@ def _dag_text(dag: dict[str, Any], file: Path) -> str:
     for part in ("roles", "nodes"):
         lines.append(f"{part}:")
         for name, value in dag[part].items():
-            flow = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False).strip()
+            flow = dump(value, default_flow_style=True, width=math.inf).strip()
             lines.append(f"  {name}: {flow}")
     return "\n".join(lines) + "\n"
 

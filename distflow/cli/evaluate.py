@@ -19,7 +19,7 @@ from distflow.cli.launcher import torchrun
 from distflow.config.hub import fetch, fetched
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
-from distflow.config.yaml_source import parse_value, read
+from distflow.config.yaml_source import dump, parse_value, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
@@ -129,7 +129,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
            "checkpoint": {"every": 0}}
     with tempfile.TemporaryDirectory() as temporary:
         for kind, content in (("dag", dag), ("run", run)):
-            Path(temporary, f"{kind}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+            Path(temporary, f"{kind}.yaml").write_text(dump(content))
         changes = [part for text in options.overrides for part in ("--set", text)]
         return torchrun(options.ranks, ["--dag", f"{temporary}/dag.yaml", "--run-file", f"{temporary}/run.yaml",
                                         "--name", folder.name, *changes], quiet=options.json)

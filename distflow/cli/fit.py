@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from distflow.cli.calibration import spec_of
 from distflow.cli.common import Verb, add_dag_arguments, load_and_plan, table
 from distflow.config.load import Spec
+from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
 from distflow.plan import TRAINER, MemoryItem
 from distflow.telemetry.run_folder import read_plan
@@ -84,7 +83,7 @@ def _described(spec: Spec, rows: dict[tuple[str, ...], Fit], said: str) -> Itera
     if best.settings.offload:
         yield "nothing fits without `offload`, whose traffic to host memory is not in these seconds"
     yield from ("", "write into the run file", "")
-    yield yaml.safe_dump(lines(spec, best.settings), sort_keys=False, default_flow_style=None, width=110).rstrip()
+    yield dump(lines(spec, best.settings), default_flow_style=None, width=110).rstrip()
 
 
 def _word(value: bool) -> str:

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from distflow import launch
 from distflow.cli.calibration import Calibration, calibration, spec_of
 from distflow.cli.common import add_dag_arguments, load_and_plan, table
 from distflow.cli.plan_text import describe
 from distflow.config.load import Spec
-from distflow.config.yaml_source import read
+from distflow.config.yaml_source import dump, read
 from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan_file import PlacedPlan, read_plan_file
 
@@ -151,7 +149,7 @@ def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
 def _print_found(options: argparse.Namespace, spec: Spec, costed: CostedProblem, plan: PlacedPlan,
                  known: Calibration | None) -> None:
     if options.out:
-        text = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
+        text = dump(plan.model_dump(mode="json"), default_flow_style=None, width=110)
         _write(options.out, HEAD + text)
     placement = _drawn(options, costed, plan)
     print("\n".join(_described(spec, plan)))

@@ -13,12 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from distflow.cli.common import Verb
 from distflow.cli.launcher import attend
 from distflow.config.cluster import Cluster, check_cluster
-from distflow.config.yaml_source import check, parse
+from distflow.config.yaml_source import check, dump, parse
 from distflow.errors import InvalidInput
 from distflow.launch import stay_on_loopback
 from distflow.plan_file import ALIKE, cluster_of_probes
@@ -95,7 +93,7 @@ def _head(machines: int, ranks: int, by: str) -> str:
 
 def _write(path: str | None, head: str, description: dict[str, Any]) -> None:
     """Write or print the description, once it has been read back without mistakes."""
-    text = head + yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=110)
+    text = head + dump(description, default_flow_style=None, width=110)
     source = parse(text, path or "the description")
     cluster, mistakes = check(Cluster, source)
     mistakes += check_cluster(cluster, source) if cluster else []

@@ -2,6 +2,7 @@
 
     read, parse    text → YamlSource: plain data, locations of keys and values, mistakes of form
     check          YamlSource → Document, with a Diagnostic for each wrong value; recovers values where it can
+    dump           plain data → text that these read as the same
 
 Stricter than YAML 1.1: only true and false are booleans (not yes, on, off), `1e-6` is a number, and duplicate keys are
 refused.
@@ -30,6 +31,19 @@ _SCALARS = (
     (re.compile(r"^[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?$"), lambda text: float(text.replace("_", ""))),
     (re.compile(r"^[-+]?\.inf$"), lambda text: float(text.replace(".", ""))),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper that quotes text which would be read as another value, such as `1e5`, a text to YAML 1.1."""
+
+
+for _pattern, _ in _SCALARS:
+    _Dumper.add_implicit_resolver("tag:distflow,scalar", _pattern, None)
+
+
+def dump(data: Any, **layout: Any) -> str:
+    """Return plain data as YAML, in the order given; `layout` as of `yaml.dump`. `read` reads it as it was."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, **layout)
 
 
 @dataclass

@@ -27,10 +27,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from distflow.config.extras import DISTRIBUTION
 from distflow.config.load import Spec, reload
+from distflow.config.yaml_source import dump
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
 from distflow.telemetry import events
@@ -311,7 +310,7 @@ class RunFolder:
     @staticmethod
     def describe(path: Path, spec: Spec, plan: Plan) -> None:
         """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
-        texts = {f"{kind}.yaml": yaml.safe_dump(content, sort_keys=False) for kind, content in spec.resolved().items()}
+        texts = {f"{kind}.yaml": dump(content) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
             events.write_atomically(path / name, text)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distflow.config.yaml_source import parse, parse_value, read
+from distflow.config.yaml_source import dump, parse, parse_value, read
 from distflow.errors import InvalidInput, Location
 
 
@@ -56,6 +56,15 @@ def test_a_key_twice_is_noted_and_the_first_kept() -> None:
 def test_an_alias_may_stand_twice_but_not_in_itself() -> None:
     assert not parse("a: &x [1]\nb: *x\n", "file").mistakes
     assert "inside what it stands for" in parse("a: &x [*x]\n", "file").mistakes[0].what
+
+
+@pytest.mark.parametrize("value", [
+    "1e5", "5569858060e51287", "12", "007", ".5", "5.", "1_0", ".inf", "true", "yes", "null", "~", "", "x: y", "é\n",
+    1e-6, 1.5, 10**20, float("inf"), True, None])
+def test_what_is_dumped_is_read_as_it_was(value: object) -> None:
+    data = {"given": value, "several": [value, "1e5"]}
+    assert parse(dump(data), "file").data == data
+    assert parse(dump(data, default_flow_style=None), "file").data == data
 
 
 def test_an_override_takes_the_place_of_all_that_stood_below() -> None:
