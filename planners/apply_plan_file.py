@@ -10,15 +10,17 @@ train come first, then those that sample, else the order is that of the cluster 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, islice
+from typing import Any
 
 from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder
-from distflow.plan_file import PlacedGroup, PlacedPlan, read_plan_file
+from distflow.plan_file import PlacedPlan, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
@@ -33,35 +35,175 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     mistakes = list(_check(spec, problem, plan, source, ranks))
     if mistakes:
         raise InvalidInput(mistakes)
-    own, first, *others = _ranks(problem, plan), *_in_order(problem, plan)
-    together, layouts = _samples(problem, first), {}
-    trained = [group for group in others if _trains_one(problem, group)]
-    on_rollouts = [] if together else _frozen(problem, others[0])
-    for task in problem.tasks:
-        placed = plan.tasks[task.name]
-        if own[task.name].start == 0 or any(task.name in group.tasks for group in trained):
-            layouts[task.name] = _parallel(problem, plan, task, own[task.name])
-        elif placed.tp * placed.pp > 1:  # they divide no rows
-            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
-        elif task.kind == INFER and task.role not in on_rollouts:
-            rows, _ = _rows(problem, plan, task, own[task.name]) or ([], "")
-            layouts[task.name] = Parallel(dp=len(own[task.name]), rows=rows if len(rows) > 1 else [])
-    if together:
-        layouts = _beside(spec, {name: layout for name, layout in layouts.items() if own[name].start == 0}) | layouts
-    ranks_of = {_tasks(problem, group)[0].role: len(group.ranks) for group in (others if together else others[1:])}
-    apart = {_tasks(problem, group)[0].role for group in trained}
-    groups = spec.run.groups.model_copy(update={
-        "rollout": spec.run.groups.rollout if together else len(others[0].ranks),
-        "inference": {role: count for role, count in ranks_of.items() if role not in apart}
-        | dict.fromkeys(on_rollouts, ROLLOUT),
-        "trainers": {role: count for role, count in ranks_of.items() if role in apart}})
-    run = spec.run.model_copy(update={"layouts": layouts, "groups": groups, "ranks": ranks,
-                                      "mode": SYNC if together else spec.run.mode,
-                                      "roles": spec.run.roles | _micro_batches(spec, problem, plan)})
+    placement = Placement(problem, plan)
+    mode = SYNC if placement.together else spec.run.mode
+    run = spec.run.model_copy(update={"layouts": _layouts(spec, placement), "ranks": ranks, "mode": mode,
+                                      "groups": spec.run.groups.model_copy(update=_groups(placement)),
+                                      "roles": spec.run.roles | _micro_batches(spec, placement)})
     return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
 
 
+def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
+    """Return the machines that a plan uses, in the order of their ranks, as  3 ampere, 1 ada."""
+    placement = Placement(problem, plan)
+    used = dict.fromkeys(placement.machine_of[device] for device in placement.devices)
+    return ", ".join(f"{len(list(same))} {name}" for name, same in groupby(name for name, _ in used))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Group of a plan: its devices, its tasks, and the tasks of other groups."""
+
+    devices: list[int]
+    tasks: list[ModelTask]
+    others: list[ModelTask]
+
+    @property
+    def kinds(self) -> set[str]:
+        return {task.kind for task in self.tasks}
+
+    @property
+    def roles(self) -> list[str]:
+        return list(dict.fromkeys(task.role for task in self.tasks))
+
+    @property
+    def frozen(self) -> list[str]:
+        """Roles whose models the group only reads."""
+        return list(dict.fromkeys(task.role for task in self.tasks if task.kind == INFER))
+
+    @property
+    def samples(self) -> bool:
+        return GENERATE in self.kinds
+
+    @property
+    def only_infers(self) -> bool:
+        """Whether it has all tasks of one role, which is only read."""
+        return self._has_one_role and self.kinds == {INFER}
+
+    @property
+    def samples_and_reads(self) -> bool:
+        """Whether it samples, and has all tasks of frozen roles beside that."""
+        return self.kinds == {GENERATE, INFER} and self._is_whole(self.frozen)
+
+    @property
+    def trains_one(self) -> bool:
+        """Whether it has all tasks of one role, which is trained and does not sample, and others are trained too."""
+        return self._has_one_role and TRAIN in self.kinds and not self.samples \
+            and any(task.kind == TRAIN for task in self.others)
+
+    @property
+    def order(self) -> int:
+        """Place among the groups: that which trains what samples, which samples, which infer, which train one role."""
+        return 3 if self.trains_one else 0 if TRAIN in self.kinds else 1 if self.samples else 2
+
+    @property
+    def _has_one_role(self) -> bool:
+        return len(self.roles) == 1 and self._is_whole(self.roles)
+
+    def _is_whole(self, roles: list[str]) -> bool:
+        return not any(task.role in roles for task in self.others)
+
+
+class Placement:
+    """Plan of a problem, by ranks: `groups` in the order of their ranks, and the ranks of each task's group."""
+
+    def __init__(self, problem: Problem, plan: PlacedPlan):
+        self.problem, self.plan = problem, plan
+        groups = [_Group(group.ranks, [task for task in problem.tasks if task.name in group.tasks],
+                         [task for task in problem.tasks if task.name not in group.tasks]) for group in plan.groups]
+        self.groups = sorted(groups, key=lambda group: (group.order, problem.tasks.index(group.tasks[0])))
+        self.group_of = {task.name: group for group in groups for task in group.tasks}
+        self.ranks: dict[str, range] = {}
+        first = 0
+        for group in self.groups:
+            self.ranks |= {task.name: range(first, first + len(group.devices)) for task in group.tasks}
+            first += len(group.devices)
+        self.machines = [(device_group.name, own[first:first + device_group.each])
+                         for device_group, own in zip(problem.hardware.device_groups, problem.hardware.ranks)
+                         for first in range(0, len(own), device_group.each)]
+        """Name of each machine's kind, and the numbers of its devices, in the order of the cluster file."""
+        self.machine_of = {device: (name, number) for number, (name, devices) in enumerate(self.machines)
+                           for device in devices}
+
+    @property
+    def together(self) -> bool:
+        """Whether the first ranks sample what they train on, or nothing samples."""
+        return self.groups[0].samples or not any(group.samples for group in self.groups)
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """Numbers of the cluster file's devices, by rank: those that the plan names, or if they tear a machine others
+        of the same kinds. Devices of a machine that two groups share are the last of one and the first of the other."""
+        named = [group.devices for group in self.groups]
+        dealt: list[list[int]] = [[] for _ in named]
+        for own in self.problem.hardware.ranks:
+            free = iter(sorted(device for device in self.plan.ranks if device in own))
+            for devices, group in zip(dealt, named):
+                devices += islice(free, sum(device in own for device in group))
+        orders = [self._side_by_side(groups) for groups in (named, dealt)]
+        return next((order for order in orders if not [*self._torn(order)]), orders[0])
+
+    @property
+    def torn(self) -> Iterator[tuple[str, list[int]]]:
+        """The machines whose ranks would not follow each other, and these ranks."""
+        return self._torn(self.devices)
+
+    def rows(self, task: ModelTask, ranks: Sequence[int]) -> tuple[list[int], RankOrder] | None:
+        """Return the rows of each share of `ranks`, 0 for an idle one, and the order of the ranks of shares and stages;
+        None if the plan's stages are elsewhere."""
+        placed = self.plan.tasks[task.name]
+        shares = len(ranks) // (placed.tp * placed.pp)
+        for order in (SHARES_OUTERMOST, STAGES_OUTERMOST):
+            layout = Layout(shares, ranks[0], tp=placed.tp, pp=placed.pp, order=order)
+            if rows := self._rows_in(task, layout):
+                return rows, order
+        return None
+
+    def _side_by_side(self, groups: Sequence[Sequence[int]]) -> list[int]:
+        """Return the devices of all groups, each one's with those of shared machines at its ends."""
+        machines = [{self.machine_of[device] for device in group} for group in groups]
+
+        def end(index: int, device: int) -> int:
+            at = self.machine_of[device]
+            return any(at in own for own in machines[index + 1:]) - any(at in own for own in machines[:index])
+
+        return [device for index, group in enumerate(groups)
+                for device in sorted(group, key=lambda device: (end(index, device), device))]
+
+    def _torn(self, order: list[int]) -> Iterator[tuple[str, list[int]]]:
+        rank_of = {device: rank for rank, device in enumerate(order)}
+        for machine, devices in self.machines:
+            at = sorted(rank_of[device] for device in devices if device in rank_of)
+            if at and at[-1] - at[0] >= len(at):
+                yield machine, at
+
+    def _rows_in(self, task: ModelTask, layout: Layout) -> list[int] | None:
+        at = [self.machine_of[device] for device in self.devices]
+        left = [(shares.stages, shares.rows, shares.count) for shares in self.plan.tasks[task.name].shares]
+        result = []
+        for share in range(layout.dp):
+            own = [at[rank] for rank in layout.ranks_of(share)]
+            machines = own[:: layout.tp]
+            alike = own == [machine for machine in machines for _ in range(layout.tp)]
+            stages = [name for name, _ in machines]
+            index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
+            if index is None or not alike:
+                result.append(0)
+                continue
+            wanted, rows, count = left[index]
+            left[index] = (wanted, rows, count - 1)
+            result.append(rows)
+        return result if not any(count for *_, count in left) else None
+
+
 def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
+    names = [task.name for task in problem.tasks]
+    if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
+            != sorted(names):
+        yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
+                         source.location(("tasks",), key=True), AGAIN)
+        return
+    placement = Placement(problem, plan)
     devices, idle = len(plan.ranks), sum(problem.hardware.all) - len(plan.ranks)
     if ranks != devices:
         those = f"{devices} of the {devices + idle} devices" if idle else f"the {devices} devices"
@@ -73,54 +215,44 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
         yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
                          spec.run_source.location(("layouts",), key=True),
                          "Leave it out of the run file, or start without  --plan")
-    names = [task.name for task in problem.tasks]
-    if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
-            != sorted(names):
-        yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
-                         source.location(("tasks",), key=True), AGAIN)
-        return
-    found = list(_check_groups(problem, plan, source, spec.run.mode))
+    found = list(_check_groups(placement, source, spec.run.mode))
     yield from found
     for task in problem.tasks if not found else ():
-        yield from _check_task(problem, plan, task, source)
+        yield from _check_task(placement, task, source)
 
 
-def _check_groups(problem: Problem, plan: PlacedPlan, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
-    where = source.location(("groups",), key=True)
-    for machine, ranks in _machines_of(problem):
-        part = sum(rank in ranks for rank in plan.ranks)
-        if 0 < part < len(ranks):
-            yield Diagnostic(f"the plan uses {part} of the {len(ranks)} devices of a machine `{machine}`, and all of a "
-                             "machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
+def _check_groups(placement: Placement, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
+    plan, where = placement.plan, source.location(("groups",), key=True)
+    for machine, devices in placement.machines:
+        part = sum(device in devices for device in plan.ranks)
+        if 0 < part < len(devices):
+            yield Diagnostic(f"the plan uses {part} of the {len(devices)} devices of a machine `{machine}`, and all of "
+                             "a machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
     if len(plan.groups) == 1:
         return
-    first, second, *others = _in_order(problem, plan)
-    kinds, alone = {task.kind for task in _tasks(problem, second)}, not _samples(problem, first)
-    beside = mode == "async" and _samples_and_reads(problem, second)
-    alone = alone and mode != SYNC and (kinds == {GENERATE} or beside)
+    _, second, *others = placement.groups
+    alone = mode != SYNC and not placement.together \
+        and (second.kinds == {GENERATE} or (mode == "async" and second.samples_and_reads))
     of_one_role = others if alone else (second, *others)
-    if not (alone or _samples(problem, first)) or not all(
-            _only_infers(problem, group) or _trains_one(problem, group) for group in of_one_role):
-        sampling = " + ".join(sorted(task.name for task in problem.tasks if task.kind == GENERATE))
-        can = "one samples and trains, and each of the others has all tasks of one other role"
-        if mode != SYNC:
+    if not (alone or placement.together) or not all(group.only_infers or group.trains_one for group in of_one_role):
+        sampling = " + ".join(sorted(task.name for task in placement.problem.tasks if task.kind == GENERATE))
+        can = f"one {'samples and ' if sampling else ''}trains, and each of the others has all tasks of one other role"
+        if mode != SYNC and sampling:
             more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
             can = f"one trains, {sampling} samples{more}, and each of the others has all tasks of one role; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}", where, AGAIN)
         return
-    for machine, at in _torn(problem, devices_of(problem, plan)):
+    for machine, at in placement.torn:
         yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would be "
                          f"{_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
 
 
-def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
-    placed, path = plan.tasks[task.name], ("tasks", task.name)
-    width, ranks = placed.tp * placed.pp, _ranks(problem, plan)[task.name]
-    apart = ranks.start > 0 and not any(task.name in group.tasks and _trains_one(problem, group)
-                                        for group in plan.groups)
-    beside = apart and task.kind == INFER and any(task.name in group.tasks and _samples(problem, group)
-                                                  for group in plan.groups)
+def _check_task(placement: Placement, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
+    placed, path = placement.plan.tasks[task.name], ("tasks", task.name)
+    width, ranks, group = placed.tp * placed.pp, placement.ranks[task.name], placement.group_of[task.name]
+    apart = ranks.start > 0 and not group.trains_one
+    beside = apart and task.kind == INFER and group.samples
     if beside and width > 1:
         yield Diagnostic(f"node `{task.name}` splits its model over {width} ranks, and each rank that samples has its "
                          "whole model", source.location(path, key=True), AGAIN)
@@ -137,167 +269,51 @@ def _check_task(problem: Problem, plan: PlacedPlan, task: ModelTask, source: Yam
     if len(ranks) % width:
         yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks, which {width} does "
                          "not divide", source.location(path, key=True), AGAIN)
-    elif _rows(problem, plan, task, ranks) is None:
+    elif placement.rows(task, ranks) is None:
         yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
                          source.location((*path, "shares"), key=True), AGAIN)
 
 
-def devices_of(problem: Problem, plan: PlacedPlan) -> list[int]:
-    """Return the numbers of the cluster file's devices, by rank: those that the plan names, or if they tear a machine
-    others of the same kinds. Devices of a machine that two groups share are the last of one and the first of the other.
-    """
-    named = [group.ranks for group in _in_order(problem, plan)]
-    dealt: list[list[int]] = [[] for _ in named]
-    for own in problem.hardware.ranks:
-        free = iter(sorted(device for device in plan.ranks if device in own))
-        for devices, group in zip(dealt, named):
-            devices += islice(free, sum(device in own for device in group))
-    orders = [_side_by_side(problem, groups) for groups in (named, dealt)]
-    return next((order for order in orders if not [*_torn(problem, order)]), orders[0])
+def _groups(placement: Placement) -> dict[str, Any]:
+    """Return the settings of `groups:` that differ from the run's."""
+    alone, rollout, on_rollouts = placement.groups[1:], {}, []
+    if not placement.together:
+        sampling, *alone = alone
+        rollout, on_rollouts = {"rollout": len(sampling.devices)}, sampling.frozen
+    return rollout | {
+        "inference": {group.roles[0]: len(group.devices) for group in alone if not group.trains_one}
+        | dict.fromkeys(on_rollouts, ROLLOUT),
+        "trainers": {group.roles[0]: len(group.devices) for group in alone if group.trains_one}}
 
 
-def _side_by_side(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the devices of all groups, each one's with those of shared machines at its ends."""
-    at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
-    machines = [{at[device] for device in group} for group in groups]
-
-    def end(index: int, device: int) -> int:
-        earlier, later = (any(at[device] in own for own in part) for part in (machines[:index], machines[index + 1:]))
-        return later - earlier
-
-    return [device for index, group in enumerate(groups)
-            for device in sorted(group, key=lambda device: (end(index, device), device))]
-
-
-def _torn(problem: Problem, order: list[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield the machines whose ranks would not follow each other, and these ranks."""
-    place = {device: rank for rank, device in enumerate(order)}
-    for machine, devices in _machines_of(problem):
-        at = sorted(place[device] for device in devices if device in place)
-        if at and at[-1] - at[0] >= len(at):
-            yield machine, at
+def _layouts(spec: Spec, placement: Placement) -> dict[str, Parallel]:
+    layouts = {}
+    for task in placement.problem.tasks:
+        placed, group = placement.plan.tasks[task.name], placement.group_of[task.name]
+        ranks = placement.ranks[task.name]
+        rows, order = placement.rows(task, ranks) or ([], SHARES_OUTERMOST)
+        if ranks.start == 0 or group.trains_one:
+            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order)
+        elif placed.tp * placed.pp > 1:  # they divide no rows
+            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
+        elif task.kind == INFER and not group.samples:
+            layouts[task.name] = Parallel(dp=len(ranks), rows=rows if len(rows) > 1 else [])
+    if placement.together:
+        first = {name: layout for name, layout in layouts.items() if placement.ranks[name].start == 0}
+        layouts = _beside(spec, first) | layouts
+    return layouts
 
 
-def _in_order(problem: Problem, plan: PlacedPlan) -> list[PlacedGroup]:
-    """Return the groups in the order of their ranks: that which trains what samples, which samples, and by their tasks
-    those that infer and those that train another role."""
-    def kind(group: PlacedGroup) -> int:
-        kinds = {task.kind for task in _tasks(problem, group)}
-        return 3 if _trains_one(problem, group) else 0 if TRAIN in kinds else 1 if GENERATE in kinds else 2
-
-    return sorted(plan.groups, key=lambda group: (kind(group), min(
-        number for number, task in enumerate(problem.tasks) if task.name in group.tasks)))
-
-
-def _ranks(problem: Problem, plan: PlacedPlan) -> dict[str, range]:
-    """Return the ranks of each task's group."""
-    found, first = {}, 0
-    for group in _in_order(problem, plan):
-        found |= dict.fromkeys(group.tasks, range(first, first + len(group.ranks)))
-        first += len(group.ranks)
-    return found
-
-
-def _tasks(problem: Problem, group: PlacedGroup) -> list[ModelTask]:
-    return [task for task in problem.tasks if task.name in group.tasks]
-
-
-def _only_infers(problem: Problem, group: PlacedGroup) -> bool:
-    """Return whether a group has all tasks of one role, which is only read."""
-    roles = {task.role for task in _tasks(problem, group)}
-    return len(roles) == 1 and all(task.kind == INFER and task.name in group.tasks for task in problem.tasks
-                                   if task.role in roles)
-
-
-def _frozen(problem: Problem, group: PlacedGroup) -> list[str]:
-    """Return the roles whose models a group only reads."""
-    return list(dict.fromkeys(task.role for task in _tasks(problem, group) if task.kind == INFER))
-
-
-def _samples_and_reads(problem: Problem, group: PlacedGroup) -> bool:
-    """Return whether a group samples, and has all tasks of frozen roles beside that."""
-    frozen, own = _frozen(problem, group), {task.kind for task in _tasks(problem, group)}
-    return own == {GENERATE, INFER} and all(
-        task.name in group.tasks for task in problem.tasks if task.role in frozen)
-
-
-def _samples(problem: Problem, group: PlacedGroup) -> bool:
-    return any(task.kind == GENERATE for task in _tasks(problem, group))
-
-
-def _trains_one(problem: Problem, group: PlacedGroup) -> bool:
-    """Return whether a group has all tasks of one role, which is trained and does not sample, and other roles are
-    trained too."""
-    of_role = [task for task in problem.tasks if task.role in {task.role for task in _tasks(problem, group)}]
-    others = any(task.kind == TRAIN and task not in of_role for task in problem.tasks)
-    return len({task.role for task in of_role}) == 1 and {task.name for task in of_role} == {*group.tasks} and others \
-        and any(task.kind == TRAIN for task in of_role) and all(task.kind != GENERATE for task in of_role)
-
-
-def _machines_of(problem: Problem) -> Iterator[tuple[str, range]]:
-    """Yield each machine and the numbers of its devices, in the order of the cluster file."""
-    for device_group, own in zip(problem.hardware.device_groups, problem.hardware.ranks):
-        yield from ((device_group.name, own[first:first + device_group.each])
-                    for first in range(0, len(own), device_group.each))
-
-
-def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
-    """Return the machines that a plan uses, in the order of their ranks, as  3 ampere, 1 ada."""
-    at = {device: number for number, (_, devices) in enumerate(_machines_of(problem)) for device in devices}
-    names = [name for name, _ in _machines_of(problem)]
-    order = dict.fromkeys(at[device] for device in devices_of(problem, plan))
-    return ", ".join(f"{len(list(same))} {name}" for name, same in groupby(names[number] for number in order))
-
-
-def _parallel(problem: Problem, plan: PlacedPlan, task: ModelTask, ranks: Sequence[int]) -> Parallel:
-    placed = plan.tasks[task.name]
-    rows, order = _rows(problem, plan, task, ranks) or ([], SHARES_OUTERMOST)
-    return Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order)
-
-
-def _micro_batches(spec: Spec, problem: Problem, plan: PlacedPlan) -> dict[str, RoleRun]:
+def _micro_batches(spec: Spec, placement: Placement) -> dict[str, RoleRun]:
     """Return the settings of the roles whose micro-batches are smaller by the plan than their settings let them be."""
     found = {}
-    for task in problem.tasks:
-        settings, tokens = spec.run.roles.get(task.role), plan.tasks[task.name].micro_rows * task.tokens
+    for task in placement.problem.tasks:
+        settings, placed = spec.run.roles.get(task.role), placement.plan.tasks[task.name]
+        tokens = placed.micro_rows * task.tokens
         if settings and task.kind == TRAIN and tokens <= settings.micro_batch_tokens - task.tokens \
-                and plan.tasks[task.name].micro_rows < max(shares.rows for shares in plan.tasks[task.name].shares):
+                and placed.micro_rows < max(shares.rows for shares in placed.shares):
             found[task.role] = settings.model_copy(update={"micro_batch_tokens": tokens})
     return found
-
-
-def _rows(problem: Problem, plan: PlacedPlan, task: ModelTask,
-          ranks: Sequence[int]) -> tuple[list[int], RankOrder] | None:
-    """Return the rows of each share of `ranks`, 0 for an idle one, and the order of the ranks of shares and stages;
-    None if the plan's stages are elsewhere."""
-    placed = plan.tasks[task.name]
-    shares = len(ranks) // (placed.tp * placed.pp)
-    for order in (SHARES_OUTERMOST, STAGES_OUTERMOST):
-        layout = Layout(shares, ranks[0], tp=placed.tp, pp=placed.pp, order=order)
-        if rows := _rows_in(problem, plan, task, layout):
-            return rows, order
-    return None
-
-
-def _rows_in(problem: Problem, plan: PlacedPlan, task: ModelTask, layout: Layout) -> list[int] | None:
-    every = {device: (name, number) for number, (name, devices) in enumerate(_machines_of(problem))
-             for device in devices}
-    at, placed = [every[device] for device in devices_of(problem, plan)], plan.tasks[task.name]
-    left = [(shares.stages, shares.rows, shares.count) for shares in placed.shares]
-    result = []
-    for share in range(layout.dp):
-        own = [at[rank] for rank in layout.ranks_of(share)]
-        machines = own[:: layout.tp]
-        alike = own == [machine for machine in machines for _ in range(layout.tp)]
-        stages = [name for name, _ in machines]
-        index = next((index for index, (wanted, _, count) in enumerate(left) if count and wanted == stages), None)
-        if index is None or not alike:
-            result.append(0)
-            continue
-        wanted, rows, count = left[index]
-        left[index] = (wanted, rows, count - 1)
-        result.append(rows)
-    return result if not any(count for *_, count in left) else None
 
 
 def _beside(spec: Spec, layouts: dict[str, Parallel]) -> dict[str, Parallel]:

@@ -503,3 +503,17 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     ranks = sum(map(sum, found.subsets))
     own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
     assert plan(own, ranks).ranks == ranks
+
+
+@pytest.mark.parametrize("dag", sorted(path.stem for path in Path("dags").glob("*.yaml")))
+def test_every_shipped_dag_has_a_plan_that_runs(tmp_path: Path, dag: str) -> None:
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    own_run = Path(f"dags/runs/embedded_{dag}.yaml")
+    spec = load(dag, str(own_run) if own_run.exists() else None, [], str(tmp_path / "cluster.yaml"))
+    costed = CostedProblem(problem_of(spec))
+    found = runnable(spec, costed)
+    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
+    ranks = sum(map(sum, found.subsets))
+    own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
+    assert plan(own, ranks).ranks == ranks
