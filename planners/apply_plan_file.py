@@ -35,18 +35,18 @@ def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
     mistakes = list(_check(spec, problem, plan, source, ranks))
     if mistakes:
         raise InvalidInput(mistakes)
-    placement = Placement(problem, plan)
-    mode = SYNC if placement.together else spec.run.mode
-    run = spec.run.model_copy(update={"layouts": _layouts(spec, placement), "ranks": ranks, "mode": mode,
-                                      "groups": spec.run.groups.model_copy(update=_groups(placement)),
-                                      "roles": spec.run.roles | _micro_batches(spec, placement)})
+    assignment = RankAssignment(problem, plan)
+    mode = SYNC if assignment.together else spec.run.mode
+    run = spec.run.model_copy(update={"layouts": _layouts(spec, assignment), "ranks": ranks, "mode": mode,
+                                      "groups": spec.run.groups.model_copy(update=_groups(assignment)),
+                                      "roles": spec.run.roles | _micro_batches(spec, assignment)})
     return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
 
 
 def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
     """Return the machines that a plan uses, in the order of their ranks, as  3 ampere, 1 ada."""
-    placement = Placement(problem, plan)
-    used = dict.fromkeys(placement.machine_of[device] for device in placement.devices)
+    assignment = RankAssignment(problem, plan)
+    used = dict.fromkeys(assignment.machine_of[device] for device in assignment.devices)
     return ", ".join(f"{len(list(same))} {name}" for name, same in groupby(name for name, _ in used))
 
 
@@ -104,8 +104,8 @@ class _Group:
         return not any(task.role in roles for task in self.others)
 
 
-class Placement:
-    """Plan of a problem, by ranks: `groups` in the order of their ranks, and the ranks of each task's group."""
+class RankAssignment:
+    """Ranks of a plan: `groups` in the order of their ranks, and the ranks of each task's group."""
 
     def __init__(self, problem: Problem, plan: PlacedPlan):
         self.problem, self.plan = problem, plan
@@ -203,7 +203,7 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
         yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
                          source.location(("tasks",), key=True), AGAIN)
         return
-    placement = Placement(problem, plan)
+    assignment = RankAssignment(problem, plan)
     devices, idle = len(plan.ranks), sum(problem.hardware.all) - len(plan.ranks)
     if ranks != devices:
         those = f"{devices} of the {devices + idle} devices" if idle else f"the {devices} devices"
@@ -215,27 +215,27 @@ def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, r
         yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
                          spec.run_source.location(("layouts",), key=True),
                          "Leave it out of the run file, or start without  --plan")
-    found = list(_check_groups(placement, source, spec.run.mode))
+    found = list(_check_groups(assignment, source, spec.run.mode))
     yield from found
     for task in problem.tasks if not found else ():
-        yield from _check_task(placement, task, source)
+        yield from _check_task(assignment, task, source)
 
 
-def _check_groups(placement: Placement, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
-    plan, where = placement.plan, source.location(("groups",), key=True)
-    for machine, devices in placement.machines:
+def _check_groups(assignment: RankAssignment, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
+    plan, where = assignment.plan, source.location(("groups",), key=True)
+    for machine, devices in assignment.machines:
         part = sum(device in devices for device in plan.ranks)
         if 0 < part < len(devices):
             yield Diagnostic(f"the plan uses {part} of the {len(devices)} devices of a machine `{machine}`, and all of "
                              "a machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
     if len(plan.groups) == 1:
         return
-    _, second, *others = placement.groups
-    alone = mode != SYNC and not placement.together \
+    _, second, *others = assignment.groups
+    alone = mode != SYNC and not assignment.together \
         and (second.kinds == {GENERATE} or (mode == "async" and second.samples_and_reads))
     of_one_role = others if alone else (second, *others)
-    if not (alone or placement.together) or not all(group.only_infers or group.trains_one for group in of_one_role):
-        sampling = " + ".join(sorted(task.name for task in placement.problem.tasks if task.kind == GENERATE))
+    if not (alone or assignment.together) or not all(group.only_infers or group.trains_one for group in of_one_role):
+        sampling = " + ".join(sorted(task.name for task in assignment.problem.tasks if task.kind == GENERATE))
         can = f"one {'samples and ' if sampling else ''}trains, and each of the others has all tasks of one other role"
         if mode != SYNC and sampling:
             more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
@@ -243,14 +243,14 @@ def _check_groups(placement: Placement, source: YamlSource, mode: str) -> Iterat
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}", where, AGAIN)
         return
-    for machine, at in placement.torn:
+    for machine, at in assignment.torn:
         yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would be "
                          f"{_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
 
 
-def _check_task(placement: Placement, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
-    placed, path = placement.plan.tasks[task.name], ("tasks", task.name)
-    width, ranks, group = placed.tp * placed.pp, placement.ranks[task.name], placement.group_of[task.name]
+def _check_task(assignment: RankAssignment, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
+    placed, path = assignment.plan.tasks[task.name], ("tasks", task.name)
+    width, ranks, group = placed.tp * placed.pp, assignment.ranks[task.name], assignment.group_of[task.name]
     apart = ranks.start > 0 and not group.trains_one
     beside = apart and task.kind == INFER and group.samples
     if beside and width > 1:
@@ -269,15 +269,15 @@ def _check_task(placement: Placement, task: ModelTask, source: YamlSource) -> It
     if len(ranks) % width:
         yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks, which {width} does "
                          "not divide", source.location(path, key=True), AGAIN)
-    elif placement.rows(task, ranks) is None:
+    elif assignment.rows(task, ranks) is None:
         yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
                          source.location((*path, "shares"), key=True), AGAIN)
 
 
-def _groups(placement: Placement) -> dict[str, Any]:
+def _groups(assignment: RankAssignment) -> dict[str, Any]:
     """Return the settings of `groups:` that differ from the run's."""
-    alone, rollout, on_rollouts = placement.groups[1:], {}, []
-    if not placement.together:
+    alone, rollout, on_rollouts = assignment.groups[1:], {}, []
+    if not assignment.together:
         sampling, *alone = alone
         rollout, on_rollouts = {"rollout": len(sampling.devices)}, sampling.frozen
     return rollout | {
@@ -286,29 +286,29 @@ def _groups(placement: Placement) -> dict[str, Any]:
         "trainers": {group.roles[0]: len(group.devices) for group in alone if group.trains_one}}
 
 
-def _layouts(spec: Spec, placement: Placement) -> dict[str, Parallel]:
+def _layouts(spec: Spec, assignment: RankAssignment) -> dict[str, Parallel]:
     layouts = {}
-    for task in placement.problem.tasks:
-        placed, group = placement.plan.tasks[task.name], placement.group_of[task.name]
-        ranks = placement.ranks[task.name]
-        rows, order = placement.rows(task, ranks) or ([], SHARES_OUTERMOST)
+    for task in assignment.problem.tasks:
+        placed, group = assignment.plan.tasks[task.name], assignment.group_of[task.name]
+        ranks = assignment.ranks[task.name]
+        rows, order = assignment.rows(task, ranks) or ([], SHARES_OUTERMOST)
         if ranks.start == 0 or group.trains_one:
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order)
         elif placed.tp * placed.pp > 1:  # they divide no rows
             layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
         elif task.kind == INFER and not group.samples:
             layouts[task.name] = Parallel(dp=len(ranks), rows=rows if len(rows) > 1 else [])
-    if placement.together:
-        first = {name: layout for name, layout in layouts.items() if placement.ranks[name].start == 0}
+    if assignment.together:
+        first = {name: layout for name, layout in layouts.items() if assignment.ranks[name].start == 0}
         layouts = _beside(spec, first) | layouts
     return layouts
 
 
-def _micro_batches(spec: Spec, placement: Placement) -> dict[str, RoleRun]:
+def _micro_batches(spec: Spec, assignment: RankAssignment) -> dict[str, RoleRun]:
     """Return the settings of the roles whose micro-batches are smaller by the plan than their settings let them be."""
     found = {}
-    for task in placement.problem.tasks:
-        settings, placed = spec.run.roles.get(task.role), placement.plan.tasks[task.name]
+    for task in assignment.problem.tasks:
+        settings, placed = spec.run.roles.get(task.role), assignment.plan.tasks[task.name]
         tokens = placed.micro_rows * task.tokens
         if settings and task.kind == TRAIN and tokens <= settings.micro_batch_tokens - task.tokens \
                 and placed.micro_rows < max(shares.rows for shares in placed.shares):

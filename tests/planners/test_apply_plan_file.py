@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from distflow.config.load import Spec, load
-from distflow.config.yaml_source import read
+from distflow.config.yaml_source import dump, read
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
 from planners import apply_plan_file, plan
@@ -48,7 +48,7 @@ def obey(spec_of: Callable, tmp_path: Path) -> Callable[..., tuple[Plan, str]]:
         found = runnable(spec, costed)
         said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
         change(said)
-        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
+        (tmp_path / "plan.yaml").write_text(dump(said))
         own = apply_plan_file(spec_of(*more, *later, dag=dag), read(tmp_path / "plan.yaml", "plan.yaml"), ranks)
         return plan(own, ranks)
 
@@ -108,7 +108,7 @@ def test_micro_batches_are_as_large_as_the_plan_says(spec_of: Callable, tmp_path
     best = said["tasks"]["update"]["micro_rows"]
     for rows, tokens in ((2, 2 * longest), (best, update.micro_tokens)):
         said["tasks"]["update"]["micro_rows"] = rows
-        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said, sort_keys=False))
+        (tmp_path / "plan.yaml").write_text(dump(said))
         own = apply_plan_file(spec, read(tmp_path / "plan.yaml", "plan.yaml"), 4)
         assert own.run.roles["actor"].micro_batch_tokens == tokens
         assert digests_of(own, problem_of(own)).work == said["made_for"]["work"], "it may be resumed by the same plan"
@@ -461,7 +461,7 @@ def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: P
     said = yaml.safe_load(yaml.safe_dump(CLUSTER))
     said["links"]["world"] = {"gb_s": 1e-4, "latency_us": 1e6}
     said["machines"]["slow"]["zone"], said["zones"] = "far", {"far": "overseas"}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(said))
+    (tmp_path / "cluster.yaml").write_text(dump(said))
     spec = spec_of()
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
@@ -499,7 +499,7 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
     said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
+    (tmp_path / "plan.yaml").write_text(dump(said))
     ranks = sum(map(sum, found.subsets))
     own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
     assert plan(own, ranks).ranks == ranks
@@ -513,7 +513,7 @@ def test_every_shipped_dag_has_a_plan_that_runs(tmp_path: Path, dag: str) -> Non
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
     said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(said))
+    (tmp_path / "plan.yaml").write_text(dump(said))
     ranks = sum(map(sum, found.subsets))
     own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
     assert plan(own, ranks).ranks == ranks
