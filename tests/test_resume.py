@@ -39,6 +39,15 @@ def shares_change(whole: Path) -> None:
     assert len({values["data/share/more"] for values in metrics_of(whole).values()}) > 1
 
 
+def all_samples(folder: Path) -> dict[tuple[int, int], dict]:
+    """Return the rows of all ranks by step and row, of which none is there twice."""
+    rows = [json.loads(line) for file in sorted(folder.glob("samples/rank*.jsonl")) for line in file.open()]
+    found = {(row["step"], row["row"]): {name: row.get(name) for name in ("questions", "completions", "rewards")}
+             for row in rows}
+    assert len(found) == len(rows) > 0
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of a run on two ranks, the weights that it leaves, and whether it goes on with one rank too."""
@@ -83,7 +92,7 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     (workspace / "filters.py").write_text(FILTERS + WEIGH)
     (workspace / "filtered.yaml").write_text(FILTERED + WEIGHED)
     (workspace / "more.jsonl").write_text("".join((workspace / "train.jsonl").read_text().splitlines(True)[:7]))
-    run = (*case.arguments, "--set", f"steps={STEPS}")
+    run = (*case.arguments, "--set", f"steps={STEPS}", "--set", "all_samples=true")
     launch(2, *run, "--name", "whole")
     kill_after(workspace, 5, *run, "--name", "killed")
     launch(2, "--resume", "runs/killed")
@@ -98,9 +107,11 @@ def test_killed_and_resumed_equals_never_killed(launch, workspace, name):
     for weights in case.weights:
         assert len({(folder / weights).read_bytes() for folder in folders}) == 1, weights
     case.check(whole)
+    assert all_samples(killed) == all_samples(whole)
     if case.one_rank_too:
         launch(1, "--resume", "runs/killed", "--set", f"steps={STEPS + 1}")
         assert set(metrics_of(killed)) == set(range(1, STEPS + 2))
+        assert {step for step, _ in all_samples(killed)} == set(range(1, STEPS + 2))
 
 
 def test_the_same_command_starts_a_run_or_goes_on_with_it(launch, workspace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -27,7 +28,7 @@ from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.progress import StepProgress
-from distflow.telemetry.run_folder import RunFolder
+from distflow.telemetry.run_folder import RunFolder, write_samples
 from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.engines.role_engines import RoleEngines
@@ -58,6 +59,10 @@ class Sink:
         loggers = loggers_of(spec.run.log)
         again = unconcluded and not self.late
         self.folder = RunFolder(path, resumed_at, again, loggers) if dist.get_rank() == 0 else None
+        self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
+        if self.run.all_samples:
+            with contextlib.suppress(OSError):  # the lines are dropped then, which is said
+                self.part.parent.mkdir(exist_ok=True)
         self.loggers = LogProcesses(path, loggers.keys() - {"tensorboard"} if self.folder else ())
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
@@ -122,9 +127,13 @@ class Sink:
         speed = values.get("tokens", 0.0) / seconds
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
+        if self.run.all_samples:
+            own = self.run.data.columns
+            write_samples(self.part, done, _samples(buffer.all_readable((*_SHOWN, *_BESIDE, *own)), own, None))
         if self.folder and self.progress:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
-            self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
+            columns = buffer.readable(_SHOWN, self.run.samples, (*_BESIDE, *self.run.data.columns))
+            self.folder.write_samples(done, _samples(columns, self.run.data.columns, tokenizer))
             self._write_metrics_of_others()
             self.folder.write_step(done, values)
             self.progress.step(values)
@@ -295,10 +304,10 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _samples(buffer: Databuffer, count: int, own: Sequence[str],
+def _samples(columns: dict[str, list[Any]], own: Sequence[str],
              tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
-    """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
-    columns = buffer.readable(_SHOWN, count, (*_BESIDE, *own))
+    """Return rows as samples.jsonl has them; `own`: the user's columns of the dataset, as where a record comes from.
+    Without a tokenizer nothing is said of single tokens."""
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
     rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
     for name in (name for name in own if name in columns):

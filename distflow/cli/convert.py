@@ -264,6 +264,7 @@ def _from_verl(done: Conversion) -> None:
     done.put("ranks", gpus and machines * gpus)
     for key, ours in (("save_freq", "checkpoint.every"), ("test_freq", "validation.every")):
         done.put(ours, max(done.get(f"trainer.{key}", 0), 0) or None)
+    done.put("all_samples", bool(done.get("trainer.rollout_data_dir")) or None)
     _loggers(done, "trainer.logger")
     _without_validation_data(done)
 

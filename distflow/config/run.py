@@ -528,7 +528,10 @@ class Run(Document):
     output: str = "runs"
     """The folder in which the run makes its own."""
     samples: NonNegativeInt = 4
-    """Rows that samples.jsonl gets each step."""
+    """Rows that samples.jsonl gets each step, of those of the first rank that trains."""
+    all_samples: bool = False
+    """Write all rows of each step too, in the form of samples.jsonl but for single tokens: each rank that trains writes
+    its part to samples/rankN.jsonl."""
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     report: bool = True

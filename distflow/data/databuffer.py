@@ -124,18 +124,36 @@ class Databuffer:
         """Return up to `count` of this rank's rows, spread over the step, as Python values by column: of the layout
         with most of the columns `names`, and then with most rows; columns of `more` are added where they are there."""
         names = set(names)
-        held = {name: [(self.lineage.of(producer), batch) for (producer, _), batch in self.step_columns.items()
-                       if name in batch.columns and len(batch)] for name in (*names, *more)}
+        held = self._held_by_name((*names, *more))
         deepest = max((len(fan) for pairs in held.values() for fan, _ in pairs), default=0)
         best: dict[str, list[Any]] = {}
         for fan, batch in (pair for pairs in held.values() for pair in pairs if len(pair[0]) == deepest):
             ids = batch.ids[:: max(1, len(batch) // max(count, 1))][:count]
-            found = {name: values for name, pairs in held.items()
-                     if (values := self._readable(name, pairs, fan, ids)) is not None}
-            found = {ROW: ids.tolist(), **found} if ROW in held else found
-            best = max(best, found, key=lambda columns: (
+            best = max(best, self._columns_of(held, fan, ids), key=lambda columns: (
                 len(names & columns.keys()), max(map(len, columns.values()), default=0), len(columns)))
         return best if count else {}
+
+    def all_readable(self, names: Iterable[str]) -> dict[str, list[Any]]:
+        """Return this rank's part of all rows of the step, as Python values by column: those of the layout of the first
+        task that has the step's most repeated rows. Each row is on one rank, with the columns that this rank has of all
+        its rows."""
+        tasks = self.lineage.tasks.values()
+        first = max(tasks, key=lambda task: len(task.out_fan))
+        key = (first.node, first.layout) if first.out_fan else (SOURCE, self.source_layout)
+        batch = self.step_columns.get(key, _NOTHING)
+        if not key[1].leads(self.rank) or not len(batch):
+            return {}
+        return self._columns_of(self._held_by_name(names), first.out_fan, batch.ids)
+
+    def _held_by_name(self, names: Iterable[str]) -> dict[str, list[tuple[Lineage, Batch]]]:
+        return {name: [(self.lineage.of(producer), batch) for (producer, _), batch in self.step_columns.items()
+                       if name in batch.columns and len(batch)] for name in names}
+
+    def _columns_of(self, held: dict[str, list[tuple[Lineage, Batch]]], fan: Lineage, ids: Tensor) -> \
+            dict[str, list[Any]]:
+        found = {name: values for name, pairs in held.items()
+                 if (values := self._readable(name, pairs, fan, ids)) is not None}
+        return {ROW: ids.tolist(), **found} if ROW in held else found
 
     def _readable(self, name: str, pairs: list[tuple[Lineage, Batch]], fan: Lineage, ids: Tensor) -> list[Any] | None:
         for shorter, batch in pairs:

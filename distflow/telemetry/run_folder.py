@@ -1,7 +1,7 @@
 """Writes and reads a run's folder, `runs/NAME/`.
 
     launch.json, *.yaml, plan.json      what another process needs to repeat or resume the run
-    metrics.jsonl, samples.jsonl, validation.jsonl, tensorboard/    appended to while the run goes on
+    metrics.jsonl, samples.jsonl, samples/, validation.jsonl, tensorboard/    appended to while the run goes on
     summary.json                        the run has come to its end: results, command, host, versions, commit
 
 A full disk does not end a run: lines and TensorBoard steps that cannot be written are left out.
@@ -260,8 +260,9 @@ class RunFolder:
         self.path = path
         if resumed_at is not None:
             (path / SUMMARY).unlink(missing_ok=True)  # the run goes on
-            for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl"):
-                forget_after(path / name, resumed_at, again)
+            for file in (*(path / name for name in ("metrics.jsonl", "samples.jsonl", "validation.jsonl")),
+                         *path.glob("samples/*.jsonl")):
+                forget_after(file, resumed_at, again)
         self.opened, self.made_by = time.monotonic(), provenance()  # while the code is what this process has loaded
         self.metrics, self.samples = path / "metrics.jsonl", path / "samples.jsonl"
         for each in (self.metrics, self.samples):
@@ -336,8 +337,7 @@ class RunFolder:
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write one line a row; in TensorBoard the rows of a step are one text."""
-        events.add_or_drop(self.samples, [json.dumps({"step": step, **finite(row)}, ensure_ascii=False)
-                                          for row in rows])
+        write_samples(self.samples, step, rows)
         self.tensorboard.add_samples(step, rows)
 
     def write_answers(self, step: int, sets: dict[str, list[dict[str, Any]]]) -> None:
@@ -384,6 +384,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_samples(path: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    lines = [json.dumps({"step": step, **finite(row)}, ensure_ascii=False) for row in rows]
+    events.add_or_drop(path, ["\n".join(lines)] if lines else [])
 
 
 def forget_after(path: Path, step: int, validation: bool = False) -> None:

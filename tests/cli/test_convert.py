@@ -197,6 +197,7 @@ def test_a_cap_of_cispo_below_1_is_told(capsys) -> None:
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
      {"aggregate": "fixed_length_sum", "fixed_length": 64}),
     ("actor_rollout_ref.actor.loss_agg_mode=other", None), ("actor_rollout_ref.actor.strategy=torchtitan", None),
+    ("trainer.rollout_data_dir=out", {"all_samples": True}),
     ("actor_rollout_ref.actor.strategy=fsdp2", {}), ("trainer.logger=swanlab", None)])
 def test_each_value_of_verl_is_converted_or_listed(setting: str, arguments: dict | None) -> None:
     dag, _ = converted("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=64 "

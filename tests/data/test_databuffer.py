@@ -263,6 +263,22 @@ def test_rows_as_a_person_reads_them():
     assert buffer.readable(names, 0) == {}
 
 
+def test_all_rows_are_on_one_rank_each():
+    """In the layout of the task that repeated them, whatever a later layout has of them here."""
+    plan = (Builder(2, TWO).node("rollout", "r_prompt", "t_completion", TWO, repeats=2)
+            .node("reward", "t_completion", "d_reward", ONE)).plan()
+    rollout, reward = plan.tasks
+    for rank, own in ((0, torch.arange(4)), (1, torch.arange(4, 6))):
+        buffer = Databuffer(plan, rank, Metrics())
+        buffer.start(Batch(own[:len(own) // 2], {}))
+        buffer.put(rollout, {"t_completion": encode_text("uvwxyz"[own[0]:own[-1] + 1])}, own)
+        every = torch.arange(6 if rank == 0 else 0)
+        buffer.put(reward, {"d_reward": every.float()}, every)
+        rewards = {"d_reward": [0.0, 1.0, 2.0, 3.0]} if rank == 0 else {}
+        assert buffer.all_readable(("t_completion", "d_reward")) == {
+            "t_completion": list("uvwxyz"[own[0]:own[-1] + 1]), **rewards}
+
+
 def test_a_nested_column_is_readable():
     """Turns of a conversation: rows of rows, which once ended a run that showed its samples."""
     rollout = Task("rollout", "actor", "MODEL_INFERENCE", "generate", {}, (), ("turns",), Layout(1), ())
