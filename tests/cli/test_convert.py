@@ -26,7 +26,7 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.name=hf \\
     actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
     actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
-    trainer.save_freq=-1 trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
+    trainer.save_freq=-1 trainer.rollout_data_dir=out trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
     actor_rollout_ref.actor.entropy_coeff=0.001 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
     actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
     trainer.total_epochs=15 data.filter_overlong_prompts=True data.truncation=error $@
@@ -82,7 +82,8 @@ def test_a_script_of_verl(capsys) -> None:
                                        "generation": {"max_new_tokens": 64}, "schedule": "cosine",
                                        "min_learning_rate": pytest.approx(1e-7)}},
                    "data": {"train": "train.jsonl", "batch": 100, "long_prompts": "drop"},
-                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6}}
+                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6},
+                   "all_samples": True}
     assert "steps: 100 is a guess. The file counts epochs, 15" in printed
     assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
                                                            "data.truncation: error\n"
@@ -197,7 +198,6 @@ def test_a_cap_of_cispo_below_1_is_told(capsys) -> None:
     ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
      {"aggregate": "fixed_length_sum", "fixed_length": 64}),
     ("actor_rollout_ref.actor.loss_agg_mode=other", None), ("actor_rollout_ref.actor.strategy=torchtitan", None),
-    ("trainer.rollout_data_dir=out", {"all_samples": True}),
     ("actor_rollout_ref.actor.strategy=fsdp2", {}), ("trainer.logger=swanlab", None)])
 def test_each_value_of_verl_is_converted_or_listed(setting: str, arguments: dict | None) -> None:
     dag, _ = converted("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=64 "
