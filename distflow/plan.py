@@ -38,7 +38,8 @@ class Layout:
     Data-parallel share `i` of `dp` is on `width` ranks, which split each layer's matrices `tp` ways (neighbours), each
     row's tokens `cp` ways, and the layers `pp` ways; `ep` cuts experts across dp and cp. Ranks from `first` on have one
     share after the other, or with the `order` STAGES_OUTERMOST the first stage of all shares, then the second.
-    `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as they come.
+    `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as they come. `layers` of each
+    stage; empty: equally many.
     """
 
     dp: int
@@ -50,6 +51,7 @@ class Layout:
     rows: tuple[int, ...] | str = ()
     early: bool = False
     order: RankOrder = SHARES_OUTERMOST
+    layers: tuple[int, ...] = ()
 
     @property
     def measured(self) -> bool:
@@ -80,6 +82,11 @@ class Layout:
 
     def ranks_of(self, share: int) -> list[int]:
         return [rank for rank in range(self.first, self.last + 1) if self.share(rank) == share]
+
+    def stages(self, layers: int) -> list[range]:
+        """Return the layers of each stage of a model with so many."""
+        ends = [*accumulate(self.layers or (layers // self.pp,) * self.pp)]
+        return [range(first, end) for first, end in zip([0, *ends], ends)]
 
     def part(self, share: int) -> Fraction:
         return Fraction(self.proportion[share], sum(self.proportion)) if self.proportion else Fraction(1, self.dp)

@@ -2,8 +2,8 @@
 
 Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
 the next, which may compute frozen roles too, and on the others infer with one frozen role each, or train one; or they
-sample and train on the first of them, and have one other role each on the others. A task's shares follow each other,
-each with equally many layers in each stage. Machines that a plan leaves out have no ranks; of the others those that
+sample and train on the first of them, and have one other role each on the others. A task's shares follow each other.
+Machines that a plan leaves out have no ranks; of the others those that
 train come first, then those that sample, else the order is that of the cluster file.
 """
 
@@ -20,7 +20,7 @@ from distflow.config.run import Parallel, RoleRun
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder
-from distflow.plan_file import PlacedPlan, read_plan_file
+from distflow.plan_file import PlacedPlan, PlacedTask, read_plan_file
 from planners.heterogeneous.plan_file import digests_of
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
@@ -263,9 +263,6 @@ def _check_task(assignment: RankAssignment, task: ModelTask, source: YamlSource)
         return
     if apart and width == 1 and (task.kind != INFER or beside):
         return  # the others take prompts as they get free, whatever shares were expected
-    if len(set(placed.layers)) > 1:
-        yield Diagnostic(f"node `{task.name}` has {', '.join(map(str, placed.layers))} layers in its stages, and an "
-                         "engine has as many in each", source.location((*path, "layers"), key=True), AGAIN)
     if len(ranks) % width:
         yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks, which {width} does "
                          "not divide", source.location(path, key=True), AGAIN)
@@ -293,15 +290,20 @@ def _layouts(spec: Spec, assignment: RankAssignment) -> dict[str, Parallel]:
         ranks = assignment.ranks[task.name]
         rows, order = assignment.rows(task, ranks) or ([], SHARES_OUTERMOST)
         if ranks.start == 0 or group.trains_one:
-            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order)
+            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, ep=placed.ep, rows=rows, order=order,
+                                          layers=_unequal(placed))
         elif placed.tp * placed.pp > 1:  # they divide no rows
-            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp)
+            layouts[task.name] = Parallel(tp=placed.tp, pp=placed.pp, layers=_unequal(placed))
         elif task.kind == INFER and not group.samples:
             layouts[task.name] = Parallel(dp=len(ranks), rows=rows if len(rows) > 1 else [])
     if assignment.together:
         first = {name: layout for name, layout in layouts.items() if assignment.ranks[name].start == 0}
         layouts = _beside(spec, first) | layouts
     return layouts
+
+
+def _unequal(placed: PlacedTask) -> list[int]:
+    return placed.layers if len({*placed.layers}) > 1 else []
 
 
 def _micro_batches(spec: Spec, assignment: RankAssignment) -> dict[str, RoleRun]:

@@ -289,7 +289,7 @@ def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Sha
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
                  outputs: int, frozen: bool) -> MemoryItem:
-    tokens, kept = -(-settings.micro_batch_tokens // layout.cp), -(-shape.layers // layout.pp) if trained else 1
+    tokens, kept = -(-settings.micro_batch_tokens // layout.cp), _largest_stage(shape, layout) if trained else 1
     per_layer, inputs = activation_bytes(shape, width, frozen), 0
     if settings.recomputes(shape.parameters) and trained:
         kept, inputs = 1, kept * width * shape.hidden
@@ -324,7 +324,12 @@ def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
     experts = shape.expert_parameters
     if engine == "megatron":
         experts = -(-experts // (layout.tp * layout.ep))
-    return -(-(-(-(shape.parameters - shape.expert_parameters) // layout.tp) + experts) // layout.pp)
+    whole = -(-(shape.parameters - shape.expert_parameters) // layout.tp) + experts
+    return -(-whole * _largest_stage(shape, layout) // shape.layers)
+
+
+def _largest_stage(shape: Shape, layout: Layout) -> int:
+    return max(map(len, layout.stages(shape.layers)))
 
 
 def _by(**sizes: int) -> str:

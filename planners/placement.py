@@ -34,6 +34,13 @@ class _LayoutRequest:
     rows: tuple[int, ...] = ()
     measured: bool = False
     order: RankOrder = SHARES_OUTERMOST
+    layers: tuple[int, ...] = ()
+    """Of each stage; empty if they have equally many."""
+
+    @property
+    def model(self) -> tuple[dict[str, int] | None, RankOrder, tuple[int, ...]]:
+        """How the engine's model is split."""
+        return self.split, self.order, self.layers
 
 
 def place_nodes(spec: Spec, ranks: int, sampling: set[str],
@@ -58,8 +65,8 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         split = leader.split or _WHOLE
         found = _check_node(spec, request, leader, ranks)
         if leader is request and request.split and request.engine and not found:
-            found = check_split(spec, request.node, request.engine, split)
-        layout = replace(Layout(1), **split, order=leader.order) if not found else Layout(1)
+            found = check_split(spec, request.node, request.engine, split, request.layers)
+        layout = replace(Layout(1), **split, order=leader.order, layers=leader.layers) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
@@ -127,7 +134,8 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
                           tuple(asked.rows) if asked and asked.rows != "measured" else (),
                           asked is not None and asked.rows == "measured",
-                          asked.order if asked else SHARES_OUTERMOST)
+                          asked.order if asked else SHARES_OUTERMOST,
+                          tuple(asked.layers) if asked and len({*asked.layers}) > 1 else ())
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
@@ -136,16 +144,16 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
     if request.engine is None and split:
         what = f"node `{request.node}` wants {_said(split)}, but it computes with no model that could be split"
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{dp: N}}}}")]
-    if request.split is not None and leader.split is not None and \
-            (request.split, request.order) != (leader.split, leader.order):
-        ours, theirs = (_said(each.split or {}, each.order) for each in (leader, request))
+    if request.split is not None and leader.split is not None and request.model != leader.model:
+        ours, theirs = map(_said_of, (leader, request))
         what = (f"nodes `{leader.node}` and `{request.node}` compute with the same engine of role `{request.role}`, "
                 f"but split its model differently: {ours} and {theirs}")
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{ours}}}}}")]
-    if request.order != SHARES_OUTERMOST and split.get("pp", 1) == 1:
-        return [Diagnostic(f"node `{request.node}` says the order of stages, and has one",
-                           spec.run_source.location(("layouts", request.node, "order"), key=True),
-                           "Leave `order` out of it, or set `pp`.")]
+    for key, given in (("order", request.order != SHARES_OUTERMOST), ("layers", request.layers)):
+        if given and split.get("pp", 1) == 1:
+            return [Diagnostic(f"node `{request.node}` says the {key} of stages, and has one",
+                               spec.run_source.location(("layouts", request.node, key), key=True),
+                               f"Leave `{key}` out of it, or set `pp`.")]
     width = replace(Layout(1), **request.split).width if request.split else 1
     if request.split is not None and ranks > 0 and ranks % width:
         what = (f"node `{request.node}` splits its model over {width} ranks ({_said(split)}), which do not divide "
@@ -226,6 +234,11 @@ def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> l
             f"would have an {kind} of its own, which may answer otherwise")
     where = spec.run_source.location(("layouts", request.node))
     return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{tp: 1}}}}")]
+
+
+def _said_of(request: _LayoutRequest) -> str:
+    said = _said(request.split or {}, request.order)
+    return f"{said}, layers: {[*request.layers]}" if request.layers else said
 
 
 def _said(split: dict[str, int], order: str = SHARES_OUTERMOST) -> str:

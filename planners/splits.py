@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS, Shape
 from distflow.errors import Diagnostic
 
 
-def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int]) -> list[Diagnostic]:
+def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str, int],
+                layers: Sequence[int] = ()) -> list[Diagnostic]:
+    """Return why an engine's model cannot be split so, with so many `layers` in each stage (empty: equally many)."""
     role, samples = engine
     settings, shape = spec.settings_of(role), spec.shape_of(role)
     if settings is None:
@@ -23,10 +25,20 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
         if size in cannot:
             what = f"node `{node}` wants {size} {count} of `{key}: {name}`, which it cannot do: {cannot[size]}"
             mistakes.append(Diagnostic(what, where, f"Leave `{size}` out."))
+        elif shape and size == "pp" and layers:
+            mistakes += _odd_stages(spec, node, shape, count, layers)
         elif shape:
             mistakes += [Diagnostic(f"node `{node}` wants {size} {count}, but {what}", where, hint)
                          for what, hint in _misfits(shape, role, size, count)]
     return mistakes if samples else [*mistakes, *_together(spec, node, role, asked)]
+
+
+def _odd_stages(spec: Spec, node: str, shape: Shape, stages: int, layers: Sequence[int]) -> Iterator[Diagnostic]:
+    if len(layers) != stages or sum(layers) != shape.layers:
+        fair = [shape.layers // stages + (stage < shape.layers % stages) for stage in range(stages)]
+        yield Diagnostic(f"node `{node}` says {sum(layers)} layers in {len(layers)} stages, and has {shape.layers} in "
+                         f"{stages} (pp)", spec.run_source.location(("layouts", node, "layers")),
+                         f"As in  layers: {fair}")
 
 
 def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterator[Diagnostic]:

@@ -47,8 +47,8 @@ def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenize
 
 def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
     layouts = [plan.layout_of(role, samples) for samples in (False, True)]
-    trainer, rollout = (mesh_of(replace(layout, ep=1), device) for layout in layouts)
-    return Meshes(trainer if training else None, rollout, layouts[0].ep)
+    trainer, rollout = (mesh_of(replace(layout, ep=1, layers=()), device) for layout in layouts)
+    return Meshes(trainer if training else None, rollout, layouts[0])
 
 
 def _require_one_vocabulary(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:

@@ -77,6 +77,7 @@ def _where(task: Task, ranks: int) -> str:
     layout = task.layout
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
     sizes += f", {layout.order}" if layout.order != SHARES_OUTERMOST else ""
+    sizes += f", layers {':'.join(map(str, layout.layers))}" if layout.layers else ""
     rows = ":".join(map(str, layout.proportion)) or "measured" * layout.measured
     sizes += f", rows {rows}" if rows else ""
     if layout.dp * layout.width == ranks:

@@ -435,11 +435,13 @@ class Parallel(Document):
     tp: PositiveInt = 1
     """Ranks that split each layer of a model."""
     pp: PositiveInt = 1
-    """Ranks that split a model by layers."""
+    """Ranks that split a model by layers, into stages."""
     cp: PositiveInt = 1
     """Ranks that split rows along their tokens."""
     ep: PositiveInt = 1
     """Ranks that split the experts of a layer, among those of `dp` and `cp`."""
+    layers: list[PositiveInt] = []
+    """Layers of each stage of `pp`, as [10, 6] for unlike ranks; by default equally many."""
     order: RankOrder = SHARES_OUTERMOST
     """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a share follow each other. tp-dp-pp: the first
     stage of all shares is on the first ranks, and so on, so that unlike machines can have a stage each."""

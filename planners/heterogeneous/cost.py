@@ -99,17 +99,17 @@ class CostModel:
         self._fits = cache(self._layers_that_fit)
 
     def layout(self, number: int, strategy: Strategy, arrangement: Arrangement,
-               rows: tuple[int, ...] | None = None) -> TaskLayout | None:
-        """Return the layout of task `number`, balanced, or with `rows` of a share of each entry of the arrangement;
-        None if a device has too little memory for it, or is too slow for a single row."""
+               rows: tuple[int, ...] | None = None, layers: tuple[int, ...] | None = None) -> TaskLayout | None:
+        """Return the layout of task `number`, balanced, or with `rows` of a share of each entry of the arrangement and
+        `layers` of each stage; None if a device has too little memory for it, or is too slow for a single row."""
         self.evaluations += 1
         cost, even = self.tasks[number], not self.problem.freedom.balance
         stages = [frozenset(kind.stages[stage] for kind in arrangement) for stage in range(strategy.pp)]
         slowest = [max(self._layer(number, group, strategy) for group in groups) for groups in stages]
         most = [min(self._fits(number, group, strategy, stage) for group in groups)
                 for stage, groups in enumerate(stages)]
-        layers = layers_of_stages(cost.task.layers, slowest, most, even)
-        if layers is None:
+        layers = layers or layers_of_stages(cost.task.layers, slowest, most, even)
+        if layers is None or any(count > limit for count, limit in zip(layers, most)):
             return None
         clocks = [self._clock(number, strategy, kind, layers) for kind in arrangement]
         if rows is None:

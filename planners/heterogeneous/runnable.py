@@ -26,6 +26,7 @@ from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
     GENERATE,
     SYNC,
+    TRAIN,
     DeviceSubset,
     Grouping,
     Hardware,
@@ -97,19 +98,16 @@ def _run_groups(problem: Problem, roles: Sequence[str],
         if problem.mode == SYNC:
             yield (tuple(tasks),), (used,)
             continue
-        apart = (part for part in _parts(problem.hardware) if part != used
-                 and all(count in (0, every) for count, every in zip(part, used)))
-        for first in dict.fromkeys((*_beginnings(problem.hardware, used), *apart)):
-            rest = _less(used, first)
-            yield _sorted([(training, first), (sampling, rest)])
+        for first in _divisions(problem.hardware, used):
+            yield _sorted([(training, first), (sampling, _less(used, first))])
     everything = problem.hardware.all
-    for role, second in ((role, second) for role in roles for second in _beginnings(problem.hardware, everything)):
+    for role, second in ((role, second) for role in roles for second in _divisions(problem.hardware, everything)):
         own, last = tuple(task for task in training if problem.tasks[task].role == role), _less(everything, second)
         rest = tuple(task for task in training if task not in own)
         if problem.mode == SYNC:
             yield _sorted([((*sampling, *rest), second), (own, last)])
             continue
-        for first in _beginnings(problem.hardware, second):
+        for first in _divisions(problem.hardware, second):
             yield _sorted([(rest, first), (sampling, _less(second, first)), (own, last)])
 
 
@@ -130,6 +128,14 @@ def _parts(hardware: Hardware) -> Iterator[DeviceSubset]:
     for chosen in (some for size in sizes for some in combinations(places, size)) if len(places) <= _PLACES else \
             (places[:size] for size in sizes):
         yield tuple(group.devices * ((group.peak, group.kind, group.zone) in chosen) for group in groups)
+
+
+def _divisions(hardware: Hardware, used: DeviceSubset) -> Iterable[DeviceSubset]:
+    """Return ways to take some of the devices in use: the first ones, or all of some kinds and zones."""
+    parts = (tuple(min(count, limit) for count, limit in zip(part, used)) for part in _parts(hardware))
+    whole = (part for part in parts if part != used and any(part)
+             and all(count in (0, every) for count, every in zip(part, used)))
+    return dict.fromkeys((*_beginnings(hardware, used), *whole))
 
 
 def _beginnings(hardware: Hardware, used: DeviceSubset) -> Iterator[DeviceSubset]:
@@ -169,12 +175,23 @@ def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: Dev
                  for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
         rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
         for micro, by_stage in product(list(sizes)[: 1 if rollout else None], (False, True)[: pp]):
-            layouts = {task: layout for task in tasks
-                       if (layout := run_layout(costed, task, blocks, (tp, pp), micro, by_stage))}
+            layouts = _alike(costed, tasks, blocks, (tp, pp), micro, by_stage)
             seconds = sum(layout.takes(turns) for layout in layouts.values())
             if len(layouts) == len(tasks) and seconds < least:
                 least, best = seconds, layouts
     return best
+
+
+def _alike(costed: CostedProblem, tasks: Sequence[int], blocks: DeviceSubset, cut: tuple[int, int], micro: int,
+           by_stage: bool) -> dict[int, TaskLayout]:
+    """Return the layouts of the tasks that fit, all with the layers in each stage that are best for the one that
+    trains."""
+    found: dict[int, TaskLayout] = {}
+    for task in sorted(tasks, key=lambda task: costed.problem.tasks[task].kind != TRAIN):
+        layers = next((layout.layers for layout in found.values()), None)
+        if layout := run_layout(costed, task, blocks, cut, micro, by_stage, layers):
+            found[task] = layout
+    return found
 
 
 def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, others: int, tp: int, pp: int) -> bool:
@@ -186,16 +203,16 @@ def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, o
     colocated = others if spec.run.mode == "semi_sync" else 0
     unfit = apart and (pp > 1 or colocated % tp or (tp > 1 and len(roles) > 1))
     whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
+    layers = [task.layers // pp + (stage < task.layers % pp) for stage in range(pp)]
     return not unfit and whole and not check_split(spec, task.name, (task.role, task.kind == GENERATE),
-                                                   Split(1, tp=tp, pp=pp).split)
+                                                   Split(1, tp=tp, pp=pp).split, layers)
 
 
 def run_layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],
-               micro: int, by_stage: bool = False) -> TaskLayout | None:
-    """Return a task's layout on all blocks of its group, in the order of ranks, dealt by share or by stage; None if it
-    does not fit."""
+               micro: int, by_stage: bool = False, layers: tuple[int, ...] | None = None) -> TaskLayout | None:
+    """Return a task's layout on all blocks of its group, in the order of ranks, dealt by share or by stage, with
+    `layers` in each stage or the best; None if it does not fit."""
     tp, pp = cut
     strategy = Strategy(sum(blocks) // pp, tp, pp, 1, min(micro, costed.problem.tasks[number].rows))
     arrangement = in_rows(blocks, strategy, tuple(range(len(blocks))), by_stage)
-    layout = costed.costs.layout(number, strategy, arrangement)
-    return layout if layout and len(set(layout.layers)) == 1 else None
+    return costed.costs.layout(number, strategy, arrangement, layers=layers)

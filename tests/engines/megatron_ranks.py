@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def settings(**given: Any) -> RoleRun:
 
 
 def megatron(model: PreTrainedModel, ways: dict[str, Any], trained: bool = True, **given: Any) -> MegatronEngine:
-    ways = dict(ways)
-    ep = ways.pop("ep", 1)
-    return MegatronEngine(model, settings(**given), mesh_of(Layout(**{"dp": 1, **ways}), "cpu"), 0, 10, trained, ep=ep)
+    layout = Layout(**{"dp": 1, **ways})
+    mesh = mesh_of(replace(layout, ep=1, layers=()), "cpu")
+    return MegatronEngine(model, settings(**given), mesh, 0, 10, trained, layout=layout)
 
 
 def with_megatron(ways: dict[str, int], architecture: str, tied: bool, layers: int = 2, dtype: str = "auto") -> dict:

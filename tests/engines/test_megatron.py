@@ -21,7 +21,7 @@ LAYOUTS = [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "t
 
 
 def count(ways: dict[str, Any]) -> int:
-    return int(np.prod([number for axis, number in ways.items() if axis not in ("ep", "order")]))
+    return int(np.prod([number for axis, number in ways.items() if axis not in ("ep", "order", "layers")]))
 
 
 @functools.cache
@@ -61,8 +61,11 @@ def test_every_family_trains_like_one_rank(architecture, tied, ways):
     agree(run_ranks(4, ranks.with_megatron, ways, architecture, tied), reference(architecture, tied))
 
 
-def test_stages_that_have_no_embeddings():
-    agree(run_ranks(4, ranks.with_megatron, {"pp": 4}, "qwen3", True, 4), reference("qwen3", True, 4))
+@pytest.mark.parametrize("ways", [{"pp": 4}, {"dp": 2, "pp": 2, "layers": (1, 3)},
+                                  {"dp": 2, "pp": 2, "order": "tp-dp-pp", "layers": (3, 1)}], ids=str)
+def test_stages_of_several_layers(ways):
+    """Those between have no embeddings; some have more layers than others."""
+    agree(run_ranks(4, ranks.with_megatron, ways, "qwen3", True, 4), reference("qwen3", True, 4))
 
 
 @pytest.mark.parametrize("ways", [{"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "pp": 2}, {"dp": 2, "cp": 2}], ids=str)

@@ -13,7 +13,8 @@ pytest.importorskip("megatron.core")
 
 from harness import ROOT, metrics_of
 
-STAGES_APART = ("roles.actor.engine=megatron", "layouts.update={pp: 2, order: tp-dp-pp, rows: [3, 1]}")
+STAGES_APART = ("roles.actor.engine=megatron",
+                "layouts.update={pp: 2, order: tp-dp-pp, layers: [2, 1], rows: [3, 1]}")
 LAYOUT = ("roles.actor.engine=megatron", "layouts.update.tp=2", "layouts.update.pp=2")
 
 
@@ -34,9 +35,11 @@ def run(workspace: Path, launch: Callable[..., subprocess.CompletedProcess],
     return run
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, STAGES_APART], ids=["tp and pp", "stages on machines of their own"])
-def test_a_run_is_that_of_one_rank(run, layout):
-    expected, found = run(1, "one"), run(4, "split", *layout)
+@pytest.mark.parametrize(("layers", "layout"), [(2, LAYOUT), (3, STAGES_APART)],
+                         ids=["tp and pp", "unequal stages on machines of their own"])
+def test_a_run_is_that_of_one_rank(run, layers, layout):
+    model = f"roles.actor.model.layers={layers}"
+    expected, found = run(1, "one", model), run(4, "split", model, *layout)
     assert found.keys() == expected.keys()
     for step, line in expected.items():
         for name in ("loss", "grad_norm", "policy/entropy", "reward/mean", "response/fingerprint", "tokens"):

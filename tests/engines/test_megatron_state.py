@@ -74,12 +74,14 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path):
         assert "Set `engine:` and `layouts:` as they were" in by_file
 
 
-def test_a_checkpoint_of_another_order_of_ranks_is_refused(tmp_path):
-    """Ranks 1 and 2 of four have each other's parts."""
-    both = {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, "order": "tp-dp-pp"}
+@pytest.mark.parametrize(("more", "words"), [({"order": "tp-dp-pp"}, "ep=1 order=tp-dp-pp rank="),
+                                              ({"layers": (1, 1)}, "ep=1 layers=1,1 rank=")], ids=str)
+def test_a_checkpoint_of_another_order_of_ranks_is_refused(tmp_path, more, words):
+    """Ranks 1 and 2 of four have each other's parts, or stages other layers."""
+    both = {"dp": 2, "pp": 2}, {"dp": 2, "pp": 2, **more}
     for direct, by_file in run_ranks(4, of_another_layout, str(tmp_path), *both):
         assert "resume with the layout that wrote it" in direct
-        assert "ep=1 order=tp-dp-pp rank=" in by_file
+        assert words in by_file
 
 
 def of_another_depth(folder: str) -> str:

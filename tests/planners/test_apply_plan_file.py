@@ -366,7 +366,6 @@ def by_stages(said: dict) -> None:
     (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one other"),
     (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
-    (staged([3, 1], ["quick", "slow"]), "layers:", "node `update` has 3, 1 layers in its stages"),
     (staged([2, 2], ["slow", "quick"]), "shares:", "shares whose stages are not at ranks that follow each other"),
     (by_stages, "pp:", "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
 ])
@@ -381,20 +380,22 @@ def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: P
     assert mistakes[0].hint
 
 
-@pytest.mark.parametrize(("stages", "order"), [([["quick", "slow"]], STAGES_OUTERMOST),
-                                               ([["quick"] * 2, ["slow"] * 2], SHARES_OUTERMOST)])
-def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(obey: Callable, monkeypatch: pytest.MonkeyPatch,
-                                                                 stages: list[list[str]], order: str) -> None:
+@pytest.mark.parametrize(("stages", "order", "layers"), [
+    ([["quick", "slow"]], STAGES_OUTERMOST, (3, 1)), ([["quick"] * 2, ["slow"] * 2], SHARES_OUTERMOST, (2, 2))])
+def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(
+        obey: Callable, monkeypatch: pytest.MonkeyPatch, stages: list[list[str]], order: str,
+        layers: tuple[int, ...]) -> None:
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
 
     def piped(said: dict) -> None:
         rows = (300, 84)[:len(stages)] if len(stages) > 1 else (192,)
         for node in ("reference", "update"):
-            said["tasks"][node] |= {"dp": 2, "tp": 1, "pp": 2, "layers": [2, 2], "shares": [
+            said["tasks"][node] |= {"dp": 2, "tp": 1, "pp": 2, "layers": [*layers], "shares": [
                 {"count": 2 // len(stages), "rows": count, "stages": each} for count, each in zip(rows, stages)]}
 
     found = layouts(obey("roles.actor.engine=megatron", "roles.reference={engine: megatron}", change=piped))
     assert (found["update"].pp, found["update"].order) == (2, order)
+    assert found["update"].layers == found["reference"].layers == (() if layers == (2, 2) else layers)
     assert found["advantage"].rows == found["rollout"].rows
 
 

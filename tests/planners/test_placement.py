@@ -120,6 +120,14 @@ def test_the_order_of_ranks_is_that_of_all_nodes_of_an_engine(plan_of: Callable,
     assert plan.task("sample").layout == Layout(4)
 
 
+def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    plan = plan_of(JUDGED, ranks=4, roles=actor(engine="megatron"), layouts={"learn": {"pp": 2, "layers": [3, 1]}})
+    assert plan.task("learn").layout == plan.task("judged").layout == Layout(2, pp=2, layers=(3, 1))
+    assert Layout(2, pp=2, layers=(3, 1)).stages(4) == [range(3), range(3, 4)]
+    assert Layout(2, pp=2).stages(4) == [range(2), range(2, 4)]
+
+
 @pytest.mark.parametrize(("layouts", "settings", "message", "remedy"), [
     ({"sample": {"tp": 2}}, {}, "node `sample` wants tp 2 of `rollout: hf`, which it cannot do", "Leave `tp` out."),
     ({"learn": {"pp": 2}}, {}, "node `learn` wants pp 2 of `engine: fsdp`, which it cannot do: it keeps all layers",
@@ -134,6 +142,11 @@ def test_the_order_of_ranks_is_that_of_all_nodes_of_an_engine(plan_of: Callable,
     ({"learn": {"pp": 2, "order": STAGES_OUTERMOST}, "judged": {"pp": 2}}, {"engine": "megatron"}, "split its model "
      "differently: pp: 2, order: tp-dp-pp and pp: 2", "layouts: {judged: {pp: 2, order: tp-dp-pp}}"),
     ({"learn": {"order": STAGES_OUTERMOST}}, {}, "node `learn` says the order of stages, and has one", "or set `pp`"),
+    ({"learn": {"layers": [2, 1]}}, {}, "node `learn` says the layers of stages, and has one", "or set `pp`"),
+    ({"learn": {"pp": 2, "layers": [3, 2]}}, {"engine": "megatron"}, "node `learn` says 5 layers in 2 stages, and has "
+     "4 in 2 (pp)", "As in  layers: [2, 2]"),
+    ({"learn": {"pp": 2, "layers": [3, 1]}, "judged": {"pp": 2}}, {"engine": "megatron"}, "split its model "
+     "differently: pp: 2, layers: [3, 1] and pp: 2", "layouts: {judged: {pp: 2, layers: [3, 1]}}"),
     ({"learn": {"tp": 2}, "judged": {"dp": 3}}, {}, "node `judged` wants dp 3 of 2 ranks each, but there are only 4",
      "Start 6 ranks"),
     ({"learn": {"tp": 2, "dp": 1}}, {}, "node `learn` trains on 2 of 4 ranks", "Leave `dp` out of it."),

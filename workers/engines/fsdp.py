@@ -25,6 +25,7 @@ from distflow.config.models import TRAINERS, shape_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gathered
 from workers.engines import tensor_parallel
@@ -102,9 +103,9 @@ class FSDPEngine(Trainer):
     """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None):
         """`whole` are frozen parameters that are not sharded."""
-        for size, count in {"pp": dimension(mesh, "pp"), "ep": ep}.items():
+        for size, count in {"pp": dimension(mesh, "pp"), "ep": layout.ep if layout else 1}.items():
             if count > 1:
                 raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
                                   f"{TRAINERS['fsdp'].cannot[size]}")

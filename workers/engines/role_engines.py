@@ -23,6 +23,7 @@ from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
@@ -42,7 +43,7 @@ class Meshes(NamedTuple):
 
     trainer: DeviceMesh | None  # for training and inference; None where a role only samples
     rollout: DeviceMesh
-    experts: int = 1  # ways in which the trainer cuts experts
+    layout: Layout  # of the trainer
 
 
 class RoleEngines:
@@ -78,7 +79,7 @@ class RoleEngines:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
-            meshes.experts)
+            meshes.layout)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
         self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
             if self.rollout and self._trainer else None

@@ -11,6 +11,7 @@ from distflow.config.models import shape_of, shape_of_embedded
 from distflow.config.run import Generation, Model, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.embedded import build_model
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
@@ -45,7 +46,7 @@ def test_sampling_and_training_agree(mesh):
 
 def test_experts_are_not_divided_by_experts(mesh):
     with pytest.raises(EngineError, match="cannot split a model by ep"):
-        FSDPEngine(built(**MIXTURE), RoleRun(), mesh, 0, 1, trained=False, ep=2)
+        FSDPEngine(built(**MIXTURE), RoleRun(), mesh, 0, 1, trained=False, layout=Layout(1, ep=2))
 
 
 def test_experts_are_weighed():

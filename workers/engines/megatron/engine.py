@@ -16,6 +16,7 @@ from distflow.config.extras import pip_line
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from workers.engines.devices import is_half
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
@@ -30,7 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from workers.engines.megatron.export import Exporter
-from workers.engines.megatron.layout import check, groups_of, layout_of
+from workers.engines.megatron.layout import check, groups_of
 from workers.engines.megatron.model import Stage, build_stage, config_of
 from workers.engines.megatron.optimizer import Adam, distributed
 from workers.engines.megatron.packing import Packed, of_all, pack
@@ -43,10 +44,10 @@ class MegatronEngine(Trainer):
     accumulates = False  # gradients are summed over ranks in place, at the end of each pass
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None):
         _refuse(settings, head, bool(whole))
         super().__init__(settings, mesh, pad_token, steps)
-        self.layout = layout_of(mesh, ep)
+        self.layout = layout or Layout(mesh.size())
         check_family(model.config)
         check(self.layout, model.config)
         self.groups = groups_of(mesh, self.layout)
@@ -65,7 +66,7 @@ class MegatronEngine(Trainer):
         biased, normed = (f"model.layers.0.self_attn.{name}" in weights for name in ("q_proj.bias", "q_norm.weight"))
         config = config_of(model.config, self.layout, biased, normed, dtype)
         config.finalize_model_grads_func = _summed
-        stage = build_stage(model.config, config, self.groups).to(self.device, dtype)
+        stage = build_stage(model.config, config, self.groups, self.layout).to(self.device, dtype)
         mine = dict(stage.named_parameters())
         ranks = {axis: getattr(self.groups, axis).rank() for axis in ("pp", "tp", "ep")}
         with torch.no_grad():

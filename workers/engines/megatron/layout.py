@@ -7,8 +7,7 @@ role may have a layout of its own.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -17,22 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
-from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
-from workers.engines.devices import NAMES, dimension
-
-
-def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
-    """Return the layout of a mesh; an unnamed mesh of one dimension is dp alone."""
-    if not mesh.mesh_dim_names:
-        return Layout(mesh.size(), ep=ep)
-    sizes: dict[str, Any] = {name: dimension(mesh, name) for name in NAMES}
-    layout = Layout(**sizes, ep=ep)
-    return layout if mesh.mesh.flatten().tolist() == [*range(mesh.size())] else replace(layout, order=STAGES_OUTERMOST)
+from distflow.plan import SHARES_OUTERMOST, Layout
+from workers.engines.devices import NAMES
 
 
 def in_words(layout: Layout) -> str:
     order = "" if layout.order == SHARES_OUTERMOST else f" order={layout.order}"
-    return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep")) + order
+    layers = f" layers={','.join(map(str, layout.layers))}" if layout.layers else ""
+    return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep")) + order + layers
 
 
 def check(layout: Layout, config: PretrainedConfig) -> None:
@@ -40,7 +31,8 @@ def check(layout: Layout, config: PretrainedConfig) -> None:
     _divides("tp", layout.tp, {"attention heads": config.num_attention_heads,
                                "key-value heads": config.num_key_value_heads,
                                "units of the feed-forward layer": config.intermediate_size})
-    _divides("pp", layout.pp, {"layers": config.num_hidden_layers})
+    if not layout.layers:
+        _divides("pp", layout.pp, {"layers": config.num_hidden_layers})
     if experts and layout.tp > 1:
         raise EngineError(f"Megatron trains mixtures of experts with tp only together with sequence parallelism, "
                           f"which its layers without TransformerEngine lack. Instead of tp: {layout.tp} take  "

@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -95,12 +96,17 @@ def _rotation(theirs: PretrainedConfig) -> dict[str, Any]:
                       f"model has {rope}. Train it with  engine: fsdp")
 
 
-def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection) -> Stage:
+def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: ProcessGroupCollection,
+                layout: Layout) -> Stage:
+    """Return this rank's stage. Its layers are given one by one, as Megatron's own unequal stages ask its global state
+    for the rank."""
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm,
                                     normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = ModuleSpec(module=PackedAttention)
     ways = config.tensor_model_parallel_size
-    stage = Stage(config, spec, vocab_size=-(-theirs.vocab_size // ways) * ways,
+    layers = len(layout.stages(theirs.num_hidden_layers)[groups.pp.rank()])
+    block = TransformerBlockSubmodules([spec] * layers, LayerNormImpl)
+    stage = Stage(config, block, vocab_size=-(-theirs.vocab_size // ways) * ways,
                   max_sequence_length=theirs.max_position_embeddings, pre_process=groups.pp.rank() == 0,
                   post_process=groups.pp.rank() == groups.pp.size() - 1, parallel_output=True,
                   share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",

@@ -59,12 +59,12 @@ class WeightEntry:
 def entries(config: PretrainedConfig, names: Mapping[str, Tensor], layout: Layout) -> list[WeightEntry]:
     """Return the entries of a model. A family built like these needs its type in FAMILIES; another one, entries here
     and settings in `model.config_of`."""
-    layers, last = config.num_hidden_layers, layout.pp - 1
+    last = layout.pp - 1
     split: dict = {"split": "tp", "pads": True}
     result = [WeightEntry(("model.embed_tokens.weight",), ("embedding.word_embeddings.weight",), 0, **split)]
-    for index in range(layers):
-        stage, local = divmod(index, layers // layout.pp)
-        result += _layer(config, names, layout, f"model.layers.{index}.", f"decoder.layers.{local}.", stage)
+    for stage, own in enumerate(layout.stages(config.num_hidden_layers)):
+        for local, index in enumerate(own):
+            result += _layer(config, names, layout, f"model.layers.{index}.", f"decoder.layers.{local}.", stage)
     result.append(WeightEntry(("model.norm.weight",), ("decoder.final_layernorm.weight",), last))
     if not config.tie_word_embeddings:
         result.append(WeightEntry(("lm_head.weight",), ("output_layer.weight",), last, **split))
