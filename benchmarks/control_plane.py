@@ -296,7 +296,7 @@ def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> 
     mine.update(held=(HeldChunks(version, sought, 0, 1),))
     mine.holders(range(ranks))
     mine.update(source="another")
-    mine.update(held=(HeldChunks(version, sought, 1, 1, True),), source="", pulling="")
+    mine.update(held=(HeldChunks(version, sought, 1, 1),), source="", pulling="")
 
 
 def restart(ranks: int, number: int, client: Store) -> None:
@@ -394,7 +394,7 @@ def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> 
     for rank, client in enumerate(trainers):
         publish(training, attempt, number, rank, client)
     for rank, client in enumerate(rollouts):  # the version before: all have it
-        fake_relay(client, rank).update(held=(HeldChunks(number, key(number, attempt), 1, 1, True),))
+        fake_relay(client, rank).update(held=(HeldChunks(number, key(number, attempt), 1, 1),))
     with Part(kept, trainers) as published:
         for rank, client in enumerate(trainers):
             publish(training, attempt, number + 1, rank, client)
