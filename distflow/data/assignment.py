@@ -126,9 +126,10 @@ def _cut(sizes: np.ndarray, weights: np.ndarray, shares: int) -> np.ndarray:
     """Deal out runs of units of as much weight, since rows that stay together move at once, but the last of each share
     one by one."""
     ends, runs = weights.cumsum(), shares * _RUNS
-    result = np.minimum((2 * ends - weights) * runs // max(2 * ends[-1], 1), runs - 1) % shares
+    first = np.searchsorted(2 * ends - weights, -(-np.arange(runs) * 2 * ends[-1] // runs))  # by the middle of a unit
+    result = np.repeat(np.arange(runs) % shares, np.diff(first, append=len(sizes)))
     last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
-    result[np.argsort(result, kind="stable")[np.maximum(last, 0)]] = -1
+    result[_stable_order(result, shares)[np.maximum(last, 0)]] = -1
     return _greedy(sizes, shares, result)
 
 
@@ -274,8 +275,8 @@ def _fixed(sizes: np.ndarray, fixed: Tensor | None) -> np.ndarray:
 
 def _taken(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and units of each share [shares]."""
-    units = fixed >= 0
-    return _loads(sizes[units], fixed[units], shares), np.bincount(fixed[units], minlength=shares)
+    number = fixed + 1  # 0 of those that have none yet
+    return _loads(sizes, number, shares + 1)[1:], np.bincount(number, minlength=shares + 1)[1:]
 
 
 def _loads(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> np.ndarray:

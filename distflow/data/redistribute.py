@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.column_buffers import ColumnBuffer, ColumnForm, buffers_of, column_of, form_of
 from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
-from distflow.data.row_copies import RowRuns, copy_rows, runs_of
+from distflow.data.row_copies import ElementRuns, copy_rows, copy_runs, runs_of
 from distflow.errors import ColumnError
 from distflow.plan import Layout
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of
@@ -86,9 +87,9 @@ class RowMemory:
 def announce(batch: Batch, pool: PoolNotice, payload: bytes = b"") -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
     """Return a rank's notice, and the buffers of its columns. `payload`: what else it tells all others.
 
-    A notice is numbers of 8 bytes: how many rows, and bytes of three parts; these parts, which are the forms of the
-    columns, the rank's shared memory and the payload; then arrays [rows] of the rows' ids and of the counts of the
-    columns' buffers. Buffers whose rows have as many elements each share an array.
+    A notice is numbers of 8 bytes: how many rows, a sum of the columns' forms, and bytes of three parts; these parts,
+    which are the forms, the rank's shared memory and the payload; then arrays [rows] of the rows' ids and of the counts
+    of the columns' buffers. Buffers whose rows have as many elements each share an array.
     """
     buffers = {name: buffers_of(column) for name, column in batch.columns.items()}
     forms, numbers = [], {}
@@ -98,12 +99,12 @@ def announce(batch: Batch, pool: PoolNotice, payload: bytes = b"") -> tuple[byte
         counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
         forms.append((name, *form, [numbers.setdefault(each, len(numbers)) for each in counts] or [_DENSE]))
     parts = [pack(forms), pack(pool), payload]
-    head = np.array([len(batch), *map(len, parts)]).tobytes()
+    head = np.array([len(batch), xxhash.xxh3_64_intdigest(parts[0]) >> 1, *map(len, parts)]).tobytes()
     padded = [part + bytes(-len(part) % 8) for part in parts]
     return b"".join([head, *padded, batch.ids.numpy().tobytes(), *numbers]), buffers
 
 
-_HEAD, _DENSE = 4, -1
+_HEAD, _DENSE = 5, -1
 """Numbers that a notice begins with; in place of the number of an array: each row has one element."""
 
 
@@ -115,20 +116,23 @@ class RowNotices:
         self.notices = notices
         sizes = np.fromiter(map(len, notices), np.int64, len(notices)) // 8
         self.numbers, begins = np.frombuffer(b"".join(notices), np.int64), sizes.cumsum() - sizes
-        self.rows, *self.sizes = self.numbers[begins[:, None] + np.arange(_HEAD)].T
+        self.rows, sums, *self.sizes = self.numbers[begins[:, None] + np.arange(_HEAD)].T
         self.parts = np.cumsum([np.full(len(notices), 8 * _HEAD), *(size + -size % 8 for size in self.sizes)], axis=0)
         """Byte at which each part of a notice begins, and at which the last one ends [4, ranks]."""
-        self.arrays = begins + self.parts[-1] // 8 - (self.rows.cumsum() - self.rows)
-        self.forms, self.describes = self._read_forms()
+        first = begins + self.parts[-1] // 8
+        self.at = np.repeat(first - (self.rows.cumsum() - self.rows), self.rows) + np.arange(self.rows.sum())
+        self.forms, self.describes = self._read_forms(sums)
         self.known = dict[tuple[int, ...], np.ndarray]()
         self.ids = self._array(0)
 
-    def _read_forms(self) -> tuple[dict[int, ColumnForms], np.ndarray]:
-        """Return the forms, and for each rank which of them are its own [ranks]."""
-        first, describes = dict[bytes, int](), np.zeros(len(self.rows), np.int64)
+    def _read_forms(self, sums: np.ndarray) -> tuple[dict[int, ColumnForms], np.ndarray]:
+        """Return the forms, and for each rank which of them are its own [ranks]. `sums`: alike where they are."""
         ranks = np.flatnonzero(self.rows) if self.rows.any() else np.zeros(1, np.int64)
-        describes[ranks] = [*map(first.setdefault, self._part(0, ranks), ranks.tolist())]
-        return {rank: read_forms(packed) for packed, rank in first.items()}, describes
+        _, first, number = np.unique(sums[ranks], return_index=True, return_inverse=True)
+        describes = np.zeros(len(self.rows), np.int64)
+        describes[ranks] = ranks[first][number]
+        first.sort()
+        return dict(zip(ranks[first].tolist(), map(read_forms, self._part(0, ranks[first])))), describes
 
     def _part(self, number: int, ranks: np.ndarray) -> list[bytes]:
         """Return one of the parts of the notices of some ranks."""
@@ -153,8 +157,7 @@ class RowNotices:
 
     def _array(self, number: np.ndarray | int) -> np.ndarray:
         """Return the array with this number, of each rank [ranks] or of all: one rank's after the other's [rows]."""
-        at = np.repeat(self.arrays + number * self.rows, self.rows)
-        return self.numbers[at + np.arange(len(at))]
+        return self.numbers[self.at + np.repeat(number * self.rows, self.rows)]
 
 
 class ColumnForms(NamedTuple):
@@ -232,30 +235,39 @@ class Route:
             one, other = sorted((self.holder[:-1][twice][0], self.holder[1:][twice][0]))
             raise ColumnError(f"rows {self.ids[1:][twice][:_SHOWN].tolist()} of columns {', '.join(forms)} exist "
                               f"twice, on rank {one} and rank {other}")
-        self.totals = np.zeros(shares, dtype=np.int64)
-        shared: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.parts = {name: [self._part(notices.counts_of(name, level), row, width, shared)
-                             for level, width in enumerate(form.widths)] if len(ids) else []
-                      for name, form in forms.items()}
+        self.parts, self.totals = self._lay_out(notices, forms, row)
 
-    def _part(self, announced: np.ndarray, row: np.ndarray, width: int, shared: dict) -> BufferPart:
-        """Lay out one buffer. `announced`: the counts of all rows; buffers with the same counts share their arrays."""
-        key = id(announced)
-        if key not in shared:
-            counts = announced[row]
-            ends = np.zeros(len(counts) + 1, dtype=np.int64)
+    def _lay_out(self, notices: RowNotices, forms: dict[str, ColumnForm], row: np.ndarray) -> \
+            tuple[dict[str, list[BufferPart]], np.ndarray]:
+        """Return the buffers of each column, and the bytes of each share [shares]. Buffers whose rows have as many
+        elements each share their arrays."""
+        parts: dict[str, list[BufferPart]] = {name: [] for name in forms}
+        levels = [(name, width, notices.counts_of(name, level)) for name, form in forms.items()
+                  for level, width in enumerate(form.widths)] if len(row) else []
+        laid_out = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        for announced in {id(counts): counts for *_, counts in levels}.values():
+            counts, ends = announced[row], np.zeros(len(row) + 1, dtype=np.int64)
             counts.cumsum(out=ends[1:])
             edges = ends[self.bounds]
-            shared[key] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
-        counts, at, elements = shared[key]
-        sizes, starts = elements * width, self.totals
-        self.totals = starts + -(-sizes // _ALIGNED) * _ALIGNED
-        return BufferPart(width, counts, at, starts, sizes)
+            laid_out[id(announced)] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
+        sizes = np.zeros((len(levels) + 1, len(self.bounds) - 1), np.int64)
+        for index, (_, width, announced) in enumerate(levels):
+            sizes[index] = laid_out[id(announced)][2] * width
+        aligned = -(-sizes // _ALIGNED) * _ALIGNED
+        starts = aligned.cumsum(0) - aligned
+        for (name, width, announced), start, size in zip(levels, starts, sizes):
+            counts, at, _ = laid_out[id(announced)]
+            parts[name].append(BufferPart(width, counts, at, start, size))
+        return parts, starts[-1]
 
-    def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
-        """Return the pairs of a share, or of those the ones whose rows a rank holds; by id."""
-        every = np.arange(self.bounds[share], self.bounds[share + 1])
-        return every if holder is None else every[self.holder[every] == holder]
+    def all_pairs(self, share: int) -> slice:
+        """Return which pairs are those of a share; by id."""
+        return slice(int(self.bounds[share]), int(self.bounds[share + 1]))
+
+    def pairs(self, share: int, holder: int) -> np.ndarray:
+        """Return the pairs of a share whose rows a rank holds; by id."""
+        every = self.all_pairs(share)
+        return every.start + np.flatnonzero(self.holder[every] == holder)
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
@@ -272,7 +284,7 @@ class Route:
 
     def received(self, share: int, ranks: int) -> np.ndarray:
         """Return the bytes of rows that a share gets from each rank [ranks]."""
-        pairs = self.pairs(share)
+        pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
     def crosses(self, machines: np.ndarray, homes: ShareHomes) -> bool:
@@ -351,10 +363,8 @@ class Redistributor:
         here = self._reserve(route, homes, machines, notices)
         memory = {each: self.memory.open(each.address) for each in here if each.address is not None}
         for target in memory:
-            for part, buffer, pairs, runs in _rows(route, buffers, target.share, self.rank):
-                copy_rows(buffer.data, _bytes_of(memory[target], part, target.share),
-                          buffer.starts[route.position[pairs]],
-                          part.at[pairs], part.counts[pairs], part.width, runs)
+            for part, buffer, runs in _rows(route, buffers, target.share, self.rank):
+                copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
         self._count(edge, route, sent, homes, machines)
         if route.crosses(machines, homes):
@@ -389,11 +399,10 @@ class Redistributor:
         for rank, share in sorted(zip(homes.ranks[far].tolist(), homes.shares[far].tolist())):
             if not sizes[rank]:
                 continue
-            for part, buffer, pairs, runs in _rows(route, buffers, share, self.rank):
-                counts = part.counts[pairs]
-                size = int(counts.sum()) * part.width
-                copy_rows(buffer.data, outgoing[position : position + size], buffer.starts[route.position[pairs]],
-                          counts.cumsum() - counts, counts, part.width, runs)
+            for part, buffer, (begin, _, sent_at_once) in _rows(route, buffers, share, self.rank):
+                size = int(sent_at_once.sum()) * part.width
+                copy_runs(buffer.data, outgoing[position : position + size], begin,
+                          sent_at_once.cumsum() - sent_at_once, sent_at_once, part.width)
                 position += size
         mine = next((each for each in memory if each.rank == self.rank), None)
         arriving = [0] * len(machines)
@@ -416,20 +425,20 @@ class Redistributor:
     def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
         if share is None or not len(route.ids):
             return Batch(torch.empty(0, dtype=torch.int64))
-        target, pairs = next(each for each in here if each.share == share), route.pairs(share)
+        target, pairs = next(each for each in here if each.share == share), route.all_pairs(share)
         raw = torch.empty(0, dtype=torch.uint8)
         if target.address is not None:
             raw = self.memory.lease(target.address, int(route.totals[share]))
         columns = {}
         for name, form in forms.items():
-            buffers = [(_bytes_of(raw, part, share), part.counts[pairs]) for part in route.parts[name]]
+            buffers = [(_bytes_of(raw, part, share), part.counts[pairs].copy()) for part in route.parts[name]]
             columns[name] = column_of(form, buffers)
-        return Batch(torch.from_numpy(route.ids[pairs]), columns)
+        return Batch(torch.from_numpy(route.ids[pairs].copy()), columns)
 
     def _count(self, edge: str, route: Route, to_shares: np.ndarray, homes: ShareHomes, machines: np.ndarray) -> None:
         sent, own = to_shares[homes.shares], homes.ranks == self.rank
         away = int(sent[~own].sum())
-        arrived = sum(int(route.sizes[route.pairs(share)].sum()) for share in homes.shares[own].tolist()) - \
+        arrived = sum(int(route.sizes[route.all_pairs(share)].sum()) for share in homes.shares[own].tolist()) - \
             int(sent[own].sum())
         self.metrics.add(f"data/bytes/{edge}", int(sent.sum()))
         self.metrics.add("data/bytes_sent", away)
@@ -440,14 +449,20 @@ class Redistributor:
 
 
 def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
-        Iterator[tuple[BufferPart, ColumnBuffer, np.ndarray, RowRuns]]:
-    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, pairs, their runs."""
+        Iterator[tuple[BufferPart, ColumnBuffer, ElementRuns]]:
+    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, runs that stay together."""
     pairs = route.pairs(share, holder)
-    if len(pairs):
-        runs = runs_of(route.position[pairs], pairs)
-        for name, parts in route.parts.items():
-            yield from ((part, buffer, pairs, runs) for part, buffer in zip(parts, buffers[name], strict=True))
+    if not len(pairs):
+        return
+    position = route.position[pairs]
+    rows, known = runs_of(position, pairs), dict[int, ElementRuns]()
+    for name, parts in route.parts.items():
+        for part, buffer in zip(parts, buffers[name], strict=True):
+            if id(part.at) not in known:  # else another buffer's rows have as many elements each
+                known[id(part.at)] = ElementRuns.of(buffer.starts[position], part.at[pairs], part.counts[pairs], rows)
+            yield part, buffer, known[id(part.at)]
 
 
 def _bytes_of(memory: Any, part: BufferPart, share: int) -> Any:
-    return memory[part.starts[share] : part.starts[share] + part.sizes[share]]
+    start = int(part.starts[share])
+    return memory[start : start + int(part.sizes[share])]
