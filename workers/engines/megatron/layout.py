@@ -6,19 +6,16 @@ role may have a layout of its own.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
-from workers.engines.devices import NAMES, dimension
+from workers.engines.devices import NAMES, dimension, group_along
 
 
 def layout_of(mesh: DeviceMesh, ep: int = 1) -> Layout:
@@ -62,18 +59,7 @@ def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
 
 def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
     """Create this rank's groups for Megatron. Collective over all ranks."""
-    ranks = mesh.mesh.reshape([getattr(layout, name) for name in NAMES])
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-    def group(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
-        rest = [axis for axis in range(ranks.ndim) if axis not in axes]
-        size = math.prod(ranks.shape[axis] for axis in axes)
-        lists = ranks.permute(*rest, *axes).reshape(-1, size).tolist()
-        key = tuple(map(tuple, lists))
-        if key not in made:
-            made[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists)[0])
-        return made[key]
-
+    ranks, group = mesh.mesh.reshape([getattr(layout, name) for name in NAMES]), group_along
     dp, pp, cp, tp = range(4)
     experts = ranks.permute(pp, tp, dp, cp).reshape(layout.pp, layout.tp, -1, layout.ep)  # [pp, tp, expert dp, ep]
     groups = ProcessGroupCollection(
