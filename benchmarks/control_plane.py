@@ -296,7 +296,7 @@ def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> 
     mine.update(held=(HeldChunks(version, sought, 0, 1),))
     mine.holders(range(ranks))
     mine.update(source="another")
-    mine.update(held=(HeldChunks(version, sought, 1, 1, True),), source="", pulling="")
+    mine.update(held=(HeldChunks(version, sought, 1, 1),), source="", pulling="")
 
 
 def restart(ranks: int, number: int, client: Store) -> None:
@@ -394,7 +394,7 @@ def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> 
     for rank, client in enumerate(trainers):
         publish(training, attempt, number, rank, client)
     for rank, client in enumerate(rollouts):  # the version before: all have it
-        fake_relay(client, rank).update(held=(HeldChunks(number, key(number, attempt), 1, 1, True),))
+        fake_relay(client, rank).update(held=(HeldChunks(number, key(number, attempt), 1, 1),))
     with Part(kept, trainers) as published:
         for rank, client in enumerate(trainers):
             publish(training, attempt, number + 1, rank, client)
@@ -415,14 +415,24 @@ def power(values: dict[int, float]) -> float:
     return statistics.linear_regression(*zip(*found)).slope
 
 
-def routing(ranks: int) -> tuple[float, float]:
-    """CPU seconds and MiB of a rank that learns where the rows of all go; in a process of its own."""
-    code = ("import resource, sys\nfrom benchmarks.simulated_scale import _route\n"
-            "_route(8, 16, 0)\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            f"print(_route({ranks}, 16, 0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)")
-    said = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True,
-                          capture_output=True, text=True).stdout.split()
-    return float(said[0]), float(said[1]) / 1024
+ROUTING = """
+import pathlib, statistics, sys
+from benchmarks.simulated_scale import _route
+def peak():
+    return int(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+_route(8, 16, 0)
+before, ranks = peak(), int(sys.argv[1])
+seconds = [_route(ranks, 16, repeat) for repeat in range(6)][1:]
+print(statistics.median(seconds), min(seconds), max(seconds), peak() - before)
+"""
+
+
+def routing(ranks: int) -> tuple[float, float, float, float]:
+    """CPU seconds of a rank that learns where the rows of all go, after the first step: median, least and most; and the
+    MiB that it needs, all notices included; in a process of its own."""
+    said = subprocess.run([sys.executable, "-c", ROUTING, str(ranks)], check=True, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}).stdout.split()
+    return float(said[0]), float(said[1]), float(said[2]), float(said[3]) / 1024
 
 
 GLOO = """
@@ -496,8 +506,9 @@ def main(arguments: list[str] | None = None) -> None:
     for part, said in AUDIT.items():
         print(f"  audit (426f40b): {part}: {said}")
     for ranks in sizes:
-        seconds, memory = routing(ranks)
-        print(f"  routing at {ranks:6,} ranks: {1000 * seconds:,.0f} ms of CPU, {memory:,.0f} MiB more")
+        middle, least, most, memory = routing(ranks)
+        times = f"{1000 * middle:,.0f} ({1000 * least:,.0f} to {1000 * most:,.0f})"
+        print(f"  routing at {ranks:6,} ranks: {times} ms of CPU, {memory:,.0f} MiB more")
     for ranks in (4, 8) if given.quick else (4, 8, 16):
         print(f"  gloo, {ranks} ranks: " + "; ".join(
             f"{'lazy' if lazy else 'at once'}: {sockets:.1f} sockets of a rank, {seconds:.2f} s"

@@ -38,9 +38,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gloo_ranks import Host  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PER_TOKEN, Case  # noqa: E402
-from distflow.data.assignment import assign  # noqa: E402
+from distflow.data.assignment import RowCounts  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
-from distflow.data.redistribute import Destination, PoolNotice, Route, agree, announce, read_notice  # noqa: E402
+from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareHomes, agree, announce  # noqa: E402
+from distflow.plan import SOURCE, Column, Layout, RowLineage, Task  # noqa: E402
 from distflow.telemetry.metrics import Metrics  # noqa: E402
 
 PER_MACHINE = 8
@@ -88,21 +89,27 @@ def measured(repeat: int, rows: int, sizes: Sequence[int]) -> Costs:
 
 
 def _route(ranks: int, rows: int, repeat: int) -> float:
-    """What one rank computes to know where the rows of all go: each rank has `rows`, balanced by tokens."""
+    """What one rank computes to know where the rows of all go: each rank has `rows`, from all over the step as after a
+    first redistribution; they are balanced by tokens, and stay on their machine as far as that allows."""
     made, notices = np.random.default_rng(repeat), []
-    for rank in range(ranks):
+    layout, machines = Layout(ranks), (np.arange(ranks) // PER_MACHINE * PER_MACHINE).tolist()
+    reads = tuple(Column(name, name, SOURCE, "Ragged") for name in PER_TOKEN)
+    lineage = RowLineage([Task("reads", "actor", "COMPUTE", "reads", {}, reads, (), layout)], Layout(1))
+    for ids in np.sort(made.permutation(ranks * rows).reshape(ranks, rows)):
         lengths = [torch.from_numpy(made.integers(1, 2000, rows)) for _ in range(2)]  # a prompt's and its response's
         columns = {name: Ragged(torch.empty(int(lengths[name != "prompts"].sum()), dtype=torch.bool),
                                 lengths[name != "prompts"]) for name in PER_TOKEN}
-        notices.append(announce(Batch(torch.arange(rank * rows, (rank + 1) * rows), columns), PoolNotice())[0])
-    places = [Destination(share, share, None) for share in range(ranks)]
+        batch, counts = Batch(torch.from_numpy(ids), columns), RowCounts(lineage, layout)
+        counts.add(SOURCE, batch, None, origin=True)
+        notices.append(announce(batch, PoolNotice(), counts.to_bytes())[0])
+    homes = ShareHomes.of(layout, machines)
     begin = time.process_time()
-    found = [read_notice(raw) for raw in notices]
-    shares = assign(torch.from_numpy(np.concatenate([notice.counts_of("responses", 0) for notice in found])), ranks)
-    route = Route(found, agree(found), lambda ids: (np.arange(len(ids)), shares.numpy()), ranks)
+    found = RowNotices(notices)
+    assignment, _ = RowCounts(lineage, layout).assign(found.payloads(), machines)
+    route = Route(found, agree(found), assignment.destinations(lineage, SOURCE, layout), ranks)
     route.sent(0)
     route.received(0, ranks)
-    route.crosses(np.arange(ranks) // PER_MACHINE, places)
+    route.crosses(np.array(machines), homes)
     return time.process_time() - begin
 
 

@@ -31,6 +31,10 @@ _TOLERANCE = 1.01
 _ROWS = 1.05
 """How many more units than the mean a share may get so that they stay together."""
 
+_AT_ONCE = 64
+"""Shares from which on units are placed many at a time; for fewer, one by one costs less."""
+_LARGEST = np.iinfo(np.int64).max
+
 _RUNS, _ONE_BY_ONE = 4, 16
 """Runs of units that a share gets, from all over the step, and units that are placed one by one to even loads out."""
 
@@ -54,17 +58,54 @@ def _assign(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
 def _greedy(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> np.ndarray:
     """Assign units heaviest first, each to the lightest share; those without weight at last, by number."""
     free = np.flatnonzero((fixed < 0) & (sizes > 0))
-    units = free[_heaviest_first(sizes[free])]
-    heap = [(load, count, share) for share, (load, count) in enumerate(zip(*_taken(sizes, shares, fixed)))]
-    heapq.heapify(heap)
-    chosen = []
-    for size in sizes[units].tolist():
-        load, count, share = heap[0]
-        chosen.append(share)
-        heapq.heapreplace(heap, (load + size, count + 1, share))
-    result = fixed.copy()
-    result[units] = chosen
+    units, result = free[_heaviest_first(sizes[free])], fixed.copy()
+    result[units] = _lightest_first(sizes[units], *_taken(sizes, shares, fixed))
     return _greedy(np.ones_like(sizes), shares, result) if (result < 0).any() else result
+
+
+def _lightest_first(sizes: np.ndarray, loads: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the share of each of `sizes` [units], which descend: the one that is the lightest when its turn comes, of
+    equally light ones that with the fewest units, and of those the first. `loads`, `counts`: [shares]."""
+    shares, most = len(loads), int(counts.max(initial=0)) + len(sizes) + 1
+    # no share that is the lightest has more than the mean
+    heaviest = max(int(loads.max()), (int(loads.sum()) + int(sizes.sum())) // shares + int(sizes.max(initial=0)))
+    if shares < _AT_ONCE or (heaviest + 1) * most * shares > _LARGEST:
+        keys = [(load * most + count) * shares + share
+                for share, (load, count) in enumerate(zip(loads.tolist(), counts.tolist()))]
+        heapq.heapify(keys)
+        return np.array(_one_by_one(keys, [(size * most + 1) * shares for size in sizes.tolist()], shares), np.int64)
+    keys = np.sort((loads * most + counts) * shares + np.arange(shares))
+    return _in_waves(keys, (sizes * most + 1) * shares, shares)
+
+
+def _one_by_one(heap: list[int], steps: Sequence[int], shares: int) -> list[int]:
+    """Return the share of each unit. `heap`: a number for each share, which begins with its load and ends with the
+    share's own; `steps`: by how much a unit raises it."""
+    chosen = []
+    for step in steps:
+        chosen.append(heap[0] % shares)
+        heapq.heapreplace(heap, heap[0] + step)
+    return chosen
+
+
+def _in_waves(keys: np.ndarray, steps: np.ndarray, shares: int) -> np.ndarray:
+    """Return what `_one_by_one` does, many units at a time. `keys` ascend: the next units go to one share after the
+    other, as long as the next share is lighter than all that have just got one."""
+    chosen, done = np.empty(len(steps), np.int64), 0
+    while done < len(steps):
+        after = keys[: len(steps) - done] + steps[done : done + shares]
+        heavier = np.minimum.accumulate(after)[:-1] < keys[1 : len(after)]
+        wave = int(heavier.argmax()) + 1 if heavier.any() else len(after)
+        if wave < len(after) // _AT_ONCE:  # few shares are much lighter than all others
+            heap, wave = keys.tolist(), len(after)
+            chosen[done : done + wave] = _one_by_one(heap, steps[done : done + wave].tolist(), shares)
+            keys = np.array(heap)
+        else:
+            chosen[done : done + wave] = keys[:wave] % shares
+            keys[:wave] = after[:wave]
+        keys.sort()
+        done += wave
+    return chosen
 
 
 def _many(sizes: np.ndarray, shares: int) -> np.ndarray | None:
@@ -85,9 +126,10 @@ def _cut(sizes: np.ndarray, weights: np.ndarray, shares: int) -> np.ndarray:
     """Deal out runs of units of as much weight, since rows that stay together move at once, but the last of each share
     one by one."""
     ends, runs = weights.cumsum(), shares * _RUNS
-    result = np.minimum((2 * ends - weights) * runs // max(2 * ends[-1], 1), runs - 1) % shares
+    first = np.searchsorted(2 * ends - weights, -(-np.arange(runs) * 2 * ends[-1] // runs))  # by the middle of a unit
+    result = np.repeat(np.arange(runs) % shares, np.diff(first, append=len(sizes)))
     last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
-    result[np.argsort(result, kind="stable")[np.maximum(last, 0)]] = -1
+    result[_stable_order(result, shares)[np.maximum(last, 0)]] = -1
     return _greedy(sizes, shares, result)
 
 
@@ -106,23 +148,90 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
     `machines`: [shares]; `at`: [units], -1 if it does not matter; `parts`: [shares], the work that each is to have, in
     proportion. Each machine fills its shares, as `assign` would; the rest goes to the lightest share of all.
     """
+    sizes = weights.numpy()
+    return torch.from_numpy(_assign_near(sizes, np.array(machines), at.numpy(), _fixed(sizes, fixed), parts))
+
+
+def _assign_near(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray, near: np.ndarray,
+                 parts: Sequence[int]) -> np.ndarray:
     if parts:
-        return torch.from_numpy(_uneven(weights.numpy(), np.array(machines), at.numpy(),
-                                        _fixed(weights.numpy(), fixed), np.array(parts)))
-    sizes, located, machine_of = weights.numpy(), at.numpy(), np.array(machines)
-    shares, near = len(machines), _fixed(sizes, fixed)
-    anywhere = _assign(sizes, shares, near)
+        return _uneven(sizes, machine_of, located, near, np.array(parts))
+    shares, anywhere = len(machine_of), _assign(sizes, len(machine_of), near)
     if (machine_of == machine_of[0]).all():
-        return torch.from_numpy(anywhere)
+        return anywhere
     heaviest = _heaviest(sizes, anywhere, shares)
-    bound, free = int(heaviest * _TOLERANCE), np.flatnonzero(near < 0)
-    loads, counts = _taken(sizes, shares, near)
-    for machine in np.unique(machine_of).tolist():
-        there, units = np.flatnonzero(machine_of == machine), free[located[free] == machine]
-        taken = [(loads[share], counts[share], share) for share in there.tolist()]
-        near[units] = _near(sizes[units], taken, heaviest, bound)
+    bound = int(heaviest * _TOLERANCE)
+    _fill_machines(_Machines(machine_of, located, near), sizes, near, heaviest, bound)
     rest = _greedy(sizes, shares, near) if (near < 0).any() else near
-    return torch.from_numpy(rest if _heaviest(sizes, rest, shares) <= bound else anywhere)
+    return rest if _heaviest(sizes, rest, shares) <= bound else anywhere
+
+
+class _Machines:
+    """Shares and free units by machine: those of machine `i` are `of_shares[shares[i] : shares[i + 1]]` and
+    `of_units[units[i] : units[i + 1]]`, both ascending."""
+
+    def __init__(self, machine_of: np.ndarray, located: np.ndarray, fixed: np.ndarray):
+        names, number = np.unique(machine_of, return_inverse=True)
+        numbers = np.full(int(max(names[-1], located.max(initial=-1))) + 2, -1)  # the last one is for those without
+        numbers[names] = np.arange(len(names))
+        of_unit, free = numbers[located], np.flatnonzero(fixed < 0)
+        free = free[of_unit[free] >= 0]
+        self.of_shares = np.argsort(number, kind="stable")
+        self.shares = np.searchsorted(number[self.of_shares], np.arange(len(names) + 1))
+        self.of_units = free[_stable_order(of_unit[free], len(names))]
+        self.units = np.searchsorted(of_unit[self.of_units], np.arange(len(names) + 1))
+        self.numbers = of_unit
+
+    def __len__(self) -> int:
+        return len(self.shares) - 1
+
+
+def _fill_machines(machines: _Machines, sizes: np.ndarray, near: np.ndarray, heaviest: int, bound: int) -> None:
+    """Assign units in `near` to shares of their own machine, as long as none exceeds `bound`."""
+    loads, counts = _taken(sizes, int(machines.shares[-1]), near)
+    units, fixed = np.diff(machines.units), np.add.reduceat(counts[machines.of_shares], machines.shares[:-1])
+    runs = (units > np.diff(machines.shares) * _ONE_BY_ONE) & (fixed == 0)
+    if units[~runs].max(initial=0) * _AT_ONCE >= units[~runs].sum() or not _fill_at_once(
+            machines, np.flatnonzero(~runs), sizes, near, (loads, counts), bound):
+        runs[:] = True
+    for machine in np.flatnonzero(runs).tolist():
+        own = machines.of_units[slice(*machines.units[machine : machine + 2])]
+        there = machines.of_shares[slice(*machines.shares[machine : machine + 2])]
+        near[own] = _near(sizes[own], list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist())),
+                          heaviest, bound)
+
+
+def _fill_at_once(machines: _Machines, chosen: np.ndarray, sizes: np.ndarray, near: np.ndarray,
+                  taken: tuple[np.ndarray, np.ndarray], bound: int) -> bool:
+    """Do what `_near` does for units one by one, for the next unit of each of many machines at a time. Return whether
+    that can be: numbers would be too large."""
+    units, shares = np.diff(machines.units)[chosen], np.diff(machines.shares)[chosen]
+    longest, widest, (loads, counts) = int(units.max()), int(shares.max()), taken
+    most = int(counts.max()) + longest + 1
+    if (max(bound, int(loads.max())) + int(sizes.max()) + 2) * most * widest > _LARGEST:
+        return False
+    heaviest = machines.of_units[_heaviest_first(sizes[machines.of_units])]
+    heaviest = heaviest[_stable_order(machines.numbers[heaviest], len(machines))]
+    there, real = _rectangle(machines.shares[:-1][chosen], shares, widest)
+    there, (unit, exists) = machines.of_shares[there], _rectangle(machines.units[:-1][chosen], units, longest)
+    unit, slots, row = heaviest[unit], np.arange(widest)[:, None], np.arange(len(chosen))
+    keys = np.where(real, (loads[there] * most + counts[there]) * widest + slots, _LARGEST)
+    steps, places = (sizes[unit] * most + 1) * widest, np.empty_like(unit)
+    for turn, step in enumerate(steps):
+        lightest = keys.min(0)
+        after, slot = lightest + step, lightest % widest
+        fits = exists[turn] & (after < (bound + 1) * most * widest)
+        keys[slot, row] = np.where(fits, after, lightest)
+        places[turn] = np.where(fits, slot, -1)
+    placed = places >= 0
+    near[unit[placed]] = there[places[placed], np.broadcast_to(row, unit.shape)[placed]]
+    return True
+
+
+def _rectangle(begins: np.ndarray, counts: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of each of some ranges, and whether there are so many: both [longest, ranges]."""
+    within = np.arange(longest)[:, None] < counts
+    return np.where(within, begins + np.arange(longest)[:, None], 0), within
 
 
 def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
@@ -151,13 +260,23 @@ def _heaviest_first(sizes: np.ndarray) -> np.ndarray:
     return numbers % max(len(sizes), 1)
 
 
+def _stable_order(numbers: np.ndarray, below: int) -> np.ndarray:
+    """Sort by small numbers, all `below` some number: as small types they are sorted in one pass."""
+    return np.argsort(numbers.astype(np.min_scalar_type(below)), kind="stable")
+
+
+def _ascending(numbers: np.ndarray) -> np.ndarray:
+    return np.argsort(numbers) if (numbers[1:] < numbers[:-1]).any() else np.arange(len(numbers))
+
+
 def _fixed(sizes: np.ndarray, fixed: Tensor | None) -> np.ndarray:
     return np.full(len(sizes), -1) if fixed is None else fixed.numpy().copy()
 
 
-def _taken(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> tuple[list[int], list[int]]:
-    units = fixed >= 0
-    return _loads(sizes[units], fixed[units], shares).tolist(), np.bincount(fixed[units], minlength=shares).tolist()
+def _taken(sizes: np.ndarray, shares: int, fixed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and units of each share [shares]."""
+    number = fixed + 1  # 0 of those that have none yet
+    return _loads(sizes, number, shares + 1)[1:], np.bincount(number, minlength=shares + 1)[1:]
 
 
 def _loads(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> np.ndarray:
@@ -170,7 +289,11 @@ def _heaviest(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> int:
 
 def imbalance(weights: Tensor, shares_of: Tensor, shares: int, parts: Sequence[int] = ()) -> float:
     """Return the heaviest share's load over what it should have; 1.0 is perfect."""
-    loads = _loads(weights.numpy(), shares_of.numpy(), shares)
+    return _imbalance(weights.numpy(), shares_of.numpy(), shares, parts)
+
+
+def _imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequence[int]) -> float:
+    loads = _loads(sizes, shares_of, shares)
     due = np.array(parts or [1] * shares)
     total, most = int(loads.sum()), float((loads[due > 0] / due[due > 0]).max())
     return most * int(due.sum()) / total if total else 1.0
@@ -220,7 +343,7 @@ def _soonest(sizes: np.ndarray, units: np.ndarray, result: np.ndarray, parts: np
     return float((loads / due).max())
 
 
-_NOTHING = np.empty((4, 0), dtype=np.int64)
+_NOTHING = np.empty((0, 4), dtype=np.int64)
 _SHOWN = 5
 
 
@@ -242,17 +365,18 @@ class ShardAssignment(NamedTuple):
         return ShardAssignment(np.concatenate([self.units, later.units]), np.concatenate([self.shares, later.shares]))
 
     def of_finer(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, share) of each of the rows `ids`, of which `times` stem from one unit."""
-        units = ids // times if times > 1 else ids
-        if len(units) == len(self.units) and (units == self.units).all():  # the usual case: one row a unit, in order
-            return np.arange(len(ids)), self.shares
+        """Return (row, share) of each of the rows `ids`, of which `times` stem from one unit; by id."""
+        order = _ascending(ids)
+        units = ids[order] // times if times > 1 else ids[order]
+        if np.array_equal(units, self.units):  # the usual case: one row a unit
+            return order, self.shares
         index = np.searchsorted(self.units, units)
         found = index < len(self.units)
         found[found] = self.units[index[found]] == units[found]
         if not found.all():
-            raise ColumnError(f"some rank has rows {ids[~found][:_SHOWN].tolist()}, which stem from rows that no rank "
-                              "had when this layout was filled")
-        return np.arange(len(ids)), self.shares[index]
+            raise ColumnError(f"some rank has rows {ids[order][~found][:_SHOWN].tolist()}, which stem from rows that "
+                              "no rank had when this layout was filled")
+        return order, self.shares[index]
 
     def of_coarser(self, ids: np.ndarray, times: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (row, share) for each share that has units of the rows `ids`, each of which has `times` units."""
@@ -292,42 +416,47 @@ class RowCounts:
                 weight += elements_of(column)
         owner = -1 if share is None or level < len(self.unit) else share
         unit = ids // self.lineage.times(fan[level:])
-        self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)]))
+        self.tables.append(np.stack([np.full_like(ids, level), unit, weight, np.full_like(ids, owner)], axis=1))
 
     def to_bytes(self) -> bytes:
         """Return the counts: each unit that this rank has, once, and its rows that are coarser than units."""
-        return _merged(np.concatenate([*self.tables, _NOTHING], axis=1)).tobytes()
+        table = np.concatenate([*self.tables, _NOTHING])
+        return _merged(table, np.zeros(len(table), np.int64))[0].tobytes()
 
     def assign(self, counts: list[bytes], machine_of: list[int],
                parts: Sequence[int] = ()) -> tuple[ShardAssignment, float | None]:
         """Assign all units from the counts of every rank, and return the heaviest share's load over the mean with it
         (None if no unit was free). Units stay on their machine (`machine_of` a rank) where that costs no balance.
         `parts`: [shares], the work that each is to have, in proportion."""
-        tables = [np.frombuffer(raw, dtype=np.int64).reshape(4, -1) for raw in counts]
-        machine = np.repeat(machine_of, [table.shape[1] for table in tables])
-        table = _merged(np.vstack([np.concatenate(tables, axis=1), machine]))
-        begins = np.searchsorted(table[0], np.arange(len(self.unit) + 1)).tolist()
-        _, units, weights, owners, at = table[:, begins[-1] :]
+        machines = np.array(machine_of)
+        table = np.frombuffer(b"".join(counts), np.int64).reshape(-1, _NOTHING.shape[1])
+        rows = np.fromiter(map(len, counts), np.int64, len(counts)) // (8 * _NOTHING.shape[1])
+        table, at = _merged(table, np.repeat(machines, rows))
+        begins = np.searchsorted(table[:, 0], np.arange(len(self.unit) + 1)).tolist()
+        units, weights, owners = table[begins[-1] :, 1:].T.copy()
+        at = at[begins[-1] :]
         for level in range(len(self.unit)):
-            _, ids, tokens, *_ = table[:, begins[level] : begins[level + 1]]
+            _, ids, tokens, _ = table[begins[level] : begins[level + 1]].T
             parent = units // self.lineage.times(self.unit[level:])
             index = np.searchsorted(ids, parent).clip(max=max(len(ids) - 1, 0))
             weights = weights + np.where(ids[index] == parent, tokens[index], 0) if len(ids) else weights
-        shares = self.layout.dp
-        machines = [machine_of[self.layout.leader(share)] for share in range(shares)]
-        loads, fixed = torch.from_numpy(weights.copy()), torch.from_numpy(owners.copy())
-        assignment = assign_near(loads, machines, torch.from_numpy(at.copy()), fixed, parts)
-        free = bool((fixed < 0).any())
-        return ShardAssignment(units, assignment.numpy()), imbalance(loads, assignment, shares, parts) if free else None
+        shares, stride = self.layout.dp, self.layout.leader(1) - self.layout.leader(0)
+        of_shares = machines[self.layout.first + stride * np.arange(shares)]
+        chosen = _assign_near(weights, of_shares, at, owners.copy(), parts)
+        uneven = _imbalance(weights, chosen, shares, parts) if (owners < 0).any() else None
+        return ShardAssignment(units, chosen), uneven
 
 
-def _merged(table: np.ndarray) -> np.ndarray:
-    """Merge columns of equal (level, id), ascending: tokens are added, the machine is that of the most tokens."""
-    level, unit = table[:2]
-    if ((level[1:] > level[:-1]) | (level[1:] == level[:-1]) & (unit[1:] > unit[:-1])).all():
-        return table  # the usual case: ranks have rows one after the other
-    table = table[:, np.lexsort((table[2], unit, level))]
-    first = np.flatnonzero(np.concatenate([[True], (np.diff(table[:2]) != 0).any(axis=0)]))
-    last = np.concatenate([first[1:], [table.shape[1]]]) - 1
-    return np.vstack([table[:2, first], np.add.reduceat(table[2], first), np.maximum.reduceat(table[3], first),
-                      table[4:, last]])
+def _merged(table: np.ndarray, machines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge rows of equal (level, unit), ascending: tokens are added, the machine is that of the most tokens. `table`:
+    [rows, (level, unit, tokens, owner)]; `machines`: [rows]."""
+    numbers = table[:, 0] * (table[:, 1].max(initial=0) + 1) + table[:, 1]
+    order = _ascending(numbers)
+    repeated = np.diff(numbers[order]) == 0
+    if not repeated.any():
+        return np.take(table, order, axis=0), machines[order]
+    order = np.lexsort((table[:, 2], numbers))
+    table, first = table[order], np.flatnonzero(np.concatenate([[True], ~repeated]))
+    last = np.concatenate([first[1:], [len(table)]]) - 1
+    return np.stack([*table[first, :2].T, np.add.reduceat(table[:, 2], first), np.maximum.reduceat(table[:, 3], first)],
+                    axis=1), machines[order[last]]

@@ -63,8 +63,8 @@ class HostPeer:
 class HostGroup:
     """One rank's access to all others; every rank creates one and makes the same calls in the same order.
 
-    machines: by rank, the first rank of its machine. secret: for the names of what ranks share. Any call raises
-    `RankMissing` if a rank died, or did not come within `limit` seconds.
+    machines: by rank, the first rank of its machine; local_ranks: those of this machine. secret: for the names of what
+    ranks share. Any call raises `RankMissing` if a rank died, or did not come within `limit` seconds.
     """
 
     def __init__(self, rank: int, limit: float):
@@ -86,7 +86,8 @@ class HostGroup:
         isolated = {names[number] for number, failed in enumerate(gather_values(found is None)) if failed}
         names = [f"rank {number}" if name in isolated else name for number, name in enumerate(names)]
         self.peers = found if found and name not in isolated else {}
-        self.machines = [names.index(name) for name in names]
+        first = {name: number for number, name in reversed([*enumerate(names)])}
+        self.machines = [first[name] for name in names]
         self.local_ranks = sorted([rank, *self.peers])
         leaders = sorted(set(self.machines))
         self.on_one_machine = len(leaders) == 1
@@ -96,16 +97,24 @@ class HostGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank: whatever msgpack knows."""
-        messages = self._gather_here(pack(value))
+        return [unpack(message) for message in self.gather_bytes(pack(value))]
+
+    def gather_here(self, value: Any) -> dict[int, Any]:
+        """Return the value of each rank of this machine, all of which must call it: whatever msgpack knows."""
+        return {rank: unpack(message) for rank, message in sorted(self._gather_here(pack(value)).items())}
+
+    def gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return every rank's message, by rank."""
+        messages = self._gather_here(message)
         if self.on_one_machine:
-            return [unpack(messages[rank]) for rank in self.local_ranks]
+            return [messages[rank] for rank in self.local_ranks]
         leader, combined = self.local_ranks[0], b""
         if self.rank == leader:
             combined = self._gather_leaders(messages)
         error, everyone = unpack(self._gather_here(combined, self.limit + _EXTRA_SECONDS)[leader])
         if error:
             raise RankMissing(error)
-        return [unpack(everyone[rank]) for rank in range(len(everyone))]
+        return [everyone[rank] for rank in range(len(everyone))]
 
     def _gather_leaders(self, messages: dict[int, bytes]) -> bytes:
         """Return [error, message by rank] of all machines, packed; peers learn an error as well."""

@@ -1,6 +1,6 @@
 """Moves rows from one layout to another: each once, directly, with a single copy within a machine (DistFlow §6.2).
 
-    announce       each rank announces its rows and its free shared memory (`RowNotice`)
+    announce       each rank announces its rows and its free shared memory; all read the notices of all (`RowNotices`)
     Route          from all notices, each rank computes where every row will lie in its reader's memory
     Redistributor  moves: within a machine the holder writes a row to its final address; rows for other machines
                    travel in one `all_to_all_single`, packed, with sizes known at both ends, and the reader places them
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.column_buffers import ColumnBuffer, ColumnForm, buffers_of, column_of, form_of
 from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
-from distflow.data.row_copies import RowRuns, copy_rows, runs_of
+from distflow.data.row_copies import ElementRuns, copy_rows, copy_runs, runs_of
 from distflow.errors import ColumnError
 from distflow.plan import Layout
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of
@@ -46,9 +47,10 @@ class PoolNotice(NamedTuple):
         return cls(*(tuple(MemoryAddress(*address) for address in addresses) for addresses in packed))
 
 
-def choose(notices: Sequence[PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
-    """Return for each owner its smallest spare buffer of the wanted bytes, or None; the same on every rank."""
-    read = {address for notice in notices for address in notice.reads}
+def choose(notices: Mapping[int, PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
+    """Return for each owner its smallest spare buffer of the wanted bytes, or None; the same on every rank of a
+    machine. `notices`: of all its ranks, which alone can use each other's memory."""
+    read = {address for notice in notices.values() for address in notice.reads}
     return {owner: min((address for address in notices[owner].spare if address.size >= size and address not in read),
                        key=lambda address: (address.size, address.inode), default=None)
             for owner, size in wanted.items() if size}
@@ -82,73 +84,126 @@ class RowMemory:
         return torch.from_numpy(view_of(self.mapped.open(address), size, self.reads.discard, address))
 
 
-class RowNotice(NamedTuple):
-    """Announcement of a rank: ids of its rows [rows], per column its form and where its buffers' counts are in
-    `counts`, arrays [rows] that buffers whose rows have as many elements each share."""
+def announce(batch: Batch, pool: PoolNotice, payload: bytes = b"") -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
+    """Return a rank's notice, and the buffers of its columns. `payload`: what else it tells all others.
 
-    ids: np.ndarray
-    forms: dict[str, ColumnForm]
-    buffers: dict[str, list[int]]
-    counts: list[np.ndarray]
-    pool: PoolNotice
-
-    def counts_of(self, name: str, level: int) -> np.ndarray:
-        """Return how many elements each row [rows] has in one of a column's buffers."""
-        return self.counts[self.buffers[name][level]] if len(self.ids) else self.ids
-
-
-def announce(batch: Batch, pool: PoolNotice) -> tuple[bytes, dict[str, list[ColumnBuffer]]]:
+    A notice is numbers of 8 bytes: how many rows, a sum of the columns' forms, and bytes of three parts; these parts,
+    which are the forms, the rank's shared memory and the payload; then arrays [rows] of the rows' ids and of the counts
+    of the columns' buffers. Buffers whose rows have as many elements each share an array.
+    """
     buffers = {name: buffers_of(column) for name, column in batch.columns.items()}
     forms, numbers = [], {}
     for name, column in batch.columns.items():
         form = form_of(column)
         # a dense row has one element
         counts = [buffer.counts.tobytes() for buffer in buffers[name]] if form.depth else []
-        forms.append((name, *form, [numbers.setdefault(part, len(numbers)) for part in counts] if counts else [-1]))
-    header = pack([len(batch), pool, pack(forms)])
-    parts = [len(header).to_bytes(8, "little"), header, bytes(-len(header) % 8), batch.ids.numpy().tobytes(), *numbers]
-    return b"".join(parts), buffers
+        forms.append((name, *form, [numbers.setdefault(each, len(numbers)) for each in counts] or [_DENSE]))
+    parts = [pack(forms), pack(pool), payload]
+    head = np.array([len(batch), xxhash.xxh3_64_intdigest(parts[0]) >> 1, *map(len, parts)]).tobytes()
+    padded = [part + bytes(-len(part) % 8) for part in parts]
+    return b"".join([head, *padded, batch.ids.numpy().tobytes(), *numbers]), buffers
 
 
-def read_notice(raw: bytes) -> RowNotice:
-    size = int.from_bytes(raw[:8], "little")
-    rows, pool, forms = unpack(raw[8 : 8 + size])
-    numbers = np.frombuffer(raw, dtype=np.int64, offset=8 + size + -size % 8).reshape(-1, rows or 1)
-    ids, *counts = numbers if rows else numbers.T
-    described, buffers = _forms(forms)
-    return RowNotice(ids, described, buffers, [*counts, np.ones(rows, dtype=np.int64)], PoolNotice.unpack(pool))
+_HEAD, _DENSE = 5, -1
+"""Numbers that a notice begins with; in place of the number of an array: each row has one element."""
+
+
+class RowNotices:
+    """Notices of all ranks, read at once. rows: how many each rank has [ranks]; ids: of all rows, one rank's after the
+    other's [rows]; forms: what ranks that have rows say of their columns, by the first rank that says so."""
+
+    def __init__(self, notices: Sequence[bytes]):
+        self.notices = notices
+        sizes = np.fromiter(map(len, notices), np.int64, len(notices)) // 8
+        self.numbers, begins = np.frombuffer(b"".join(notices), np.int64), sizes.cumsum() - sizes
+        self.rows, sums, *self.sizes = self.numbers[begins[:, None] + np.arange(_HEAD)].T
+        self.parts = np.cumsum([np.full(len(notices), 8 * _HEAD), *(size + -size % 8 for size in self.sizes)], axis=0)
+        """Byte at which each part of a notice begins, and at which the last one ends [4, ranks]."""
+        first = begins + self.parts[-1] // 8
+        self.at = np.repeat(first - (self.rows.cumsum() - self.rows), self.rows) + np.arange(self.rows.sum())
+        self.forms, self.describes = self._read_forms(sums)
+        self.known = dict[tuple[int, ...], np.ndarray]()
+        self.ids = self._array(0)
+
+    def _read_forms(self, sums: np.ndarray) -> tuple[dict[int, ColumnForms], np.ndarray]:
+        """Return the forms, and for each rank which of them are its own [ranks]. `sums`: alike where they are."""
+        ranks = np.flatnonzero(self.rows) if self.rows.any() else np.zeros(1, np.int64)
+        _, first, number = np.unique(sums[ranks], return_index=True, return_inverse=True)
+        describes = np.zeros(len(self.rows), np.int64)
+        describes[ranks] = ranks[first][number]
+        first.sort()
+        return dict(zip(ranks[first].tolist(), map(read_forms, self._part(0, ranks[first])))), describes
+
+    def _part(self, number: int, ranks: np.ndarray) -> list[bytes]:
+        """Return one of the parts of the notices of some ranks."""
+        begins, sizes = self.parts[number][ranks], self.sizes[number][ranks]
+        return [self.notices[rank][begin:end] for rank, begin, end in
+                zip(ranks.tolist(), begins.tolist(), (begins + sizes).tolist())]
+
+    def pools(self, ranks: Sequence[int]) -> dict[int, PoolNotice]:
+        return {rank: PoolNotice.unpack(unpack(part)) for rank, part in zip(ranks, self._part(1, np.array(ranks)))}
+
+    def payloads(self) -> list[bytes]:
+        return self._part(2, np.arange(len(self.notices)))
+
+    def counts_of(self, name: str, level: int) -> np.ndarray:
+        """Return how many elements each row has in one of a column's buffers [rows]."""
+        key = tuple(described.arrays[name][level] for described in self.forms.values())
+        if key not in self.known:
+            numbers = np.zeros(len(self.rows), np.int64)
+            numbers[list(self.forms)] = key
+            self.known[key] = np.ones_like(self.ids) if _DENSE in key else self._array(1 + numbers[self.describes])
+        return self.known[key]
+
+    def _array(self, number: np.ndarray | int) -> np.ndarray:
+        """Return the array with this number, of each rank [ranks] or of all: one rank's after the other's [rows]."""
+        return self.numbers[self.at + np.repeat(number * self.rows, self.rows)]
+
+
+class ColumnForms(NamedTuple):
+    """By column its form, and the numbers of the arrays with the counts of its buffers."""
+
+    forms: dict[str, ColumnForm]
+    arrays: dict[str, list[int]]
 
 
 @functools.lru_cache(maxsize=64)
-def _forms(packed: bytes) -> tuple[dict[str, ColumnForm], dict[str, list[int]]]:
-    """Read what notices say of their columns: once for all ranks that say the same."""
+def read_forms(packed: bytes) -> ColumnForms:
     found = unpack(packed)
-    return ({name: ColumnForm(depth, dtype, tuple(shape)) for name, depth, dtype, shape, _ in found},
-            {name: buffers for name, *_, buffers in found})
+    return ColumnForms({name: ColumnForm(depth, dtype, tuple(shape)) for name, depth, dtype, shape, _ in found},
+                       {name: arrays for name, *_, arrays in found})
 
 
-def agree(notices: Sequence[RowNotice]) -> dict[str, ColumnForm]:
+def agree(notices: RowNotices) -> dict[str, ColumnForm]:
     """Return the form of each column; ranks without elements are ignored. Raises `ColumnError` if they differ."""
-    holders = [rank for rank, notice in enumerate(notices) if len(notice.ids)] or [0]
-    names = notices[holders[0]].forms
-    for rank in holders:
-        if notices[rank].forms.keys() != names.keys():
-            odd = ", ".join(sorted(notices[rank].forms.keys() ^ names.keys()))
-            raise ColumnError(f"rank {holders[0]} and rank {rank} do not have the same columns: only one has {odd}")
-    return {name: _agree(name, notices, holders) for name in names}
+    first, *others = notices.forms
+    names = notices.forms[first].forms
+    for rank in others:
+        if notices.forms[rank].forms.keys() != names.keys():
+            odd = ", ".join(sorted(notices.forms[rank].forms.keys() ^ names.keys()))
+            raise ColumnError(f"rank {first} and rank {rank} do not have the same columns: only one has {odd}")
+    return {name: _agree(name, notices) for name in names}
 
 
-def _agree(name: str, notices: Sequence[RowNotice], holders: list[int]) -> ColumnForm:
-    announced = {rank: notices[rank].forms[name] for rank in holders}
+def _agree(name: str, notices: RowNotices) -> ColumnForm:
+    announced = {rank: described.forms[name] for rank, described in notices.forms.items()}
     if len(set(announced.values())) == 1:
-        return announced[holders[0]]
-    full = [rank for rank in holders if notices[rank].counts_of(name, -1).any()] or holders[:1]
-    first = announced[full[0]]
-    for rank in holders:
-        if announced[rank].depth != first.depth or (rank in full and announced[rank] != first):
-            raise ColumnError(f"the parts of column `{name}` do not fit together: rank {full[0]} has {first}, rank "
-                              f"{rank} has {announced[rank]}")
-    return first
+        return next(iter(announced.values()))
+    if len({form.depth for form in announced.values()}) > 1:
+        full = list(announced)
+    else:
+        full = _with_elements(name, notices) or list(announced)[:1]
+    first = full[0]
+    for rank in full:
+        if announced[rank] != announced[first]:
+            raise ColumnError(f"the parts of column `{name}` do not fit together: rank {first} has {announced[first]}, "
+                              f"rank {rank} has {announced[rank]}")
+    return announced[first]
+
+
+def _with_elements(name: str, notices: RowNotices) -> list[int]:
+    """Return those of the ranks of `notices.forms` that say what some rank says that has elements of a column."""
+    return np.unique(np.repeat(notices.describes, notices.rows)[notices.counts_of(name, -1) > 0]).tolist()
 
 
 class BufferPart(NamedTuple):
@@ -166,47 +221,53 @@ class Route:
     """Pairs [pairs] of a row and a share, by share and then by id: `holder` is the rank that has the row, `position`
     its index there. Share `i` has the pairs `bounds[i]` … `bounds[i + 1] - 1`, of `totals[i]` bytes."""
 
-    def __init__(self, notices: Sequence[RowNotice], forms: dict[str, ColumnForm], destinations: Destinations,
-                 shares: int):
-        ids = np.concatenate([notice.ids for notice in notices])
-        rows = np.array([len(notice.ids) for notice in notices])
+    def __init__(self, notices: RowNotices, forms: dict[str, ColumnForm], destinations: Destinations, shares: int):
+        ids, rows = notices.ids, notices.rows
         row, share = destinations(ids)
         order = _by_share(ids[row], share, shares)
         row, share = row[order], share[order]
-        self.holder = np.repeat(np.arange(len(notices)), rows)[row]
+        self.holder = np.repeat(np.arange(len(rows)), rows)[row]
         self.position = row - (rows.cumsum() - rows)[self.holder]
         self.ids, self.share = ids[row], share
-        self.bounds = np.searchsorted(share, np.arange(shares + 1))
+        self.bounds = np.concatenate([[0], np.bincount(share, minlength=shares).cumsum()])
         twice = (self.ids[1:] == self.ids[:-1]) & (share[1:] == share[:-1])
         if twice.any():
-            one, other = self.holder[:-1][twice][0], self.holder[1:][twice][0]
+            one, other = sorted((self.holder[:-1][twice][0], self.holder[1:][twice][0]))
             raise ColumnError(f"rows {self.ids[1:][twice][:_SHOWN].tolist()} of columns {', '.join(forms)} exist "
                               f"twice, on rank {one} and rank {other}")
-        self.totals = np.zeros(shares, dtype=np.int64)
-        holders = [notice for notice in notices if len(notice.ids)]
-        shared: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.parts = {name: [self._part([notice.counts_of(name, level) for notice in holders], row, width, shared)
-                             for level, width in enumerate(form.widths)] if holders else []
-                      for name, form in forms.items()}
+        self.parts, self.totals = self._lay_out(notices, forms, row)
 
-    def _part(self, announced: list[np.ndarray], row: np.ndarray, width: int, shared: dict) -> BufferPart:
-        """Lay out one buffer. `announced`: each holder's counts; buffers with the same counts share their arrays."""
-        key = tuple(map(id, announced))
-        if key not in shared:
-            counts = np.concatenate(announced)[row]
-            ends = np.zeros(len(counts) + 1, dtype=np.int64)
+    def _lay_out(self, notices: RowNotices, forms: dict[str, ColumnForm], row: np.ndarray) -> \
+            tuple[dict[str, list[BufferPart]], np.ndarray]:
+        """Return the buffers of each column, and the bytes of each share [shares]. Buffers whose rows have as many
+        elements each share their arrays."""
+        parts: dict[str, list[BufferPart]] = {name: [] for name in forms}
+        levels = [(name, width, notices.counts_of(name, level)) for name, form in forms.items()
+                  for level, width in enumerate(form.widths)] if len(row) else []
+        laid_out = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]()
+        for announced in {id(counts): counts for *_, counts in levels}.values():
+            counts, ends = announced[row], np.zeros(len(row) + 1, dtype=np.int64)
             counts.cumsum(out=ends[1:])
             edges = ends[self.bounds]
-            shared[key] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
-        counts, at, elements = shared[key]
-        sizes, starts = elements * width, self.totals
-        self.totals = starts + -(-sizes // _ALIGNED) * _ALIGNED
-        return BufferPart(width, counts, at, starts, sizes)
+            laid_out[id(announced)] = counts, ends[:-1] - edges[self.share], edges[1:] - edges[:-1]
+        sizes = np.zeros((len(levels) + 1, len(self.bounds) - 1), np.int64)
+        for index, (_, width, announced) in enumerate(levels):
+            sizes[index] = laid_out[id(announced)][2] * width
+        aligned = -(-sizes // _ALIGNED) * _ALIGNED
+        starts = aligned.cumsum(0) - aligned
+        for (name, width, announced), start, size in zip(levels, starts, sizes):
+            counts, at, _ = laid_out[id(announced)]
+            parts[name].append(BufferPart(width, counts, at, start, size))
+        return parts, starts[-1]
 
-    def pairs(self, share: int, holder: int | None = None) -> np.ndarray:
-        """Return the pairs of a share, or of those the ones whose rows a rank holds; by id."""
-        every = np.arange(self.bounds[share], self.bounds[share + 1])
-        return every if holder is None else every[self.holder[every] == holder]
+    def all_pairs(self, share: int) -> slice:
+        """Return which pairs are those of a share; by id."""
+        return slice(int(self.bounds[share]), int(self.bounds[share + 1]))
+
+    def pairs(self, share: int, holder: int) -> np.ndarray:
+        """Return the pairs of a share whose rows a rank holds; by id."""
+        every = self.all_pairs(share)
+        return every.start + np.flatnonzero(self.holder[every] == holder)
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
@@ -223,16 +284,15 @@ class Route:
 
     def received(self, share: int, ranks: int) -> np.ndarray:
         """Return the bytes of rows that a share gets from each rank [ranks]."""
-        pairs = self.pairs(share)
+        pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
-    def crosses(self, machines: np.ndarray, destinations: Sequence[Destination]) -> bool:
+    def crosses(self, machines: np.ndarray, homes: ShareHomes) -> bool:
         """Return whether any row goes to another machine; every rank finds the same. `machines` [ranks]."""
-        shares, ranks = np.array([each[:2] for each in destinations], dtype=int).reshape(-1, 2).T
-        home = np.full(len(self.totals), -1)
-        home[shares] = machines[ranks]
+        home, found = np.full(len(self.totals), -1), machines[homes.ranks]
+        home[homes.shares] = found
         several = np.zeros(len(self.totals), dtype=bool)
-        several[shares[home[shares] != machines[ranks]]] = True  # a share that is on two machines
+        several[homes.shares[home[homes.shares] != found]] = True  # a share that is on two machines
         away = several[self.share] | (home[self.share] != machines[self.holder])
         return bool((away & (home[self.share] >= 0) & (self.sizes > 0)).any())
 
@@ -242,16 +302,31 @@ def _sums(index: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
 
 
 def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
-    if (ids[1:] >= ids[:-1]).all():  # the usual case; numbers as small as these are sorted in one pass
-        return np.argsort(share.astype(np.min_scalar_type(shares)), kind="stable")
-    return np.lexsort((ids, share))
+    """Sort by share and then by id; numbers as small as shares are sorted in one pass."""
+    order = np.arange(len(ids)) if (ids[1:] >= ids[:-1]).all() else np.argsort(ids)
+    return order[np.argsort(share[order].astype(np.min_scalar_type(shares)), kind="stable")]
 
 
 Buffers = dict[str, list[ColumnBuffer]]
 
 
+class ShareHomes(NamedTuple):
+    """Who receives the rows of shares: the first rank of each share on each machine. shares, ranks: both [homes]."""
+
+    shares: np.ndarray
+    ranks: np.ndarray
+
+    @classmethod
+    def of(cls, layout: Layout, machines: Sequence[int]) -> ShareHomes:
+        """`machines`: [ranks]."""
+        found: dict[tuple[int, int], int] = {}
+        for rank in range(layout.first, layout.last + 1):
+            found.setdefault((layout.share(rank) or 0, machines[rank]), rank)
+        return cls(np.array([share for share, _ in found], np.int64), np.array([*found.values()], np.int64))
+
+
 class Destination(NamedTuple):
-    """Memory that receives a share's rows: that of its first rank on each machine; None if it has no bytes."""
+    """Memory on this machine that receives a share's rows: that of its first rank here; None if it has no bytes."""
 
     share: int
     rank: int
@@ -262,6 +337,7 @@ class Redistributor:
     def __init__(self, rank: int, metrics: Metrics, limit: float):
         self.rank, self.metrics, self.limit = rank, metrics, limit
         self.moved = 0
+        self.homes = dict[Layout, ShareHomes]()
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
@@ -279,61 +355,61 @@ class Redistributor:
         alike on every rank; `edge`: what bytes count for in metrics. Raises ColumnError on every rank: rows without a
         destination or held twice, or columns that do not fit together.
         """
-        raw, buffers = announce(held, self.memory.notice())
-        payloads = self.host_group.gather([raw, payload])
-        notices = [read_notice(notice) for notice, _ in payloads]
+        notice, buffers = announce(held, self.memory.notice(), payload)
+        notices = RowNotices(self.host_group.gather_bytes(notice))
         forms = agree(notices)
-        route = Route(notices, forms, find_destinations([part for _, part in payloads]), layout.dp)
-        destinations = self._reserve(route, layout, [notice.pool for notice in notices])
-        machines = self.host_group.machines
-        here = [each for each in destinations if machines[each.rank] == machines[self.rank]]
+        route = Route(notices, forms, find_destinations(notices.payloads()), layout.dp)
+        machines, homes = np.array(self.host_group.machines), self._homes(layout)
+        here = self._reserve(route, homes, machines, notices)
         memory = {each: self.memory.open(each.address) for each in here if each.address is not None}
         for target in memory:
-            for part, buffer, pairs, runs in _rows(route, buffers, target.share, self.rank):
-                copy_rows(buffer.data, _bytes_of(memory[target], part, target.share),
-                          buffer.starts[route.position[pairs]],
-                          part.at[pairs], part.counts[pairs], part.width, runs)
+            for part, buffer, runs in _rows(route, buffers, target.share, self.rank):
+                copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
-        self._count(edge, route, sent, destinations, machines)
-        if route.crosses(np.array(machines), destinations):
-            self._send(buffers, route, sent, destinations, machines, memory)
+        self._count(edge, route, sent, homes, machines)
+        if route.crosses(machines, homes):
+            self._send(buffers, route, sent, homes, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here)
 
-    def _reserve(self, route: Route, layout: Layout, pools: list[PoolNotice]) -> list[Destination]:
-        """Choose memory for all shares; where one lacks some, its owner adds a buffer and all ranks announce again."""
-        owners: dict[tuple[int, int], int] = {}
-        for rank, machine in enumerate(self.host_group.machines):
-            share = layout.share(rank)
-            if share is not None:
-                owners.setdefault((share, machine), rank)
-        wanted = {rank: int(route.totals[share]) for (share, _), rank in owners.items()}
-        chosen = choose(pools, wanted)
+    def _homes(self, layout: Layout) -> ShareHomes:
+        if layout not in self.homes:
+            self.homes[layout] = ShareHomes.of(layout, self.host_group.machines)
+        return self.homes[layout]
+
+    def _reserve(self, route: Route, homes: ShareHomes, machines: np.ndarray, notices: RowNotices) -> list[Destination]:
+        """Choose memory for the shares on this machine; where one lacks some, its owner adds a buffer and the machine's
+        ranks announce again."""
+        here = machines[homes.ranks] == machines[self.rank]
+        owners = dict(zip(homes.ranks[here].tolist(), homes.shares[here].tolist()))
+        wanted = {rank: int(route.totals[share]) for rank, share in owners.items()}
+        chosen = choose(notices.pools(self.host_group.local_ranks), wanted)
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
                 self.memory.add(wanted[self.rank])
-            pools = [PoolNotice.unpack(notice) for notice in self.host_group.gather(self.memory.notice())]
-            chosen = choose(pools, wanted)
-        return [Destination(share, rank, chosen.get(rank)) for (share, _), rank in owners.items()]
+            pools = self.host_group.gather_here(self.memory.notice())
+            chosen = choose({rank: PoolNotice.unpack(pool) for rank, pool in pools.items()}, wanted)
+        return [Destination(share, rank, chosen.get(rank)) for rank, share in owners.items()]
 
-    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, destinations: list[Destination],
-              machines: list[int], memory: dict[Destination, np.ndarray]) -> None:
-        far = {each.rank: each.share for each in destinations if machines[each.rank] != machines[self.rank]}
-        sizes = [int(sent[far[rank]]) if rank in far else 0 for rank in range(len(machines))]
-        outgoing, position = np.empty(sum(sizes), dtype=np.uint8), 0
-        for rank in sorted(far):
-            for part, buffer, pairs, runs in _rows(route, buffers, far[rank], self.rank):
-                counts = part.counts[pairs]
-                size = int(counts.sum()) * part.width
-                copy_rows(buffer.data, outgoing[position : position + size], buffer.starts[route.position[pairs]],
-                          counts.cumsum() - counts, counts, part.width, runs)
+    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, homes: ShareHomes, machines: np.ndarray,
+              memory: dict[Destination, np.ndarray]) -> None:
+        far, sizes = machines[homes.ranks] != machines[self.rank], np.zeros(len(machines), np.int64)
+        sizes[homes.ranks[far]] = sent[homes.shares[far]]
+        outgoing, position = np.empty(int(sizes.sum()), dtype=np.uint8), 0
+        for rank, share in sorted(zip(homes.ranks[far].tolist(), homes.shares[far].tolist())):
+            if not sizes[rank]:
+                continue
+            for part, buffer, (begin, _, sent_at_once) in _rows(route, buffers, share, self.rank):
+                size = int(sent_at_once.sum()) * part.width
+                copy_runs(buffer.data, outgoing[position : position + size], begin,
+                          sent_at_once.cumsum() - sent_at_once, sent_at_once, part.width)
                 position += size
-        mine = next((each for each in destinations if each.rank == self.rank), None)
+        mine = next((each for each in memory if each.rank == self.rank), None)
         arriving = [0] * len(machines)
         if mine is not None:
-            there = np.array(machines) == machines[self.rank]
+            there = machines == machines[self.rank]
             arriving = np.where(there, 0, route.received(mine.share, len(machines))).tolist()
-        received, position = exchange(torch.from_numpy(outgoing), sizes, arriving).numpy(), 0
+        received, position = exchange(torch.from_numpy(outgoing), sizes.tolist(), arriving).numpy(), 0
         for rank, size in enumerate(arriving):
             if mine is None or not size:
                 continue
@@ -349,39 +425,44 @@ class Redistributor:
     def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
         if share is None or not len(route.ids):
             return Batch(torch.empty(0, dtype=torch.int64))
-        target, pairs = next(each for each in here if each.share == share), route.pairs(share)
+        target, pairs = next(each for each in here if each.share == share), route.all_pairs(share)
         raw = torch.empty(0, dtype=torch.uint8)
         if target.address is not None:
             raw = self.memory.lease(target.address, int(route.totals[share]))
         columns = {}
         for name, form in forms.items():
-            buffers = [(_bytes_of(raw, part, share), part.counts[pairs]) for part in route.parts[name]]
+            buffers = [(_bytes_of(raw, part, share), part.counts[pairs].copy()) for part in route.parts[name]]
             columns[name] = column_of(form, buffers)
-        return Batch(torch.from_numpy(route.ids[pairs]), columns)
+        return Batch(torch.from_numpy(route.ids[pairs].copy()), columns)
 
-    def _count(self, edge: str, route: Route, to_shares: np.ndarray, destinations: list[Destination],
-               machines: list[int]) -> None:
-        sent = {each: int(to_shares[each.share]) for each in destinations if to_shares[each.share]}
-        away = sum(size for each, size in sent.items() if each.rank != self.rank)
-        arrived = sum(int(route.sizes[route.pairs(each.share)].sum()) - sent.get(each, 0)
-                      for each in destinations if each.rank == self.rank)
-        self.metrics.add(f"data/bytes/{edge}", sum(sent.values()))
+    def _count(self, edge: str, route: Route, to_shares: np.ndarray, homes: ShareHomes, machines: np.ndarray) -> None:
+        sent, own = to_shares[homes.shares], homes.ranks == self.rank
+        away = int(sent[~own].sum())
+        arrived = sum(int(route.sizes[route.all_pairs(share)].sum()) for share in homes.shares[own].tolist()) - \
+            int(sent[own].sum())
+        self.metrics.add(f"data/bytes/{edge}", int(sent.sum()))
         self.metrics.add("data/bytes_sent", away)
         self.metrics.add("data/bytes_between_machines",
-                         sum(size for each, size in sent.items() if machines[each.rank] != machines[self.rank]))
+                         int(sent[machines[homes.ranks] != machines[self.rank]].sum()))
         self.moved += away + arrived
         self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 
 
 def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
-        Iterator[tuple[BufferPart, ColumnBuffer, np.ndarray, RowRuns]]:
-    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, pairs, their runs."""
+        Iterator[tuple[BufferPart, ColumnBuffer, ElementRuns]]:
+    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, runs that stay together."""
     pairs = route.pairs(share, holder)
-    if len(pairs):
-        runs = runs_of(route.position[pairs], pairs)
-        for name, parts in route.parts.items():
-            yield from ((part, buffer, pairs, runs) for part, buffer in zip(parts, buffers[name], strict=True))
+    if not len(pairs):
+        return
+    position = route.position[pairs]
+    rows, known = runs_of(position, pairs), dict[int, ElementRuns]()
+    for name, parts in route.parts.items():
+        for part, buffer in zip(parts, buffers[name], strict=True):
+            if id(part.at) not in known:  # else another buffer's rows have as many elements each
+                known[id(part.at)] = ElementRuns.of(buffer.starts[position], part.at[pairs], part.counts[pairs], rows)
+            yield part, buffer, known[id(part.at)]
 
 
 def _bytes_of(memory: Any, part: BufferPart, share: int) -> Any:
-    return memory[part.starts[share] : part.starts[share] + part.sizes[share]]
+    start = int(part.starts[share])
+    return memory[start : start + int(part.sizes[share])]

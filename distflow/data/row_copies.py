@@ -26,18 +26,34 @@ def runs_of(here: np.ndarray, there: np.ndarray) -> RowRuns:
     return RowRuns(np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(here) - 1]]))
 
 
+class ElementRuns(NamedTuple):
+    """Runs of elements: `sizes[i]` from element `begin[i]` of one end on, which are `at[i]` … at the other."""
+
+    begin: np.ndarray
+    at: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, source_at: np.ndarray, target_at: np.ndarray, counts: np.ndarray, runs: RowRuns) -> ElementRuns:
+        """Return the elements of runs of rows: a row has `counts[i]`, from `source_at[i]` and `target_at[i]` on."""
+        begin = source_at[runs.first]
+        return cls(begin, target_at[runs.first], source_at[runs.last] + counts[runs.last] - begin)
+
+
 def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
               counts: np.ndarray, width: int, runs: RowRuns) -> None:
     """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
     `target` ([bytes] uint8), run by run."""
-    begin = source_at[runs.first]
-    copy_runs(source, target, begin, target_at[runs.first], source_at[runs.last] + counts[runs.last] - begin, width)
+    copy_runs(source, target, *ElementRuns.of(source_at, target_at, counts, runs), width)
 
 
 def copy_runs(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
               width: int) -> None:
     """Copy runs of `sizes[i]` elements from element `begin[i]` of `source` to element `at[i]` of `target`."""
     if not width:
+        return
+    if len(sizes) < _MANY:
+        _copy_singly(source, target, begin, at, sizes, width)
         return
     exponents = np.frexp(sizes)[1]  # that of 2 ** n, which a size is below, and not below half of it
     many = np.bincount(exponents) >= _MANY

@@ -276,7 +276,8 @@ class Membership:
             mine = mine or self.store.add(f"{round}/came")
             self.store.put(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
             if not self._is_first(round, mine, seen):  # that one looks at the others
-                self.store.wait([f"{round}/members"], paused(min(_POLL, self.silence / 4), mine))
+                self.store.wait([f"{round}/members"],
+                                paused(min(_POLL * count, HEARTBEAT_SECONDS, self.silence / 4), mine))
                 continue
             if (waiting := self._waiting(round, seen)) != names:
                 names, since = waiting, time.monotonic()

@@ -15,7 +15,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -61,6 +61,9 @@ class EtcdStore(Store):
     def put(self, key: str, value: str) -> None:
         self._call("kv/put", key=self._key(key), value=_data(value))
 
+    def put_all(self, values: Mapping[str, str]) -> None:
+        self._at_once([{"requestPut": {"key": self._key(key), "value": _data(value)}} for key, value in values.items()])
+
     def post(self, key: str, value: str) -> None:
         self.posts.add(self, key, value)
 
@@ -88,8 +91,8 @@ class EtcdStore(Store):
         found = answer["responses"][0]["response_range"].get("kvs")
         return False, _value(found[0]) if found else None
 
-    def delete(self, key: str) -> None:
-        self._call("kv/deleterange", key=self._key(key))
+    def delete(self, *keys: str) -> None:
+        self._at_once([{"requestDeleteRange": {"key": self._key(key)}} for key in keys])
 
     def has(self, *keys: str) -> bool:
         return not self._missing(keys)[0]
@@ -115,13 +118,14 @@ class EtcdStore(Store):
 
     def _ranges(self, keys: Sequence[str], **more: bool) -> tuple[list[dict[str, Any]], int]:
         """Return etcd's answer for each key, and the revision of the first ones."""
-        found, revision = list[dict[str, Any]](), 0
-        for first in range(0, len(keys), _OPERATIONS):
-            asked = [{"requestRange": {"key": self._key(key)} | more} for key in keys[first : first + _OPERATIONS]]
-            answer = self._call("kv/txn", success=asked)
-            found += [each["response_range"] for each in answer["responses"]]
-            revision = revision or int(answer["header"]["revision"])
-        return found, revision
+        answers = self._at_once([{"requestRange": {"key": self._key(key)} | more} for key in keys])
+        found = [each["response_range"] for answer in answers for each in answer["responses"]]
+        return found, int(answers[0]["header"]["revision"]) if answers else 0
+
+    def _at_once(self, operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return etcd's answers to as many operations at a time as a transaction takes."""
+        return [self._call("kv/txn", success=operations[first : first + _OPERATIONS])
+                for first in range(0, len(operations), _OPERATIONS)]
 
     def _watch(self, key: str, revision: int, seconds: float) -> None:
         """Wait until a key changes, or a while; the member may end meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Self
@@ -105,6 +105,10 @@ class Store(ABC):
     def put(self, key: str, value: str) -> None: ...
 
     @abstractmethod
+    def put_all(self, values: Mapping[str, str]) -> None:
+        """Set values, of which others may see some before the last one is set."""
+
+    @abstractmethod
     def post(self, key: str, value: str) -> None:
         """Set a value soon, without waiting for the store; it may be lost."""
 
@@ -118,7 +122,7 @@ class Store(ABC):
         """Add to a counter, which begins at 0, and return its new value. A call that raises may have counted."""
 
     @abstractmethod
-    def delete(self, key: str) -> None: ...
+    def delete(self, *keys: str) -> None: ...
 
     @abstractmethod
     def has(self, *keys: str) -> bool:

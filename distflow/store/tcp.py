@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -187,7 +187,11 @@ class TCPStoreClient(Store):
         return self._call(_MULTI_GET + self._keys(keys), lambda reply: [reply.text() for _ in keys])
 
     def put(self, key: str, value: str) -> None:
-        self._call(_SET + self._key(key) + _text(value) + _CHECK + self._keys(()), _Reply.byte)
+        self.put_all({key: value})
+
+    def put_all(self, values: Mapping[str, str]) -> None:
+        queries = [_SET + self._key(key) + _text(value) for key, value in values.items()]
+        self._call(b"".join(queries) + _CHECK + self._keys(()), _Reply.byte)
 
     def post(self, key: str, value: str) -> None:
         self._call(_SET + self._key(key) + _text(value), _Reply.nothing)
@@ -198,8 +202,8 @@ class TCPStoreClient(Store):
     def add(self, key: str, number: int = 1) -> int:
         return self._call(_ADD + self._key(key) + struct.pack("<q", number), _Reply.number)
 
-    def delete(self, key: str) -> None:
-        self._call(_DELETE + self._key(key), _Reply.number)
+    def delete(self, *keys: str) -> None:
+        self._call(b"".join(_DELETE + self._key(key) for key in keys), lambda reply: [reply.number() for _ in keys])
 
     def has(self, *keys: str) -> bool:
         return self._call(_CHECK + self._keys(keys), _Reply.byte) == 0

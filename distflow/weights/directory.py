@@ -251,9 +251,7 @@ class Directory:
                 return False
             if self._publish(before, attempt, [head.key, *keys][:_KEPT]):
                 self.store.put(f"next/{next(iter(keys), '')}", "")
-                for forgotten in keys[_KEPT - 1 :]:
-                    self.store.delete(f"head/{forgotten}")
-                    self.store.delete(f"next/{forgotten}")
+                self.store.delete(*(f"{kind}/{key}" for key in keys[_KEPT - 1 :] for kind in ("head", "next")))
                 return True
 
     def _published(self) -> tuple[str | None, str, list[str]]:

@@ -327,8 +327,7 @@ class Publisher:
         if not self.directory.reveal(PublishedVersion(version, self.attempt, shares)):
             raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
                                "a process of an earlier attempt. End it")
-        for name in [f"{base}/count", *keys]:
-            store.delete(name)
+        store.delete(f"{base}/count", *keys)
 
     def _meet(self, limit: float) -> str:
         """Return the id of this attempt of the trainer. Rank 0 proposes one to the nonces of all ranks; ranks of an
@@ -356,6 +355,5 @@ class Publisher:
         present = self.directory.store.get_all([f"meeting/{rank}" for rank in range(self.ranks)])
         if present != before and all(present):
             attempt = digest(json.dumps(present).encode())
-            for nonce in present:
-                self.directory.store.put(f"proposal/{nonce}", attempt)
+            self.directory.store.put_all({f"proposal/{nonce}": attempt for nonce in present})
         return present

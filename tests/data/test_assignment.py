@@ -1,12 +1,15 @@
 """Assignment of rows to shares: never far from the optimum, and the same on every rank."""
 
 import itertools
+import random
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distflow.data import assignment
 from distflow.data.assignment import assign, assign_near, imbalance
 
 QUIET = settings(max_examples=80)
@@ -38,6 +41,65 @@ def test_no_share_is_left_without_units_if_there_are_enough(weights, shares):
     if set(weights) == {0}:
         counts = [chosen.count(share) for share in range(shares)]
         assert max(counts) - min(counts) <= 1
+
+
+def one_by_one(weights: list[int], shares: int, fixed: list[int]) -> list[int]:
+    """Longest processing time first as it is written down: each unit to the share with the least tokens, then units."""
+    chosen = list(fixed)
+    for sizes in (weights, [1] * len(weights)):  # units without weight at last, by number
+        loads = {share: [sum(size for size, one in zip(sizes, chosen) if one == share), chosen.count(share), share]
+                 for share in range(shares)}
+        for unit in sorted((unit for unit, one in enumerate(chosen) if one < 0 and sizes[unit]),
+                           key=lambda unit: (-sizes[unit], unit)):
+            lightest = min(loads.values())
+            chosen[unit] = lightest[2]
+            lightest[:2] = lightest[0] + sizes[unit], lightest[1] + 1
+    return chosen
+
+
+SPREADS = {"even": lambda made: made.randint(1, 2000), "long tail": lambda made: int(10 * made.random() ** -1.2),
+           "few": lambda made: made.randint(0, 2), "giants": lambda made: 10**6 if made.random() < 0.02 else 1,
+           "too large for 64 bits": lambda made: made.randint(1, 2**40) << 8}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("shares", [64, 150])
+@pytest.mark.parametrize("settled", [False, True])
+def test_units_that_are_placed_many_at_a_time_go_where_they_would_one_by_one(spread, shares, settled):
+    made = random.Random(shares)
+    weights = [SPREADS[spread](made) for _ in range(9 * shares + 5)]
+    fixed = [made.randrange(shares // 4) if settled and made.random() < 0.2 else -1 for _ in weights]
+    assert assign(torch.tensor(weights), shares, torch.tensor(fixed)).tolist() == one_by_one(weights, shares, fixed)
+
+
+def near_one_by_one(weights: list[int], machines: list[int], at: list[int], fixed: list[int]) -> list[int]:
+    """Each machine's units to its lightest share, if that stays within 1% of the heaviest share without machines."""
+    shares, chosen, anywhere = range(len(machines)), list(fixed), one_by_one(weights, len(machines), fixed)
+    bound = int(1.01 * max(loads_of(weights, anywhere, len(machines))))
+    loads = [[load, chosen.count(share)] for share, load in zip(shares, loads_of(weights, chosen, len(machines)))]
+    for unit in sorted((unit for unit, one in enumerate(chosen) if one < 0), key=lambda unit: (-weights[unit], unit)):
+        there = [(*loads[share], share) for share in shares if machines[share] == at[unit]]
+        if there and min(there)[0] + weights[unit] <= bound:
+            chosen[unit] = share = min(there)[2]
+            loads[share][0], loads[share][1] = loads[share][0] + weights[unit], loads[share][1] + 1
+    chosen = one_by_one(weights, len(machines), chosen)
+    return chosen if max(loads_of(weights, chosen, len(machines))) <= bound else anywhere
+
+
+@pytest.mark.parametrize("spread", ["even", "few", "giants"])
+@pytest.mark.parametrize("settled", [False, True])
+def test_machines_that_are_filled_all_at_once_get_what_each_would_alone(spread, settled):
+    """150 machines of 2 shares, one of them without units, and units of no machine."""
+    made = random.Random(1)
+    machines = [share // 2 * 2 for share in range(300)]
+    made.shuffle(machines)
+    weights = [SPREADS[spread](made) for _ in range(3000)]
+    at = [made.choice([-1, *range(0, 298, 2)]) for _ in weights]
+    fixed = [made.randrange(80) if settled and made.random() < 0.2 else -1 for _ in weights]
+    with mock.patch.object(assignment, "_fill_at_once", wraps=assignment._fill_at_once) as filled:
+        near = assign_near(torch.tensor(weights), machines, torch.tensor(at), torch.tensor(fixed)).tolist()
+    assert filled.called, "or the comparison shows nothing"
+    assert near == near_one_by_one(weights, machines, at, fixed)
 
 
 def test_equal_units_are_dealt_out_in_order():

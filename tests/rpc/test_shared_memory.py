@@ -30,7 +30,7 @@ def address(number: int, size: int) -> MemoryAddress:
 
 def test_the_smallest_that_holds_it_is_chosen_unless_it_is_read():
     spare = (address(0, 100), address(1, 400), address(3, 300))
-    notices = [PoolNotice(spare), PoolNotice((), (address(3, 300),))]
+    notices = {0: PoolNotice(spare), 1: PoolNotice((), (address(3, 300),))}
     assert choose(notices, {0: 50}) == {0: spare[0]}
     assert choose(notices, {0: 150}) == {0: spare[1]}, "another rank reads the smaller one"
     assert choose(notices, {0: 500, 1: 0}) == {0: None}

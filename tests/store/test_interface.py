@@ -34,6 +34,22 @@ def test_values_and_conditions(store):
     assert store.get("a") is None
 
 
+def test_many_values_at_once(store):
+    """More than a transaction of etcd takes; whoever waits for the last of them is woken."""
+    values = {f"rank/{number}": str(number) for number in range(250)}
+    waiting = threading.Thread(target=lambda: store.wait(["rank/249"], 60.0) and store.put("heard", ""))
+    waiting.start()
+    store.put_all(values)
+    assert store.wait(["heard"], 60.0)
+    waiting.join()
+    assert store.get_all([*values]) == [*values.values()]
+    store.delete(*list(values)[:240], "another")
+    assert store.list("rank/") == {f"rank/{number}": str(number) for number in range(240, 250)}
+    store.delete()
+    store.put_all({})
+    assert store.get("rank/240") == "240"
+
+
 def test_a_view_has_the_keys_below_its_prefix(store):
     view = store.below("run").below("7")
     view.put("holder/a", "1")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import rms_norm
 
 from distflow.config.run import RoleRun
+from distflow.data.exchange import default_group
 from distflow.errors import EngineError
 from distflow.plan import SHARES_OUTERMOST, Layout
 
@@ -41,10 +44,33 @@ def choose(device: str, index: int = 0) -> None:
 @functools.lru_cache
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
     """Return a layout's mesh. Collective: every rank requests the meshes in the same order."""
+    ranks = torch.arange(layout.dp * layout.width)
     if layout.order == SHARES_OUTERMOST:
-        return init_device_mesh(device, (layout.dp, layout.pp, layout.cp, layout.tp), mesh_dim_names=NAMES)
-    ranks = torch.arange(layout.dp * layout.width).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
-    return DeviceMesh(device, ranks.transpose(0, 1).contiguous(), mesh_dim_names=NAMES)
+        ranks = ranks.reshape(layout.dp, layout.pp, layout.cp, layout.tp)
+    else:
+        ranks = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp).transpose(0, 1).contiguous()
+    groups = [group_along(ranks, axis) for axis in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=NAMES)
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = \
+    weakref.WeakKeyDictionary()
+"""Groups that were made within a group of all ranks, by the ranks of all that were made together."""
+
+
+def group_along(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
+    """Return this rank's group along some axes of a mesh's ranks: the same one for the same ranks, since each has a
+    thread that wakes a hundred times a second, and memory of the device. Collective over all ranks."""
+    everyone = default_group()
+    size = math.prod(ranks.shape[axis] for axis in axes)
+    if size == everyone.size():
+        return everyone
+    others = [axis for axis in range(ranks.ndim) if axis not in axes]
+    lists = sorted(ranks.permute(*others, *axes).reshape(-1, size).sort().values.tolist())
+    key, known = tuple(map(tuple, lists)), _groups.setdefault(everyone, {})
+    if key not in known:
+        known[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists)[0])
+    return known[key]
 
 
 def dimension(mesh: DeviceMesh, name: str) -> int:

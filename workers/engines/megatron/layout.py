@@ -6,18 +6,13 @@ role may have a layout of its own.
 
 from __future__ import annotations
 
-import math
-from typing import cast
-
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig
 
 from distflow.errors import EngineError
 from distflow.plan import SHARES_OUTERMOST, Layout
-from workers.engines.devices import NAMES
+from workers.engines.devices import NAMES, group_along
 
 
 def in_words(layout: Layout) -> str:
@@ -54,18 +49,7 @@ def _divides(axis: str, ways: int, counts: dict[str, int]) -> None:
 
 def groups_of(mesh: DeviceMesh, layout: Layout) -> ProcessGroupCollection:
     """Create this rank's groups for Megatron. Collective over all ranks."""
-    ranks = mesh.mesh.reshape([getattr(layout, name) for name in NAMES])
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-
-    def group(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
-        rest = [axis for axis in range(ranks.ndim) if axis not in axes]
-        size = math.prod(ranks.shape[axis] for axis in axes)
-        lists = ranks.permute(*rest, *axes).reshape(-1, size).tolist()
-        key = tuple(map(tuple, lists))
-        if key not in made:
-            made[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists)[0])
-        return made[key]
-
+    ranks, group = mesh.mesh.reshape([getattr(layout, name) for name in NAMES]), group_along
     dp, pp, cp, tp = range(4)
     experts = ranks.permute(pp, tp, dp, cp).reshape(layout.pp, layout.tp, -1, layout.ep)  # [pp, tp, expert dp, ep]
     groups = ProcessGroupCollection(
