@@ -39,6 +39,13 @@ def shares_change(whole: Path) -> None:
     assert len({values["data/share/more"] for values in metrics_of(whole).values()}) > 1
 
 
+def reference_moves(whole: Path) -> None:
+    newest = max((whole / "checkpoints").iterdir())
+    held = FileSystemReader(newest).read_metadata().state_dict_metadata
+    assert {name.partition(".")[0] for name in held} == {"actor", "reference"}
+    assert not any(name.startswith("reference.optimizer") for name in held)
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of a run on two ranks, the weights that it leaves, and whether it goes on with one rank too."""
@@ -61,9 +68,12 @@ CASES = {
     "dropped rows, weights of training sets": Case((
         "--dag", "filtered.yaml", *TINY, "--set", "data.train={train.jsonl: 1, more.jsonl: 1}", "--set",
         "data.columns=[source]"), check=shares_change),
+    "a reference that follows": Case((
+        "--dag", "grpo.yaml", *TINY, "--set", "nodes.update.with.kl=0.5", "--set",
+        "roles.reference.follow={every: 2, mix: 0.3}"), one_rank_too=True, check=reference_moves),
     "async": Case(("--dag", "grpo.yaml", *TINY, "--set", "mode=async", "--set", "staleness=0"), ()),
 }
-COMPARED = ("loss", "value/loss", "response/fingerprint", "data/share/more")
+COMPARED = ("loss", "policy/kl_reference", "value/loss", "response/fingerprint", "data/share/more")
 WEIGH = """
 from distflow import source_weight
 

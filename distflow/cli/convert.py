@@ -64,6 +64,7 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     reference: bool = True
+    follow: dict[str, Any] | None = None  # how the reference follows the actor
     drops_truncated: bool = False
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -423,6 +424,10 @@ def _trl_loss(done: Conversion) -> None:
     done.reference = beta > 0
     if beta:
         done.arguments["update.kl"] = beta
+    if done.reference and done.get("sync_ref_model", False):
+        updates = done.arguments.get("update.mini_batches", 1) * done.arguments.get("update.epochs", 1)
+        done.follow = {"every": max(round(done.get("ref_model_sync_steps", 512) / updates), 1),
+                       "mix": done.get("ref_model_mixup_alpha", 0.6)}
 
 
 def _trl_schedule(done: Conversion) -> None:
@@ -456,6 +461,8 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
         dag["nodes"]["update"].get("with", {}).pop("kl", None)
         for node in dag["nodes"].values():
             node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
+    if done.follow:
+        dag["roles"]["reference"]["follow"] = done.follow
     if done.drops_truncated:
         dag["nodes"]["untruncated"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
                                        "dependencies": ["advantage"]}

@@ -36,7 +36,7 @@ from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan import SOURCE
 
 _DAG_KEYS = {"nodes", "imports"}
-_DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
+_DAG_ROLE_KEYS = {"trained", "copy_of", "follow", "head"}
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
@@ -243,7 +243,7 @@ def _override(dag: YamlSource, run: YamlSource, text: str) -> None:
     path = tuple(part.strip() for part in key.split("."))
     if not separator or not all(path):
         raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
-    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) == 3 and path[2] in _DAG_ROLE_KEYS)
+    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) > 2 and path[2] in _DAG_ROLE_KEYS)
     (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
 
 

@@ -56,7 +56,8 @@ TRAINERS: dict[str, Engine] = {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
-        "compile": "its layers are its own", "routing_replay": "distflow does not hand choices to its routers",
+        "compile": "its layers are its own", "follow": "distflow mixes the weights of fsdp's shards alone",
+        "routing_replay": "distflow does not hand choices to its routers",
         "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
 ROLLOUTS: dict[str, Engine] = {
@@ -155,6 +156,7 @@ _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: v
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "narrow heads": "a tiny model with `head_dim` below 32",
+           "follow": "has a copy with `follow`, or is one",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -168,6 +170,8 @@ def _features(spec: Spec, role: str) -> list[str]:
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
               "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
+              "follow": any(item.follow and spec.settings_of(name) is settings
+                            for name, item in spec.dag.roles.items()),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 

@@ -141,6 +141,17 @@ def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dic
     assert ("update.clip" in made) is (settings.get("loss_type") != "cispo"), "what a file does not say is the DAG's"
 
 
+@pytest.mark.parametrize(("settings", "follow"), [
+    ({"sync_ref_model": True}, {"every": 512, "mix": 0.6}),
+    ({"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 1.0, "num_iterations": 2,
+      "gradient_accumulation_steps": 1, "steps_per_generation": 4}, {"every": 8, "mix": 1.0}),
+    ({"sync_ref_model": False}, None)])
+def test_a_reference_of_trl_follows_in_steps_of_this_run(settings: dict, follow: dict | None) -> None:
+    dag, _, left = trl(beta=0.1, lora_r=None, **settings)
+    assert dag["roles"]["reference"].get("follow") == follow
+    assert left == []
+
+
 @pytest.mark.parametrize(("settings", "prompts", "mini_batches"), [
     ({"gradient_accumulation_steps": 4}, 8, None),
     ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 16, 4),

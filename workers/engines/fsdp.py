@@ -45,7 +45,7 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
     parts: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         parts.setdefault(mesh.size() // _pieces(gradient), []).append(
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            _local(gradient))
     norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
     squares = [torch.stack(norms(locals_)).float().square().sum() / copies for copies, locals_ in parts.items()]
     total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
@@ -57,6 +57,10 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
         for locals_ in parts.values():
             torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pieces(gradient: Tensor) -> int:
@@ -102,8 +106,10 @@ class FSDPEngine(Trainer):
     """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1):
-        """`whole` are frozen parameters that are not sharded."""
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), ep: int = 1,
+                 follows: bool = False):
+        """`whole` are frozen parameters that are not sharded. `follows`: whether a model that is not trained changes by
+        `follow`: its weights are then state."""
         for size, count in {"pp": dimension(mesh, "pp"), "ep": ep}.items():
             if count > 1:
                 raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
@@ -119,8 +125,10 @@ class FSDPEngine(Trainer):
         layers, self.small = decoder_layers(model), parameters <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
-        # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it.
-        self.held = torch.bfloat16 if half and not trained else torch.float32
+        self.follows = follows
+        # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it. A mean of
+        # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
+        self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
@@ -173,7 +181,17 @@ class FSDPEngine(Trainer):
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
-        return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
+        return {name: shard for name, shard in self.policy.model.named_parameters()
+                if shard.requires_grad or self.follows}
+
+    @torch.no_grad()
+    def follow(self, other: FSDPEngine, mix: float) -> None:
+        """Move the weights towards those of a model of the same layout: `mix` times these, and the rest of its own."""
+        theirs = other.shards()
+        for name, shard in self.shards().items():
+            own, aim = (_local(each) for each in (shard, theirs[name]))
+            own.lerp_(aim.to(own.device), mix)
+        self.version += 1
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -185,7 +203,7 @@ class FSDPEngine(Trainer):
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()
         for tensor in (*(self.shards().values() if weights else ()), *(t for state in states for t in state.values())):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _local(tensor)
             if local.device.type == self.device.type:
                 yield local
 
@@ -272,6 +290,8 @@ class FSDPEngine(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         shards = {name: shard.detach() for name, shard in self.shards().items()}
+        if not self.optimizer:
+            return {"model": shards}
         return {"model": shards, "optimizer": {name: self._state_of(shard) for name, shard in self.shards().items()}}
 
     def _state_of(self, shard: Tensor) -> dict[str, Tensor]:

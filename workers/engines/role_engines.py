@@ -76,9 +76,10 @@ class RoleEngines:
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
+        follows = {"follows": True} if spec.dag.roles[name].follow else {}  # an argument of fsdp's alone
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
-            meshes.experts)
+            meshes.experts, **follows)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
         self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
             if self.rollout and self._trainer else None

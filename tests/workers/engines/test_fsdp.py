@@ -162,3 +162,30 @@ def test_a_frozen_model_is_held_in_the_dtype_that_it_computes_in(model, mesh, ba
     assert torch.equal(found, expected)
     sizes = [sum(each.to_local().nbytes for each in one.policy.parameters()) for one in (frozen, exact)]
     assert 2 * sizes[0] == sizes[1]
+
+
+def follow_on_shards() -> dict[str, list[float]]:
+    """The weights of a model that has followed another one three times by a hundredth, and where they should be."""
+    mesh, found = named_mesh(dp=2), {}
+    start, aim = built(), built()
+    with torch.no_grad():
+        for parameter in aim.parameters():
+            parameter.add_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter) * 0.01)
+    wanted = {name: tensor.detach().clone() for name, tensor in start.named_parameters()}
+    goal = {name: tensor.detach().clone() for name, tensor in aim.named_parameters()}
+    settings = RoleRun(dtype="bfloat16")
+    trained = FSDPEngine(aim, settings, mesh, pad_token=0, steps=1, trained=True)
+    following = FSDPEngine(start, settings, mesh, pad_token=0, steps=1, trained=False, follows=True)
+    for _ in range(3):
+        following.follow(trained, 0.01)
+        wanted = {name: torch.lerp(tensor, goal[name], 0.01) for name, tensor in wanted.items()}
+    for name, tensor in following.export():
+        found[name] = float((tensor - wanted[name]).abs().max())
+    assert set(found) == set(wanted)
+    return {"differences": [*found.values()], "version": [following.version],
+            "optimizer": ["optimizer" in following.state_dict()]}
+
+
+def test_a_model_follows_another_in_float32_on_shards():
+    for result in run_ranks(2, follow_on_shards):
+        assert result == {"differences": [0.0] * len(result["differences"]), "version": [3], "optimizer": [False]}
