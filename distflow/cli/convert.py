@@ -66,6 +66,7 @@ class Conversion:
     reference: bool = True
     follow: dict[str, Any] | None = None  # how the reference follows the actor
     drops_truncated: bool = False
+    entropies: bool = False  # whether the update reads them
 
     def get(self, key: str, default: Any = None) -> Any:
         self.taken.add(key)
@@ -326,11 +327,17 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         if kind := done.translated(actor + "kl_loss_type", _KL_KINDS):
             done.arguments["update.kl_kind"] = kind
     if done.algorithm == "ppo":
-        done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
-        done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
-                   "ppo_epochs": "with:critic.epochs"}, "critic.")
+        _verl_critic(done)
     elif done.algorithm == "grpo" and done.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
         done.arguments["advantage.scale"] = False
+
+
+def _verl_critic(done: Conversion) -> None:
+    if (first := done.get("trainer.critic_warmup", 0)) > 1:  # the step in which the actor begins
+        done.arguments["update.critic_warmup"] = first - 1
+    done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
+    done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
+               "ppo_epochs": "with:critic.epochs"}, "critic.")
 
 
 def _verl_schedule(done: Conversion, optim: str) -> None:
@@ -420,6 +427,8 @@ def _trl_loss(done: Conversion) -> None:
         done.arguments["advantage.scale"] = False
         if done.given.get("scale_rewards") == "batch":
             done.arguments["update.normalize"] = "batch"
+    if (share := done.get("top_entropy_quantile", 1.0)) < 1:
+        done.entropies, done.arguments["update.entropy_quantile"] = True, round(1 - share, 12)
     beta = done.get("beta", 0.0)
     done.reference = beta > 0
     if beta:
@@ -463,6 +472,11 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
             node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
     if done.follow:
         dag["roles"]["reference"]["follow"] = done.follow
+    if done.entropies:
+        dag["nodes"] = {"rollout": dag["nodes"]["rollout"], "entropies": {
+            "role": "actor", "type": "MODEL_INFERENCE", "function": "entropies", "dependencies": ["rollout"]},
+            **dag["nodes"]}
+        dag["nodes"]["update"]["dependencies"].append("entropies")
     if done.drops_truncated:
         dag["nodes"]["untruncated"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
                                        "dependencies": ["advantage"]}

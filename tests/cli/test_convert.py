@@ -36,7 +36,7 @@ PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": Tru
        "actor_rollout_ref": {"model": {"path": "m"}, "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": "1e-6"}},
                              "rollout": {"n": 2, "top_k": -1, "response_length": "${data.max_response_length}"}},
        "critic": {"optim": {"lr": "1e-5"}, "ppo_mini_batch_size": "${actor_rollout_ref.actor.ppo_mini_batch_size}"},
-       "trainer": {"total_training_steps": 20}}
+       "trainer": {"total_training_steps": 20, "critic_warmup": 5}}
 TRL = {"model_name_or_path": "m", "dataset_name": "train.jsonl", "num_generations": 4, "max_completion_length": 32,
        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": "1e-6", "beta": 0.04,
        "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 30,
@@ -92,6 +92,7 @@ def test_a_file_of_verl_with_a_critic() -> None:
     dag, run = converted(PPO)
     assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
     assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
+    assert dag["nodes"]["update"]["with"]["critic_warmup"] == 4, "there the actor begins in step 5"
     assert run["roles"]["critic"] == {"learning_rate": 1e-5}
     assert run["steps"] == 20
     left = Path("theirs/not_converted.txt").read_text()
@@ -126,6 +127,7 @@ def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     ({"loss_type": "cispo", "epsilon_high": 5.0}, {"update.loss": "cispo", "update.clip_high": 4.0,
                                                    "update.aggregate": "token_mean"}),
     ({"scale_rewards": "batch"}, {"advantage.scale": False, "update.normalize": "batch"}),
+    ({"top_entropy_quantile": 0.2}, {"update.entropy_quantile": 0.8}), ({"top_entropy_quantile": 1.0}, {}),
     ({"scale_rewards": "none"}, {"advantage.scale": False}), ({"scale_rewards": "group"}, {}),
     ({"loss_type": "sapo"}, None), ({"loss_type": "luspo"}, None), ({"scale_rewards": "mean"}, None),
     ({"lr_scheduler_type": "polynomial"}, None), ({"report_to": "swanlab"}, None),

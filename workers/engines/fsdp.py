@@ -212,6 +212,11 @@ class FSDPEngine(Trainer):
         found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
         return responses.with_values(found[0][: len(responses.values)])
 
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
+        return responses.with_values(found[1][: len(responses.values)])
+
     def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
                      images: Ragged | None = None) -> tuple[Ragged, Ragged]:
         found = self._infer(prompts, responses, temperature, count, images=images)

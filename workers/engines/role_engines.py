@@ -151,6 +151,12 @@ class RoleEngines:
         temperature = self.settings.generation.temperature if temperature is None else temperature
         return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
+    def entropies(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        """Return the entropy before each response token, float32, in nats, at the role's temperature."""
+        self._require("lm", "entropies")
+        return self.engine.entropies(prompts, responses, self.settings.generation.temperature, images, routed_experts)
+
     def top_logprobs(self, prompts: Ragged, responses: Ragged, count: int, images: Ragged | None = None,
                      temperature: float | None = None) -> tuple[Ragged, Ragged]:
         """Return the `count` most probable tokens at each place of a response, and their log-probabilities: see

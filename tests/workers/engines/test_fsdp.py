@@ -189,3 +189,13 @@ def follow_on_shards() -> dict[str, list[float]]:
 def test_a_model_follows_another_in_float32_on_shards():
     for result in run_ranks(2, follow_on_shards):
         assert result == {"differences": [0.0] * len(result["differences"]), "version": [3], "optimizer": [False]}
+
+
+def test_entropies_are_those_of_the_whole_distribution(model, mesh, batch):
+    plain_model = copy.deepcopy(model)
+    found = engine(model, mesh, micro_batch_tokens=12).entropies(batch["prompts"], batch["responses"], 0.7)
+    assert found.lengths.tolist() == batch["responses"].lengths.tolist()
+    for prompt, response, entropies in zip(batch["prompts"].rows, batch["responses"].rows, found.rows):
+        logits = plain_model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        logprobs = torch.log_softmax(logits, -1)
+        assert torch.allclose(entropies, -(logprobs.exp() * logprobs).sum(-1), atol=1e-5)
