@@ -12,6 +12,8 @@ another role's. A rank that trains computes one
 task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only
 samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
 
+Of a trained role, parameters that `freeze` names have neither gradient nor state; their float32 weights are sharded.
+
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms
 keep no input to be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it
 shares it too.
@@ -53,6 +55,7 @@ from planners.transfers import choice_bytes
 GIB = 1024**3
 _TRAINING_STATE = 16
 _GRADIENT = 4
+_MASTER = 4  # bytes of a weight in float32
 LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
@@ -81,7 +84,7 @@ def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = Fals
     """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes. `follows`: weights that
     are not trained and change all the same, in float32."""
     if follows and not trained:
-        return ParameterBytes(0, 4, width)
+        return ParameterBytes(0, _MASTER, width)
     if engine == "megatron":
         return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
     return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, width, width)
@@ -217,7 +220,7 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
                 f"roles.{role}.generation.batch_rows  or  validation.max_new_tokens")
     if kind == "rollout engine":
         return f"Lower  roles.{role}.generation.memory_share"
-    if kind in ("training state", "following weights", "weights"):
+    if kind in ("training state", "following weights", "frozen weights", "weights"):
         return "Use more ranks, which divide it, or a smaller model."
     return "Use a smaller model, or  dtype: bfloat16"
 
@@ -314,18 +317,26 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     shares = layout.dp * layout.cp // settings.replicas
     follows = spec.dag.roles[role].follow is not None
     held = parameter_bytes(settings.engine, width, trained, follows)
+    frozen = min(spec.frozen.get(role, 0), shape.parameters) if trained else 0
     name = "training state" if trained else "following weights" if follows else "weights"
     if settings.engine == "megatron":
         formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
         return [MemoryItem(f"{role}: {name}", mine * held.whole + -(-mine * held.divided // shares), formula)]
-    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * held.divided // shares),
-                                                      f"{shape.parameters:,} × {held.divided} B / dp {shares}{cut}")]),
-            MemoryItem(f"{role}: weights while computing",
-                       -(-mine * gathered_at_once(shape) // shape.parameters) * held.gathered,
-                       f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}"),
-            *([MemoryItem(f"{role}: gradients counted twice", -(mine * _GRADIENT // shares),
-                          f"-{shape.parameters:,} × {_GRADIENT} B / dp {shares}{cut}")]
-              if trained and not settings.offload and shape.parameters <= SMALL else [])]
+    n, small = shape.parameters, shape.parameters <= SMALL
+    own, idle, at_once = mine * (n - frozen) // n, frozen if small else 0, gathered_at_once(shape)
+    items = [] if settings.offload else [MemoryItem(f"{role}: {name}", -(-own * held.divided // shares),
+                                                    f"{n - frozen:,} × {held.divided} B / dp {shares}{cut}")]
+    if frozen and not settings.offload:
+        items.append(MemoryItem(f"{role}: frozen weights", -(-(mine - own) * _MASTER // shares),
+                                f"{frozen:,} × {_MASTER} B / dp {shares}{cut}"))
+    less = f" - {idle:,} frozen × {_GRADIENT} B" if idle else ""
+    items.append(MemoryItem(f"{role}: weights while computing",
+                            -(-mine * at_once // n) * held.gathered - mine * idle // n * _GRADIENT,
+                            f"{at_once:,} gathered at once × {held.gathered} B{less}{cut}"))
+    if trained and not settings.offload and small:
+        items.append(MemoryItem(f"{role}: gradients counted twice", -(own * _GRADIENT // shares),
+                                f"-{n - frozen:,} × {_GRADIENT} B / dp {shares}{cut}"))
+    return items
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:

@@ -39,6 +39,8 @@ _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "c
 _SCALES = {True: True, "group": True, False: False, "none": False, "batch": False}
 _KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _ENGINES = {"fsdp": None, "fsdp2": None, "megatron": "megatron"}
+_FROZEN = {"actor_rollout_ref.actor.freeze_vision_tower": "visual.*",
+           "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "mlp.gate.*"}
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _NO_LOGGERS = ("console", "none")  # what a run prints in any case
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
@@ -259,6 +261,8 @@ def _from_verl(done: Conversion) -> None:
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
     done.put("roles.actor.engine", done.translated(actor + "strategy", _ENGINES))
+    frozen = [pattern for key, pattern in _FROZEN.items() if done.get(key) is True]
+    done.put("roles.actor.freeze", frozen or None)
     done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
     done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
     machines, gpus = done.get("trainer.nnodes", 1), done.get("trainer.n_gpus_per_node")

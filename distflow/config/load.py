@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.freeze import check_freeze
 from distflow.config.hub import fetch, fetched, pinned
 from distflow.config.models import (
     Shape,
@@ -63,6 +64,8 @@ class Spec:
     shapes: dict[str, Shape] = field(default_factory=dict)
     adapters: dict[str, int] = field(default_factory=dict)
     """Number of adapter parameters by role; 0 if the model's files do not say."""
+    frozen: dict[str, int] = field(default_factory=dict)
+    """Number of parameters that `freeze` of a trained role names, by role; 0 if the model's files do not say."""
     mistakes: list[Diagnostic] = field(default_factory=list)
     """Mistakes found by loading; the planner adds its own and raises them all."""
     cluster_source: YamlSource | None = None
@@ -175,7 +178,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     _check_models(spec)
     _check_data(spec)
     mistakes += _unset_keys(spec)
-    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_chat_options, check_rewards,
+    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
     return spec

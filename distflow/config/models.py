@@ -57,6 +57,7 @@ TRAINERS: dict[str, Engine] = {
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
         "compile": "its layers are its own", "follow": "distflow mixes the weights of fsdp's shards alone",
+        "freeze": "its optimizer has all parameters in one buffer",
         "routing_replay": "distflow does not hand choices to its routers",
         "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
@@ -156,7 +157,7 @@ _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: v
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "narrow heads": "a tiny model with `head_dim` below 32",
-           "follow": "has a copy with `follow`, or is one",
+           "freeze": "`freeze`", "follow": "has a copy with `follow`, or is one",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -170,7 +171,7 @@ def _features(spec: Spec, role: str) -> list[str]:
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
               "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
-              "follow": any(item.follow and spec.settings_of(name) is settings
+              "freeze": bool(settings.freeze), "follow": any(item.follow and spec.settings_of(name) is settings
                             for name, item in spec.dag.roles.items()),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
@@ -338,15 +339,21 @@ def linears_of(spec: Spec, model: Model | None) -> Linears:
         return {}
     if model.path is None:
         return _of_embedded(model)
-    folder, hub = find(model.path, "models", spec.folder), on_hub(model.path, "models", spec.folder)
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
     linears = {}
-    for name, shape in (item for header in headers for item in header.items()):
+    for name, shape in tensor_shapes_of(spec, model).items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
             linears[layer] = sum(shape)
     return linears
+
+
+def tensor_shapes_of(spec: Spec, model: Model) -> dict[str, list[int]]:
+    """Return the shapes of the weights of a model that has a path, by name; {} if its files do not say."""
+    path = model.path or ""
+    folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
+    return {name: shape for header in headers for name, shape in header.items()}
 
 
 def _of_embedded(model: Model) -> Linears:
@@ -406,7 +413,7 @@ def base_of(spec: Spec, role: str) -> str | None:
     return None
 
 
-_VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
+VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
 WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
 
 
@@ -519,7 +526,7 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 def shape_of_embedded(model: Model) -> Shape:
     text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
-            "vocab_size": _VOCABULARY,
+            "vocab_size": VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
             "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}

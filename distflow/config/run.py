@@ -222,6 +222,10 @@ class RoleRun(Document):
     for a role that copies another's."""
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
+    freeze: Texts = []
+    """Parameters of a trained role that stay as they are: a pattern of their names, or a list, as
+    [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is any text, and a name may begin at any of its parts. Such
+    weights have no gradient and no optimizer state. With `engine: fsdp`, and without `lora`."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
     """The library that trains and infers."""
     rollout: Literal["hf", "vllm", "sglang"] = "hf"

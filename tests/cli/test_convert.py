@@ -99,6 +99,14 @@ def test_a_file_of_verl_with_a_critic() -> None:
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
 
 
+def test_frozen_parts_of_verl_are_patterns() -> None:
+    actor = {**PPO["actor_rollout_ref"]["actor"], "freeze_vision_tower": True}
+    Path("theirs.yaml").write_text(yaml.safe_dump({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"],
+                                                                                "actor": actor}}))
+    assert main(["convert", "theirs.yaml"]) == 0
+    assert yaml.safe_load(Path("theirs/run.yaml").read_text())["roles"]["actor"]["freeze"] == ["visual.*"]
+
+
 def test_a_file_of_trl() -> None:
     dag, run = converted(TRL)
     assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "clip_high": 0.28, "aggregate": "fixed_length_sum",

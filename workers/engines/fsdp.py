@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
+from distflow.config.freeze import frozen_names, idle_pattern
 from distflow.config.models import TRAINERS, shape_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
@@ -57,6 +58,17 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
         for locals_ in parts.values():
             torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    parameters = dict(model.named_parameters())
+    if idle := idle_pattern(patterns, list(parameters)):
+        raise EngineError(f"`freeze` names `{patterns[idle[0]]}`, and the model has no such parameter. {idle[1]}")
+    names = frozen_names(patterns, parameters)
+    if len(names) == len(parameters):
+        raise EngineError(f"`freeze` names all {len(names)} parameters, so that nothing is left to be trained")
+    for name in names:
+        parameters[name].requires_grad_(False)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -121,11 +133,13 @@ class FSDPEngine(Trainer):
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
+        elif settings.freeze:
+            _freeze(model, settings.freeze)
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), parameters <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
-        self.follows = follows
+        self.follows, self.partial = follows, trained and bool(settings.freeze)
         # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it. A mean of
         # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
         self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
@@ -175,14 +189,19 @@ class FSDPEngine(Trainer):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
-        for shard in self.shards().values():
+        for shard in self._changing().values():
             groups.setdefault((shard.ndim > 1, getattr(shard, "device_mesh", None)), []).append(shard)
         return torch.optim.AdamW([{"params": shards, "decays": matrices} for (matrices, _), shards in groups.items()],
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
+        """Return what `export` gathers: the trained weights, and frozen ones that a rollout may have given back."""
         return {name: shard for name, shard in self.policy.model.named_parameters()
-                if shard.requires_grad or self.follows}
+                if shard.requires_grad or self.follows or self.partial}
+
+    def _changing(self) -> dict[str, Tensor]:
+        """Return the weights that are state; all others are those of the model's folder."""
+        return {name: shard for name, shard in self.shards().items() if shard.requires_grad or self.follows}
 
     @torch.no_grad()
     def follow(self, other: FSDPEngine, mix: float) -> None:
@@ -294,10 +313,11 @@ class FSDPEngine(Trainer):
         return nn.functional.pad(padded, (0, 0, 0, width - padded.shape[1])).to(self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        shards = {name: shard.detach() for name, shard in self.shards().items()}
+        shards = self._changing()
+        weights = {"model": {name: shard.detach() for name, shard in shards.items()}}
         if not self.optimizer:
-            return {"model": shards}
-        return {"model": shards, "optimizer": {name: self._state_of(shard) for name, shard in self.shards().items()}}
+            return weights
+        return {**weights, "optimizer": {name: self._state_of(shard) for name, shard in shards.items()}}
 
     def _state_of(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of one parameter; groups would depend on the layout."""
@@ -307,7 +327,7 @@ class FSDPEngine(Trainer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, shard in self.shards().items():
+        for name, shard in self._changing().items():
             shard.copy_(state["model"][name])
             if self.optimizer:
                 self.optimizer.state[shard] = dict(state["optimizer"][name])
