@@ -257,6 +257,7 @@ def _from_verl(done: Conversion) -> None:
                "tensor_model_parallel_size": "layouts.rollout.tp", "val_kwargs.n": "validation.samples",
                "gpu_memory_utilization": "roles.actor.generation.memory_share",
                "val_kwargs.temperature": "validation.temperature"}, rollout)
+    _verl_limits(done, f"{rollout}val_kwargs.")
     _verl_data(done)
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
@@ -271,6 +272,14 @@ def _from_verl(done: Conversion) -> None:
         done.put(ours, max(done.get(f"trainer.{key}", 0), 0) or None)
     _loggers(done, "trainer.logger")
     _without_validation_data(done)
+
+
+def _verl_limits(done: Conversion, prefix: str) -> None:
+    """Convert which tokens validation draws from; at temperature 0 that says nothing."""
+    top_p, top_k = done.get(f"{prefix}top_p"), done.get(f"{prefix}top_k")
+    if done.settings.get("validation.temperature"):
+        done.put("validation.top_p", top_p)
+        done.put("validation.top_k", top_k if top_k is None else max(top_k, 0))
 
 
 def _verl_data(done: Conversion) -> None:

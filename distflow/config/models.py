@@ -152,7 +152,7 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "stop": "`generation.stop`", "min_p": "`generation.min_p`",
+           "stop": "`generation.stop`", "min_p": "`min_p`",
            "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
@@ -165,7 +165,8 @@ def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
-              "stop": bool(settings.generation.stop), "min_p": settings.generation.min_p > 0,
+              "stop": bool(settings.generation.stop),
+              "min_p": settings.generation.min_p > 0 or bool(spec.run.validation and spec.run.validation.min_p),
               "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")

@@ -25,7 +25,8 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.name=hf \\
     actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
-    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.top_p=0.95 \\
+    actor_rollout_ref.rollout.val_kwargs.top_k=-1 \\
     trainer.save_freq=-1 trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
     actor_rollout_ref.actor.entropy_coeff=0.001 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
     actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
@@ -82,7 +83,8 @@ def test_a_script_of_verl(capsys) -> None:
                                        "generation": {"max_new_tokens": 64}, "schedule": "cosine",
                                        "min_learning_rate": pytest.approx(1e-7)}},
                    "data": {"train": "train.jsonl", "batch": 100, "long_prompts": "drop"},
-                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6}}
+                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
+                                  "top_p": 0.95, "top_k": 0}}
     assert "steps: 100 is a guess. The file counts epochs, 15" in printed
     assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
                                                            "data.truncation: error\n"

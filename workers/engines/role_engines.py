@@ -30,7 +30,7 @@ from workers.engines.devices import convert, dimension, dtype_of, fuse_norms
 from workers.engines.loading import load_model
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
-from workers.engines.sampling import key_of
+from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
 from workers.engines.vision import ImageProcessor
@@ -100,11 +100,13 @@ class RoleEngines:
         return self._trainer.version if self._trainer else 0
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
-                 temperature: float | None = None, images: Ragged | None = None) -> Samples:
+                 temperature: float | None = None, images: Ragged | None = None,
+                 limits: TokenLimits | None = None) -> Samples:
         """Sample `repeats` responses to each prompt [P] with the newest weights, by (seed, draw of prompts, row id).
-        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens."""
+        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens; `limits` are those of
+        `generation`, unless others are given."""
         with self.sampling() as rollout:
-            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
+            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images, limits)
 
     @contextlib.contextmanager
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
