@@ -21,6 +21,7 @@ from distflow.contracts.templates import with_template_columns
 from distflow.errors import Diagnostic, Location, did_you_mean, listing, nearest
 from distflow.plan import INFERENCE, TRAINER, Task
 from planners.columns import NodeColumns
+from planners.follow import check_follow, follow_notes
 from planners.learning import learning_notes
 from planners.settings import setting_value
 
@@ -48,7 +49,7 @@ def _of_node(spec: Spec, node: str, contract: Contract) -> Diagnostic | None:
 
 
 def _of_folder(spec: Spec, name: str) -> Diagnostic | None:
-    """Check that a frozen head comes with the model; a trained value head may be initialised."""
+    """Check that a frozen head comes with the model; one that is trained, or follows one, may be initialised."""
     role, shape = spec.dag.roles[name], spec.shape_of(name)
     if shape is None:
         return None
@@ -59,7 +60,7 @@ def _of_folder(spec: Spec, name: str) -> Diagnostic | None:
     elif role.head == "value" and shape.labels not in (None, 1):
         what = f"role `{name}` gives one number for each token, and the classifier in its folder {shape.labels}"
         hint = "Give it a reward model, which has a single label, or a language model."
-    elif role.head == "value" and shape.labels is None and not role.trained:
+    elif role.head == "value" and shape.labels is None and not role.trained and not role.follow:
         what = f"role `{name}` is not trained, and its model has no value head: it would give 0 for everything"
         hint = ("Give it the folder of a trained one (`reward_model.yaml` trains one):  "
                 f"--set roles.{name}.model=FOLDER")
@@ -86,8 +87,9 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
             for with_more in (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns):
                 contract = with_more(spec, name, contract)
             bound[name] = contract
-    mistakes += [*_check_copies(spec), *_check_training(spec, bound, nameless), *_check_run_roles(spec),
-                 *check_heads(spec, bound, model_roles(spec)), *_check_use(spec, bool(nameless))]
+    mistakes += [*_check_copies(spec), *check_follow(spec, bound), *_check_training(spec, bound, nameless),
+                 *_check_run_roles(spec), *check_heads(spec, bound, model_roles(spec)),
+                 *_check_use(spec, bool(nameless))]
     return bound, nameless | (set(spec.dag.nodes) - set(bound)), mistakes
 
 
@@ -343,7 +345,7 @@ _GROUP_KEYS = ("groups", "staleness", "on_stale", "on_new_weights", "transport",
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns],
              generating: set[str]) -> tuple[str, ...]:
     """Return a line for each thing that is probably not meant. `generating`: the roles that sample."""
-    notes = [*learning_notes(spec, bound, flows)]
+    notes = [*learning_notes(spec, bound, flows), *follow_notes(spec)]
     notes += [f"role `{role}` stands in the run file, and DAG `{spec.dag.name}` has none of that name: its settings "
               "change nothing" for role in spec.run.roles if role not in spec.dag.roles]
     notes += [f"node `{node}` reads `{column}`, which changes nothing: its setting `{setting}` is 0"

@@ -111,6 +111,8 @@ def _check_role(spec: Spec, role: str, nodes: list[str], flows: Mapping[str, Nod
         ranks = spec.run.groups.inference_ranks.get(role, 1)
         yield Diagnostic(f"role `{role}` cannot have ranks that only infer: it is trained", _where(spec, role),
                          f"Instead:  groups: {{trainers: {{{role}: {ranks}}}}}")
+    elif spec.dag.roles[role].follow:
+        yield _refusal(spec, role, f"it follows `{spec.dag.roles[role].copy_of}`, whose weights these have")
     elif not any(column.producer in nodes for flow in flows.values() for column in flow.reads):
         yield _refusal(spec, role, "nothing reads what its nodes write")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):

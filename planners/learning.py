@@ -17,8 +17,9 @@ _COMPARE = ("group_advantage", "leave_one_out_advantage", "informative_groups", 
 
 
 def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
-    """Return a mistake for each node that compares the answers to a prompt where these cannot differ."""
-    mistakes = []
+    """Return a mistake for each node that compares the answers to a prompt where these cannot differ, or waits for a
+    critic that does not learn."""
+    mistakes = [mistake for node in bound for mistake in _warmup(spec, node, bound)]
     for node, flow in flows.items():
         if not _is(bound[node], *_COMPARE):
             continue
@@ -36,6 +37,22 @@ def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
                                        spec.run_source.location(("roles", role, "generation", key.partition(":")[0])),
                                     f"Instead:  roles: {{{role}: {{…, generation: {{temperature: 1.0, top_k: 0}}}}}}"))
     return mistakes
+
+
+def _warmup(spec: Spec, node: str, bound: dict[str, Contract]) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the steps in which a policy waits for its critic to learn."""
+    steps = setting_value(spec, node, bound[node], "critic_warmup") if _is(bound[node], "policy_update") else 0
+    if type(steps) is not int or steps <= 0:
+        return
+    where = spec.dag_source.location(("nodes", node, "with", "critic_warmup"))
+    role = spec.dag.nodes[node].role
+    if steps >= spec.run.steps:
+        yield Diagnostic(f"node `{node}` waits {steps} steps for the critic, and the run has {spec.run.steps}: role "
+                         f"`{role}` would never be trained", where, "Lower `critic_warmup`, or raise  steps")
+    if not any(contract.marks.type == "MODEL_TRAIN" and spec.dag.nodes[other].role != role
+               for other, contract in bound.items()):
+        yield Diagnostic(f"node `{node}` waits {steps} steps for a critic, and DAG `{spec.dag.name}` trains no other "
+                         "role: nothing would be learnt in them", where, "Take `critic_warmup` out.")
 
 
 def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:

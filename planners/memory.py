@@ -7,9 +7,12 @@ of layers (a small model as a whole), and has as many whole float32 gradients un
 §3.3); those of a small model become shards after the last activations, so that the two are never there together.
 Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not among
 them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A
-role that is not trained keeps those of one layer, and its weights in the forward dtype. A rank that trains computes one
+role that is not trained keeps those of one layer, and its weights in the forward dtype, or in float32 where they follow
+another role's. A rank that trains computes one
 task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only
 samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
+
+Of a trained role, parameters that `freeze` names have neither gradient nor state; their float32 weights are sharded.
 
 With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms
 keep no input to be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it
@@ -52,6 +55,7 @@ from planners.transfers import choice_bytes
 GIB = 1024**3
 _TRAINING_STATE = 16
 _GRADIENT = 4
+_MASTER = 4  # bytes of a weight in float32
 LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
@@ -76,8 +80,11 @@ class ParameterBytes(NamedTuple):
     gathered: int = 0
 
 
-def parameter_bytes(engine: str, width: int, trained: bool) -> ParameterBytes:
-    """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes."""
+def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = False) -> ParameterBytes:
+    """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes. `follows`: weights that
+    are not trained and change all the same, in float32."""
+    if follows and not trained:
+        return ParameterBytes(0, _MASTER, width)
     if engine == "megatron":
         return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
     return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, width, width)
@@ -136,9 +143,11 @@ def of_snapshots(spec: Spec, items: Iterable[MemoryItem]) -> tuple[MemoryItem, .
     """Return what the copies of the training state after the last two steps take of host memory, for each rank."""
     if not spec.run.robust.snapshots:
         return ()
-    return tuple(MemoryItem(f"{item.name.partition(':')[0]}: snapshots, each rank", 2 * item.bytes * 3 // 4,
-                            f"2 × {_gib(item.bytes * 3 // 4)}, the training state less its gradients")
-                 for item in items if item.name.endswith(": training state"))
+    kept = {item.name: item.bytes * 3 // 4 if item.name.endswith(": training state") else item.bytes for item in items
+            if item.name.endswith((": training state", ": following weights"))}
+    what = {": training state": "the training state less its gradients", ": following weights": "weights that follow"}
+    return tuple(MemoryItem(f"{name.partition(':')[0]}: snapshots, each rank", 2 * size,
+                            f"2 × {_gib(size)}, {what[name[name.index(':') :]]}") for name, size in kept.items())
 
 
 def needed(items: Iterable[MemoryItem]) -> int:
@@ -211,7 +220,7 @@ def _remedy(spec: Spec, items: tuple[MemoryItem, ...], limit: float) -> str:
                 f"roles.{role}.generation.batch_rows  or  validation.max_new_tokens")
     if kind == "rollout engine":
         return f"Lower  roles.{role}.generation.memory_share"
-    if kind in ("training state", "weights"):
+    if kind in ("training state", "following weights", "frozen weights", "weights"):
         return "Use more ranks, which divide it, or a smaller model."
     return "Use a smaller model, or  dtype: bfloat16"
 
@@ -306,18 +315,28 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     trained = spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = layout.dp * layout.cp // settings.replicas
-    held, name = parameter_bytes(settings.engine, width, trained), "training state" if trained else "weights"
+    follows = spec.dag.roles[role].follow is not None
+    held = parameter_bytes(settings.engine, width, trained, follows)
+    frozen = min(spec.frozen.get(role, 0), shape.parameters) if trained else 0
+    name = "training state" if trained else "following weights" if follows else "weights"
     if settings.engine == "megatron":
         formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
         return [MemoryItem(f"{role}: {name}", mine * held.whole + -(-mine * held.divided // shares), formula)]
-    return [*([] if settings.offload else [MemoryItem(f"{role}: {name}", -(-mine * held.divided // shares),
-                                                      f"{shape.parameters:,} × {held.divided} B / dp {shares}{cut}")]),
-            MemoryItem(f"{role}: weights while computing",
-                       -(-mine * gathered_at_once(shape) // shape.parameters) * held.gathered,
-                       f"{gathered_at_once(shape):,} gathered at once × {held.gathered} B{cut}"),
-            *([MemoryItem(f"{role}: gradients counted twice", -(mine * _GRADIENT // shares),
-                          f"-{shape.parameters:,} × {_GRADIENT} B / dp {shares}{cut}")]
-              if trained and not settings.offload and shape.parameters <= SMALL else [])]
+    n, small = shape.parameters, shape.parameters <= SMALL
+    own, idle, at_once = mine * (n - frozen) // n, frozen if small else 0, gathered_at_once(shape)
+    items = [] if settings.offload else [MemoryItem(f"{role}: {name}", -(-own * held.divided // shares),
+                                                    f"{n - frozen:,} × {held.divided} B / dp {shares}{cut}")]
+    if frozen and not settings.offload:
+        items.append(MemoryItem(f"{role}: frozen weights", -(-(mine - own) * _MASTER // shares),
+                                f"{frozen:,} × {_MASTER} B / dp {shares}{cut}"))
+    less = f" - {idle:,} frozen × {_GRADIENT} B" if idle else ""
+    items.append(MemoryItem(f"{role}: weights while computing",
+                            -(-mine * at_once // n) * held.gathered - mine * idle // n * _GRADIENT,
+                            f"{at_once:,} gathered at once × {held.gathered} B{less}{cut}"))
+    if trained and not settings.offload and small:
+        items.append(MemoryItem(f"{role}: gradients counted twice", -(own * _GRADIENT // shares),
+                                f"-{n - frozen:,} × {_GRADIENT} B / dp {shares}{cut}"))
+    return items
 
 
 def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:

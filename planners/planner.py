@@ -15,6 +15,7 @@ from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Tas
 from planners import columns, memory, order, placement, settings, transfers
 from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
+from planners.follow import check_layouts
 from planners.groups import (
     GroupCut,
     crossings,
@@ -123,7 +124,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
         nodes = [spec.dag.nodes[node] for node in draft.chain]
         validated = prompted_role(spec, nodes) if samples and spec.run.rollouts_validate else None
         items = memory.estimate(spec, roles, generating, engines, not samples, validated)
-    mistakes = [*draft.mistakes, *mistakes, *memory.refuse_overflow(spec, items)]
+    mistakes = [*draft.mistakes, *mistakes, *check_layouts(spec, engines), *memory.refuse_overflow(spec, items)]
     if mistakes:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
     first = next(layouts[node] for node in draft.chain if node in own)

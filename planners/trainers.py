@@ -76,6 +76,7 @@ def _check(spec: Spec, role: str, nodes: list[str], of_first: list[str], bound: 
         yield unknown_role(spec, role, key="trainers")
         return
     shares = next((other for other in spec.dag.roles if base_of(spec, other) == role), "")
+    follows = next((name for name, other in spec.dag.roles.items() if other.follow and other.copy_of == role), "")
     trains = [node for node in nodes if bound[node].marks.type == "MODEL_TRAIN"]
     if not trains:
         yield Diagnostic(f"role `{role}` cannot train on ranks of its own: no node trains it", _where(spec, role),
@@ -87,6 +88,8 @@ def _check(spec: Spec, role: str, nodes: list[str], of_first: list[str], bound: 
         yield _refusal(spec, role, "no other role would be left to train on the first ranks")
     elif shares:
         yield _refusal(spec, role, f"role `{shares}` computes with the model under its adapters")
+    elif follows:
+        yield _refusal(spec, role, f"role `{follows}`, which these have, follows it (`follow`)")
     elif spec.run.data.images and spec.model_of(role) != spec.model_of(prompted_role(spec, spec.dag.nodes.values())):
         yield _refusal(spec, role, "prompts have images, and its model is another than the one that reads them first")
     elif not any(column.producer in of_first for node in nodes[: nodes.index(trains[0]) + 1]

@@ -83,3 +83,16 @@ def test_tokenizers_that_disagree_are_refused(launch, pairs, tmp_path_factory):
     assert done.returncode == 1
     assert "roles `actor` and `teacher` have different tokenizers" in done.stderr
     assert not (pairs / "runs").exists() or not any((pairs / "runs").iterdir())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_critic_learns_alone_before_the_policy_does(launch, workspace, mode):
+    """In mode async too, where weights that have not changed are not published again."""
+    launch(2, *PPO, "--name", "warm", "--set", "steps=4", "--set", "nodes.update.with.critic_warmup=2", "--set",
+           f"mode={mode}", "--set", "staleness=0", "--set", "nodes.advantage.with.kl=0.02")
+    lines = [json.loads(line) for line in (workspace / "runs/warm/metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "value/loss" in line}
+    assert [step for step in steps if "value/grad_norm" in steps[step]] == [1, 2, 3, 4]
+    assert [step for step in steps if "grad_norm" in steps[step]] == [3, 4]
+    assert all(abs(steps[step]["reward/kl"]) < 1e-5 for step in (1, 2, 3)), "the policy is still the reference"
+    assert abs(steps[4]["reward/kl"]) > 1e-5

@@ -235,12 +235,12 @@ def test_a_row_of_the_tables_has_at_most_two_settings():
 
 
 def test_the_keys_that_others_settings_become_are_ours():
-    schema = importlib.import_module("distflow.cli.json_schema").schema("run")
+    schemas = {kind: importlib.import_module("distflow.cli.json_schema").schema(kind) for kind in ("run", "dag")}
     keys = {key for key in ours_in_the_tables() if ".with." not in key}
     assert len(keys) > 45
     assert {key.partition(".")[0] for key in keys} <= RUN_FILE
     for key in keys:
-        part = schema
+        part = schema = schemas["dag" if re.match(r"roles\.\w+\.follow", key) else "run"]
         for word in re.sub(r"^(roles|layouts)\.[a-z]+", r"\1.NAME", key).split("."):
             while "properties" not in part and word != "NAME":
                 part = part.get("anyOf", [part])[-1 if "$ref" not in part.get("anyOf", [{}])[0] else 0]

@@ -24,7 +24,7 @@ Steps = dict[int, dict[str, Any]]
 
 EXACT = ("response/fingerprint", "filter/")
 CLOSE = ("loss", "value/loss", "value/mean", "preference/margin", "preference/pairs", "environment/reward",
-         "reward/mean", "mismatch/effective_samples", "mismatch/perplexity_ratio")
+         "reward/mean", "policy/entropy_bound", "mismatch/effective_samples", "mismatch/perplexity_ratio")
 RELATIVE = ("grad_norm", "value/grad_norm")
 """Beginnings of the names of metrics that are compared: equal, within 1e-5, and within a thousandth."""
 
@@ -102,6 +102,10 @@ def prompts_are_drawn_again(runs: list[Steps], folder: Path) -> None:
         assert metrics["filter/lost/dropped"] > 0
 
 
+def few_tokens_are_learnt(runs: list[Steps], folder: Path) -> None:
+    assert all(0.2 <= metrics["policy/high_entropy"] < 0.3 for metrics in runs[0].values())
+
+
 def three_turns(runs: list[Steps], folder: Path) -> None:
     assert all(metrics["environment/turns"] == 3 for metrics in runs[0].values())
 
@@ -131,6 +135,8 @@ OWN_REFERENCE = ("--set", "roles.reference={model: {architecture: qwen3, layers:
 CASES = {
     "grpo": Case(GRPO, more=((), (), moved("reward", "advantage", "reference")), check=rows_moved),
     "corrected": Case(("--dag", "corrected.yaml", *TINY), 2, check=corrections_are_neutral),
+    "high entropy": Case(("--dag", "entropy.yaml", *TINY), more=(
+        (), (), ("--set", "roles.actor.micro_batch_tokens=40", *moved("entropies"))), check=few_tokens_are_learnt),
     "remax": Case(("--dag", "remax_brief.yaml", *TINY), 2, check=baselines_agree),
     "ppo": Case(PPO, more=((), ("--set", "groups.trainers={critic: 1}"))),
     "dpo": Case(("--dag", "dpo.yaml", *WITH_PAIRS)),
@@ -160,7 +166,12 @@ def folder(workspace: Path) -> Path:
     for node, reward in (("solve", "short"), ("revise", "echo")):
         pair = pair.replace(f"function: score, dependencies: [{node}]",
                             f"function: score, with: {{reward: {reward}}}, dependencies: [{node}]")
+    entropy = with_brief_reward("grpo").replace("  advantage: {", """  entropies: {role: actor, type: MODEL_INFERENCE,
+              function: entropies, dependencies: [rollout]}
+  advantage: {""").replace("[advantage, reference]", "[advantage, reference, entropies]").replace(
+        "kl: 0.001}", "kl: 0.001, entropy_quantile: 0.8}")
     texts = {"corrected.yaml": CORRECTED, "remax_brief.yaml": with_brief_reward("remax"), "filters.py": FILTERS,
+             "entropy.yaml": entropy,
              "filtered.yaml": FILTERED, "tools.py": TOOLS, "tools.yaml": tools_dag(trouble=False),
              "answers.py": ANSWERS, "pair.yaml": pair}
     for name, text in texts.items():

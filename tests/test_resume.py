@@ -48,6 +48,22 @@ def all_samples(folder: Path) -> dict[tuple[int, int], dict]:
     return found
 
 
+def reference_moves(whole: Path) -> None:
+    newest = max((whole / "checkpoints").iterdir())
+    held = FileSystemReader(newest).read_metadata().state_dict_metadata
+    assert {name.partition(".")[0] for name in held} == {"actor", "reference"}
+    assert not any(name.startswith("reference.optimizer") for name in held)
+
+
+def frozen_layers_are_not_saved(whole: Path) -> None:
+    newest = max((whole / "checkpoints").iterdir())
+    held = FileSystemReader(newest).read_metadata().state_dict_metadata
+    assert any("layers.1." in name for name in held)
+    assert not any("layers.0." in name or "embed_tokens" in name for name in held)
+    for values in metrics_of(whole).values():
+        assert values["mismatch/logprob_max"] < 1e-4, "a rollout that has slept has the frozen weights too"
+
+
 @dataclass(frozen=True)
 class Case:
     """Arguments of a run on two ranks, the weights that it leaves, and whether it goes on with one rank too."""
@@ -70,9 +86,14 @@ CASES = {
     "dropped rows, weights of training sets": Case((
         "--dag", "filtered.yaml", *TINY, "--set", "data.train={train.jsonl: 1, more.jsonl: 1}", "--set",
         "data.columns=[source]"), check=shares_change),
+    "frozen layers": Case(("--dag", "grpo.yaml", *TINY, "--set", "roles.actor.freeze=[embed_tokens.*, layers.0.*]",
+                           "--set", "roles.actor.swap=true"), one_rank_too=True, check=frozen_layers_are_not_saved),
+    "a reference that follows": Case((
+        "--dag", "grpo.yaml", *TINY, "--set", "nodes.update.with.kl=0.5", "--set",
+        "roles.reference.follow={every: 2, mix: 0.3}"), one_rank_too=True, check=reference_moves),
     "async": Case(("--dag", "grpo.yaml", *TINY, "--set", "mode=async", "--set", "staleness=0"), ()),
 }
-COMPARED = ("loss", "value/loss", "response/fingerprint", "data/share/more")
+COMPARED = ("loss", "policy/kl_reference", "value/loss", "response/fingerprint", "data/share/more")
 WEIGH = """
 from distflow import source_weight
 

@@ -67,6 +67,7 @@ def _ends(ctx: TrainContext, step: int) -> bool:
     """Conclude a step. Return whether it is the last one."""
     with ctx.finishing():
         ctx.record(step)  # metrics and samples; detectors look at them
+        ctx.follow(step)  # roles that follow a trained one
         ctx.snapshot(step)  # the state after the step, in memory
         ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
         return ctx.conclude(step)  # validation, and every N steps a checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from distflow.config.models import base_of, odd_token
 from distflow.errors import EngineError
 from distflow.plan import Plan
 from workers.engines.devices import mesh_of
+from workers.engines.fsdp import FSDPEngine
 from workers.engines.loading import load_model, load_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
 
@@ -33,6 +35,17 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
         roles[name] = _base_role(name, roles[owner])
     _require_one_vocabulary({name: role.tokenizer for name, role in roles.items()})
     return roles
+
+
+def follow(spec: Spec, roles: Mapping[str, RoleEngines], done: int) -> None:
+    """Move the roles that follow another one, if it is time after `done` steps."""
+    for name, role in roles.items():
+        settings, copied = spec.dag.roles[name].follow, spec.dag.roles[name].copy_of
+        if settings and copied and done % settings.every == 0:
+            engine, other = role.engine, roles[copied].engine
+            assert isinstance(engine, FSDPEngine)
+            assert isinstance(other, FSDPEngine), "the planner refuses other engines"
+            engine.follow(other, settings.mix)
 
 
 def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenizerBase:

@@ -57,7 +57,7 @@ from workers.engines.rollout import (
     Session,
     TurnLog,
 )
-from workers.engines.sampling import key_of
+from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
 from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_others
@@ -75,8 +75,9 @@ class PartialRollouts(Sampler, TurnLog):
         self.saved, self.restart, self.keep = saved, restart, keep
         self.rows_under_way: list[SampledRow] = []
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
-        session = self.engine.session(key, temperature, keep_cache)
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> Session:
+        session = self.engine.session(key, temperature, keep_cache, limits)
         session.turn_log = self
         return session
 

@@ -37,7 +37,7 @@ from workers.follower import (
     follower_roles,
 )
 from workers.profiler import StepProfiler
-from workers.roles import build_roles
+from workers.roles import build_roles, follow
 from workers.rollout_channel import RolloutChannel
 from workers.rollout_validation import ValidationRequests, validated_elsewhere
 from workers.sink import Sink
@@ -64,6 +64,8 @@ class TrainContext:
         self.roles = build_roles(self.spec, self.plan, {task.role for task in chain if task.type in ENGINE_TYPES},
                                  self._sampling_roles(), context.device)
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
+        following = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].follow}
+        self.changing = {**self.trained, **following}
         self.balance = LoadBalance(self.plan.ranks, run.data.batch, (task.layout for task in self.plan.tasks))
         buffer_type = TrainerBuffer if self.leader or self.follower else Databuffer
         self.buffer = buffer_type(self.plan, self.rank, current(), run.wait_limit, self.balance)
@@ -93,7 +95,7 @@ class TrainContext:
         on from where that does, which has made the folder then, or if it alone starts again from where itself was."""
         context, run = self.context, self.spec.run
         first = self.channel.first if self.channel and self.follower else None
-        self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.trained, self.source,
+        self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.changing, self.source,
                                 run.wait_limit, self.leader or self.follower)
         if writes:
             self.state.checkpoints.claim(context.job, worker.round, self.attempt)
@@ -230,6 +232,10 @@ class TrainContext:
         """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""
         if self.balance.record([rank.get(SAMPLED, (0.0, 0.0)) for rank in current().of_ranks]) and not self.rank:
             events.record("rows divided", rows=[self.balance.current(each).rows for each in self.balance.layouts])
+
+    def follow(self, step: int) -> None:
+        """Move the roles that follow a trained one. Snapshots of the step before are complete: weights have changed."""
+        follow(self.spec, self.roles, step + 1)
 
     def snapshot(self, step: int) -> None:
         """Begin to copy the state after the step to memory that outlives this worker."""

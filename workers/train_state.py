@@ -38,13 +38,14 @@ class TrainState:
     while the work goes on. Without a `worker_context` no snapshots outlive this worker."""
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
-                 trained: Mapping[str, RoleEngines], source: Dataloader, limit: float,
+                 roles: Mapping[str, RoleEngines], source: Dataloader, limit: float,
                  link: LeaderLink | FollowerLink | None = None):
-        """`folder`: of all trainers, to which a following one adds its role; `link`: to the others."""
+        """`folder`: of all trainers, to which a following one adds its role; `roles`: those whose weights change;
+        `link`: to the others."""
         self.link, self.first = link, None
         if isinstance(link, FollowerLink):
             self.first, folder = folder, folder / link.role
-        self.folder, self.every, self.trained, self.source = folder, settings.every, trained, source
+        self.folder, self.every, self.roles, self.source = folder, settings.every, roles, source
         patience = datetime.timedelta(seconds=limit)
         group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
         assert not isinstance(group, int), "all ranks are in it"
@@ -52,7 +53,7 @@ class TrainState:
         self.in_memory = worker_context is not None
         self.worker_context = worker_context or WorkerContext(snapshots=Snapshots(slots=1))
         self.snapshots, self.replica = self.worker_context.snapshots, self.worker_context.peer_replica
-        self.swaps = any(role.engine_swap is not None and role.engine_swap.swap for role in trained.values())
+        self.swaps = any(role.engine_swap is not None and role.engine_swap.swap for role in roles.values())
         self.pool = ThreadPoolExecutor(1, "checkpoint")
         self.writing: tuple[Future[dict[str, Any]], Slot] | None = None
         self.source_states = dict.fromkeys((-1, 0), source.state_dict())
@@ -139,18 +140,18 @@ class TrainState:
         if found is not None:
             state = self._state()
             progress = self.snapshots.load(found.slot, state)
-            for name, role in self.trained.items():
+            for name, role in self.roles.items():
                 role.engine.load_state_dict(state[name])
             if self.replica is not None:
                 self.replica.begin(self.snapshots)
             record("state restored", of_step=progress["step"], source=found.source, holder=found.holder)
         else:
-            progress = self.checkpoints.load({name: role.engine for name, role in self.trained.items()}, checkpoint)
+            progress = self.checkpoints.load({name: role.engine for name, role in self.roles.items()}, checkpoint)
             record("state restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
-            if name in self.trained:  # another trainer may have had it then
-                self.trained[name].engine.version = version
+            if name in self.roles:  # another trainer may have had it then
+                self.roles[name].engine.version = version
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
 
@@ -158,13 +159,13 @@ class TrainState:
         """Return the checkpoint to go on from: of the first trainer, if that has trained this one's roles too, for a
         part of the same step is older then. None if there is none. Raises CheckpointError."""
         others = self.link.roles if isinstance(self.link, LeaderLink) else ()
-        newest = self.checkpoints.newest([*self.trained, *others])
+        newest = self.checkpoints.newest([*self.roles, *others])
         step = step_of(newest) if newest else -1
         if not of_first or (again and step > of_first):
             return newest
         assert self.first
         checkpoint = checkpoint_of(self.first, of_first)
-        if checkpoint.is_dir() and all(holds(checkpoint, role) for role in self.trained):
+        if checkpoint.is_dir() and all(holds(checkpoint, role) for role in self.roles):
             return checkpoint
         if step != of_first:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of step {of_first}, where the other trainers "
@@ -197,11 +198,11 @@ class TrainState:
         return progress
 
     def _state(self) -> dict[str, Any]:
-        return {name: role.engine.state_dict() for name, role in self.trained.items()}
+        return {name: role.engine.state_dict() for name, role in self.roles.items()}
 
     def _progress(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(),
-                "versions": {name: role.version for name, role in self.trained.items()}}
+                "versions": {name: role.version for name, role in self.roles.items()}}
 
 
 @contextlib.contextmanager

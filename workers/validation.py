@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distflow.config.load import Spec
+from distflow.config.run import Validation
 from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
 from distflow.data.dataset import fields_of, open_records
@@ -25,6 +26,7 @@ from distflow.telemetry.metrics import Metrics
 from workers.encode import data_file, encode_prompts, image_encoder_of
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Samples
+from workers.engines.sampling import TokenLimits
 from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 
@@ -124,7 +126,7 @@ class Validator(Validations):
             ids = torch.tensor(share.rows, dtype=torch.int64).repeat_interleave(settings.samples) * settings.samples
             ids += torch.arange(settings.samples).repeat(len(share.rows))
             found[name] = role.generate(share.prompts, ids, settings.samples, settings.max_new_tokens,
-                                        settings.temperature, share.images)
+                                        settings.temperature, share.images, _limits(settings, role))
         return found
 
     def score(self, samples: Mapping[str, Samples]) -> dict[str, float]:
@@ -169,6 +171,15 @@ class Validator(Validations):
         moments.add(f"squares/{name}", sum(mean * mean for mean in means))
         moments.add(f"problems/{name}", len(means))
         metrics.add(f"reward/failed/{name}", scores.keep.count(False))
+
+
+def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
+    """Return which tokens answers are drawn from; None: those of the role."""
+    own = {name: getattr(settings, name) for name in TokenLimits._fields}
+    if all(value is None for value in own.values()):
+        return None
+    return TokenLimits(**{name: getattr(role.settings.generation, name) if value is None else value
+                     for name, value in own.items()})
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:

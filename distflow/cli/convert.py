@@ -40,6 +40,8 @@ _SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "c
 _SCALES = {True: True, "group": True, False: False, "none": False, "batch": False}
 _KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _ENGINES = {"fsdp": None, "fsdp2": None, "megatron": "megatron"}
+_FROZEN = {"actor_rollout_ref.actor.freeze_vision_tower": "visual.*",
+           "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "mlp.gate.*"}
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _NO_LOGGERS = ("console", "none")  # what a run prints in any case
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
@@ -65,7 +67,9 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     reference: bool = True
+    follow: dict[str, Any] | None = None  # how the reference follows the actor
     drops_truncated: bool = False
+    entropies: bool = False  # whether the update reads them
 
     def get(self, key: str, default: Any = None) -> Any:
         self.taken.add(key)
@@ -254,10 +258,13 @@ def _from_verl(done: Conversion) -> None:
                "tensor_model_parallel_size": "layouts.rollout.tp", "val_kwargs.n": "validation.samples",
                "gpu_memory_utilization": "roles.actor.generation.memory_share",
                "val_kwargs.temperature": "validation.temperature"}, rollout)
+    _verl_limits(done, f"{rollout}val_kwargs.")
     _verl_data(done)
     _verl_loss(done, actor)
     _verl_schedule(done, f"{actor}optim.")
     done.put("roles.actor.engine", done.translated(actor + "strategy", _ENGINES))
+    frozen = [pattern for key, pattern in _FROZEN.items() if done.get(key) is True]
+    done.put("roles.actor.freeze", frozen or None)
     done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
     done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
     machines, gpus = done.get("trainer.nnodes", 1), done.get("trainer.n_gpus_per_node")
@@ -267,6 +274,14 @@ def _from_verl(done: Conversion) -> None:
     done.put("all_samples", bool(done.get("trainer.rollout_data_dir")) or None)
     _loggers(done, "trainer.logger")
     _without_validation_data(done)
+
+
+def _verl_limits(done: Conversion, prefix: str) -> None:
+    """Convert which tokens validation draws from; at temperature 0 that says nothing."""
+    top_p, top_k = done.get(f"{prefix}top_p"), done.get(f"{prefix}top_k")
+    if done.settings.get("validation.temperature"):
+        done.put("validation.top_p", top_p)
+        done.put("validation.top_k", top_k if top_k is None else max(top_k, 0))
 
 
 def _verl_data(done: Conversion) -> None:
@@ -327,11 +342,17 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         if kind := done.translated(actor + "kl_loss_type", _KL_KINDS):
             done.arguments["update.kl_kind"] = kind
     if done.algorithm == "ppo":
-        done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
-        done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
-                   "ppo_epochs": "with:critic.epochs"}, "critic.")
+        _verl_critic(done)
     elif done.algorithm == "grpo" and done.get("algorithm.norm_adv_by_std_in_grpo", True) is False:
         done.arguments["advantage.scale"] = False
+
+
+def _verl_critic(done: Conversion) -> None:
+    if (first := done.get("trainer.critic_warmup", 0)) > 1:  # the step in which the actor begins
+        done.arguments["update.critic_warmup"] = first - 1
+    done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
+    done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
+               "ppo_epochs": "with:critic.epochs"}, "critic.")
 
 
 def _verl_schedule(done: Conversion, optim: str) -> None:
@@ -421,10 +442,16 @@ def _trl_loss(done: Conversion) -> None:
         done.arguments["advantage.scale"] = False
         if done.given.get("scale_rewards") == "batch":
             done.arguments["update.normalize"] = "batch"
+    if (share := done.get("top_entropy_quantile", 1.0)) < 1:
+        done.entropies, done.arguments["update.entropy_quantile"] = True, round(1 - share, 12)
     beta = done.get("beta", 0.0)
     done.reference = beta > 0
     if beta:
         done.arguments["update.kl"] = beta
+    if done.reference and done.get("sync_ref_model", False):
+        updates = done.arguments.get("update.mini_batches", 1) * done.arguments.get("update.epochs", 1)
+        done.follow = {"every": max(round(done.get("ref_model_sync_steps", 512) / updates), 1),
+                       "mix": done.get("ref_model_mixup_alpha", 0.6)}
 
 
 def _trl_schedule(done: Conversion) -> None:
@@ -458,6 +485,13 @@ def _adapted_dag(done: Conversion, name: str) -> dict[str, Any]:
         dag["nodes"]["update"].get("with", {}).pop("kl", None)
         for node in dag["nodes"].values():
             node["dependencies"] = [each for each in node.get("dependencies", []) if each != "reference"]
+    if done.follow:
+        dag["roles"]["reference"]["follow"] = done.follow
+    if done.entropies:
+        dag["nodes"] = {"rollout": dag["nodes"]["rollout"], "entropies": {
+            "role": "actor", "type": "MODEL_INFERENCE", "function": "entropies", "dependencies": ["rollout"]},
+            **dag["nodes"]}
+        dag["nodes"]["update"]["dependencies"].append("entropies")
     if done.drops_truncated:
         dag["nodes"]["untruncated"] = {"role": "actor", "type": "COMPUTE", "function": "drop_truncated",
                                        "dependencies": ["advantage"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from distflow.config.yaml_source import Document
 
@@ -16,8 +16,19 @@ COMPUTE_ROLES = ("actor", "critic", "reference", "reward")
 """Roles that a COMPUTE node may name undeclared, since it needs no model."""
 
 
+class Follow(Document):
+    """How a frozen copy follows the role that it copies, which is trained: every so many steps its weights become
+    `mix` times those of that role plus (1 - `mix`) times its own."""
+
+    every: PositiveInt
+    """Steps between two such moves."""
+    mix: float = Field(default=1.0, gt=0, le=1)
+    """Share of the other role's weights; 1 copies them."""
+
+
 class Role(Document):
-    """Model and its weights. `copy_of` starts it from another role's model and keeps it frozen unless `trained`.
+    """Model and its weights. `copy_of` starts it from another role's model; it stays as it is unless it is `trained`,
+    or is to `follow` the trained role that it copies.
 
     `head: value` is for critics and reward models: the output layer of the role's model, its own or the one it copies,
     is replaced by one of a single number for each token, which starts at zero unless the model's folder has it.
@@ -25,6 +36,7 @@ class Role(Document):
 
     trained: bool = False
     copy_of: str | None = None
+    follow: Follow | None = None
     head: Head = "lm"
 
 

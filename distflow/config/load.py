@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.freeze import check_freeze
 from distflow.config.hub import fetch, fetched, pinned
 from distflow.config.models import (
     Shape,
@@ -36,7 +37,7 @@ from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan import SOURCE
 
 _DAG_KEYS = {"nodes", "imports"}
-_DAG_ROLE_KEYS = {"trained", "copy_of", "head"}
+_DAG_ROLE_KEYS = {"trained", "copy_of", "follow", "head"}
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
@@ -63,6 +64,8 @@ class Spec:
     shapes: dict[str, Shape] = field(default_factory=dict)
     adapters: dict[str, int] = field(default_factory=dict)
     """Number of adapter parameters by role; 0 if the model's files do not say."""
+    frozen: dict[str, int] = field(default_factory=dict)
+    """Number of parameters that `freeze` of a trained role names, by role; 0 if the model's files do not say."""
     mistakes: list[Diagnostic] = field(default_factory=list)
     """Mistakes found by loading; the planner adds its own and raises them all."""
     cluster_source: YamlSource | None = None
@@ -175,7 +178,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     _check_models(spec)
     _check_data(spec)
     mistakes += _unset_keys(spec)
-    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_chat_options, check_rewards,
+    for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
     return spec
@@ -243,7 +246,7 @@ def _override(dag: YamlSource, run: YamlSource, text: str) -> None:
     path = tuple(part.strip() for part in key.split("."))
     if not separator or not all(path):
         raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
-    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) == 3 and path[2] in _DAG_ROLE_KEYS)
+    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) > 2 and path[2] in _DAG_ROLE_KEYS)
     (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
 
 

@@ -56,7 +56,9 @@ TRAINERS: dict[str, Engine] = {
         "lora": "adapters are peft's, which wraps transformers models", "value": "it has no value head",
         "images": "its models take tokens alone", "replicas": "its distributed optimizer shards over all of dp",
         "offload": "its weights stay on the device", "recompute": "distflow starts it without",
-        "compile": "its layers are its own", "routing_replay": "distflow does not hand choices to its routers",
+        "compile": "its layers are its own", "follow": "distflow mixes the weights of fsdp's shards alone",
+        "freeze": "its optimizer has all parameters in one buffer",
+        "routing_replay": "distflow does not hand choices to its routers",
         "other tokens": "distflow asks its head for the responses' own tokens alone"}),
 }
 ROLLOUTS: dict[str, Engine] = {
@@ -150,11 +152,12 @@ def untested(spec: Spec) -> Iterator[str]:
 
 
 _FEATURE_KEYS = {"lora": "`lora`", "images": "`data.images`", "value": "`head: value`", "replicas": "`replicas`",
-           "stop": "`generation.stop`", "min_p": "`generation.min_p`",
+           "stop": "`generation.stop`", "min_p": "`min_p`",
            "routing_replay": "`generation.routing_replay`",
            "quantization": "`generation.quantization`",
            "other tokens": "runs `top_logprobs` or `distillation_update`",
            "narrow heads": "a tiny model with `head_dim` below 32",
+           "freeze": "`freeze`", "follow": "has a copy with `follow`, or is one",
            "offload": "`offload`", "recompute": "`recompute`", "compile": "`compile`"}
 
 
@@ -162,12 +165,15 @@ def _features(spec: Spec, role: str) -> list[str]:
     settings = spec.run.roles[role]
     features = {"lora": settings.lora is not None, "images": spec.run.data.images is not None,
               "value": spec.dag.roles[role].head == "value", "replicas": settings.replicas > 1,
-              "stop": bool(settings.generation.stop), "min_p": settings.generation.min_p > 0,
+              "stop": bool(settings.generation.stop),
+              "min_p": settings.generation.min_p > 0 or bool(spec.run.validation and spec.run.validation.min_p),
               "routing_replay": settings.generation.routing_replay,
               "quantization": settings.generation.quantization != "none",
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
               "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
+              "freeze": bool(settings.freeze), "follow": any(item.follow and spec.settings_of(name) is settings
+                            for name, item in spec.dag.roles.items()),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 
@@ -334,15 +340,21 @@ def linears_of(spec: Spec, model: Model | None) -> Linears:
         return {}
     if model.path is None:
         return _of_embedded(model)
-    folder, hub = find(model.path, "models", spec.folder), on_hub(model.path, "models", spec.folder)
-    files = sorted(folder.glob("*.safetensors")) if folder else []
-    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
     linears = {}
-    for name, shape in (item for header in headers for item in header.items()):
+    for name, shape in tensor_shapes_of(spec, model).items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and len(shape) == 2 and not any(part in f"{layer}." for part in _NOT_ADAPTED):
             linears[layer] = sum(shape)
     return linears
+
+
+def tensor_shapes_of(spec: Spec, model: Model) -> dict[str, list[int]]:
+    """Return the shapes of the weights of a model that has a path, by name; {} if its files do not say."""
+    path = model.path or ""
+    folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    headers = [_shapes(file) for file in files] if files or not folder or not hub else [tensor_shapes(hub)]
+    return {name: shape for header in headers for name, shape in header.items()}
 
 
 def _of_embedded(model: Model) -> Linears:
@@ -402,7 +414,7 @@ def base_of(spec: Spec, role: str) -> str | None:
     return None
 
 
-_VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
+VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
 WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
 
 
@@ -515,7 +527,7 @@ def _labels(config: dict[str, Any]) -> int | None:
 
 def shape_of_embedded(model: Model) -> Shape:
     text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
-            "vocab_size": _VOCABULARY,
+            "vocab_size": VOCABULARY,
             "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
             "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
             "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}

@@ -222,6 +222,10 @@ class RoleRun(Document):
     for a role that copies another's."""
     lora: Lora | None = None
     """Adapters of a trained role; without them its whole model is trained."""
+    freeze: Texts = []
+    """Parameters of a trained role that stay as they are: a pattern of their names, or a list, as
+    [model.embed_tokens.*, layers.0.*, mlp.gate.weight]. `*` is any text, and a name may begin at any of its parts. Such
+    weights have no gradient and no optimizer state. With `engine: fsdp`, and without `lora`."""
     engine: Literal["fsdp", "megatron"] = "fsdp"
     """The library that trains and infers."""
     rollout: Literal["hf", "vllm", "sglang"] = "hf"
@@ -398,6 +402,12 @@ class Validation(Document):
     """Answers to each problem. Of several the mean is reported, and `validation_pass/SET`: pass@k with all of them."""
     temperature: NonNegativeFloat = 0.0
     """Of these answers; 0 takes the likeliest tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """As that of the role's `generation`, which is the default. It says nothing at temperature 0, as the next two."""
+    top_k: NonNegativeInt | None = None
+    """As that of the role's `generation`, which is the default."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """As that of the role's `generation`, which is the default. Not with `rollout: sglang`."""
     max_new_tokens: PositiveInt | None = None
     """Longest answer, in tokens; default: that of the role's `generation`."""
     stop_at: float | None = None
@@ -414,6 +424,9 @@ class Validation(Document):
     def _samples_differ(self) -> Validation:
         if self.samples > 1 and not self.temperature:
             raise ValueError("several `samples` of a problem are alike at temperature 0; add  temperature: 1.0")
+        if not self.temperature and (idle := [name for name in ("top_p", "top_k", "min_p") if getattr(self, name)]):
+            raise ValueError(f"`{idle[0]}` says nothing at temperature 0, which takes the likeliest tokens; add  "
+                             "temperature: 1.0")
         return self
 
 

@@ -25,8 +25,8 @@ python3 -m verl.trainer.main_ppo --config-name ppo_trainer \\
     actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.name=hf \\
     actor_rollout_ref.rollout.n=${n} +actor_rollout_ref.rollout.val_kwargs.n=4 trainer.test_freq=5 \\
-    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 \\
-    trainer.save_freq=-1 trainer.rollout_data_dir=out \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.top_p=0.95 \\
+    actor_rollout_ref.rollout.val_kwargs.top_k=-1 trainer.save_freq=-1 trainer.rollout_data_dir=out \\
     trainer.logger='["console","tensorboard"]' trainer.nnodes=1 trainer.n_gpus_per_node=2 \\
     actor_rollout_ref.actor.entropy_coeff=0.001 actor_rollout_ref.actor.clip_ratio_c=10.0 \\
     actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
@@ -37,7 +37,7 @@ PPO = {"algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": Tru
        "actor_rollout_ref": {"model": {"path": "m"}, "actor": {"ppo_mini_batch_size": 16, "optim": {"lr": "1e-6"}},
                              "rollout": {"n": 2, "top_k": -1, "response_length": "${data.max_response_length}"}},
        "critic": {"optim": {"lr": "1e-5"}, "ppo_mini_batch_size": "${actor_rollout_ref.actor.ppo_mini_batch_size}"},
-       "trainer": {"total_training_steps": 20}}
+       "trainer": {"total_training_steps": 20, "critic_warmup": 5}}
 TRL = {"model_name_or_path": "m", "dataset_name": "train.jsonl", "num_generations": 4, "max_completion_length": 32,
        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": "1e-6", "beta": 0.04,
        "epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dr_grpo", "scale_rewards": False, "max_steps": 30,
@@ -83,7 +83,8 @@ def test_a_script_of_verl(capsys) -> None:
                                        "generation": {"max_new_tokens": 64}, "schedule": "cosine",
                                        "min_learning_rate": pytest.approx(1e-7)}},
                    "data": {"train": "train.jsonl", "batch": 100, "long_prompts": "drop"},
-                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6},
+                   "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
+                                  "top_p": 0.95, "top_k": 0},
                    "all_samples": True}
     assert "steps: 100 is a guess. The file counts epochs, 15" in printed
     assert Path("theirs/not_converted.txt").read_text() == "config_name: ppo_trainer\n" \
@@ -94,10 +95,19 @@ def test_a_file_of_verl_with_a_critic() -> None:
     dag, run = converted(PPO)
     assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
     assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
+    assert dag["nodes"]["update"]["with"]["critic_warmup"] == 4, "there the actor begins in step 5"
     assert run["roles"]["critic"] == {"learning_rate": 1e-5}
     assert run["steps"] == 20
     left = Path("theirs/not_converted.txt").read_text()
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
+
+
+def test_frozen_parts_of_verl_are_patterns() -> None:
+    actor = {**PPO["actor_rollout_ref"]["actor"], "freeze_vision_tower": True}
+    Path("theirs.yaml").write_text(yaml.safe_dump({**PPO, "actor_rollout_ref": {**PPO["actor_rollout_ref"],
+                                                                                "actor": actor}}))
+    assert main(["convert", "theirs.yaml"]) == 0
+    assert yaml.safe_load(Path("theirs/run.yaml").read_text())["roles"]["actor"]["freeze"] == ["visual.*"]
 
 
 def test_a_file_of_trl() -> None:
@@ -128,6 +138,7 @@ def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     ({"loss_type": "cispo", "epsilon_high": 5.0}, {"update.loss": "cispo", "update.clip_high": 4.0,
                                                    "update.aggregate": "token_mean"}),
     ({"scale_rewards": "batch"}, {"advantage.scale": False, "update.normalize": "batch"}),
+    ({"top_entropy_quantile": 0.2}, {"update.entropy_quantile": 0.8}), ({"top_entropy_quantile": 1.0}, {}),
     ({"scale_rewards": "none"}, {"advantage.scale": False}), ({"scale_rewards": "group"}, {}),
     ({"loss_type": "sapo"}, None), ({"loss_type": "luspo"}, None), ({"scale_rewards": "mean"}, None),
     ({"lr_scheduler_type": "polynomial"}, None), ({"report_to": "swanlab"}, None),
@@ -141,6 +152,17 @@ def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dic
     assert left == ([f"{key}: {value}" for key, value in settings.items()] if arguments is None else [])
     assert {key: made.get(key) for key in arguments or {}} == (arguments or {})
     assert ("update.clip" in made) is (settings.get("loss_type") != "cispo"), "what a file does not say is the DAG's"
+
+
+@pytest.mark.parametrize(("settings", "follow"), [
+    ({"sync_ref_model": True}, {"every": 512, "mix": 0.6}),
+    ({"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 1.0, "num_iterations": 2,
+      "gradient_accumulation_steps": 1, "steps_per_generation": 4}, {"every": 8, "mix": 1.0}),
+    ({"sync_ref_model": False}, None)])
+def test_a_reference_of_trl_follows_in_steps_of_this_run(settings: dict, follow: dict | None) -> None:
+    dag, _, left = trl(beta=0.1, lora_r=None, **settings)
+    assert dag["roles"]["reference"].get("follow") == follow
+    assert left == []
 
 
 @pytest.mark.parametrize(("settings", "prompts", "mini_batches"), [

@@ -63,7 +63,7 @@ def test_min_p_is_for_engines_whose_log_probabilities_are_those_before_it(capsys
     monkeypatch.setenv(ROLLOUTS["sglang"].elsewhere, sys.executable)  # as if it were installed
     least = ["validate", "grpo", "--set", "roles.actor.generation.min_p=0.1", "--set"]
     assert main([*least, "roles.actor.rollout=sglang"]) == 2
-    assert "wants `rollout: sglang` and `generation.min_p`, which it cannot do" in capsys.readouterr().err
+    assert "wants `rollout: sglang` and `min_p`, which it cannot do" in capsys.readouterr().err
     assert main([*least, "roles.actor.rollout=hf"]) == 0
 
 

@@ -15,6 +15,7 @@ from distflow.errors import EngineError
 from distflow.telemetry.metrics import Metrics, recording
 from workers.engines.embedded import build_tokenizer
 from workers.engines.rollout import StopStrings
+from workers.engines.sampling import TokenLimits
 from workers.rollout import PartialRollouts
 
 BOUND = {"float32": 2e-5, "bfloat16": 0.1}
@@ -109,6 +110,22 @@ def test_logprobs_are_a_plain_forwards_before_top_k_and_top_p(engine, model, pro
                 logits = model(torch.cat([prompt, row])[None]).logits[0, len(prompt) - 1 : -1]
                 assert (logits.topk(top_k).indices == row[:, None]).any(1).all()
         changed(model)
+
+
+def test_a_session_may_have_other_limits_than_the_engine(engine, model, prompts):
+    """As validation does: of its rows and no other's. Log-probabilities are those before the limits all the same."""
+    ids = torch.arange(4 * len(prompts))
+    free, narrow, again = (engine.generate(prompts, 4, ids, key=3, temperature=1.0, limits=limits)
+                           for limits in (None, TokenLimits(1, 1.0, 0.0), None))
+    assert free.tokens.values.tolist() == again.tokens.values.tolist()
+    for place, prompt in enumerate(prompts.rows):
+        for row in narrow.tokens.rows[4 * place : 4 * place + 4]:
+            assert row.tolist() == greedy_of(model, prompt)
+    assert free.tokens.values.tolist() != narrow.tokens.values.tolist()
+    require_logprobs(model, prompts, narrow)
+    held = [engine.generate(prompts, 4, ids, key=3, limits=limits).tokens.values.tolist() for limits in (
+        TokenLimits(0, 0.4, 0.0), None)]
+    assert held[0] != held[1]
 
 
 def test_logprobs_in_bfloat16(name, mesh, prompts):

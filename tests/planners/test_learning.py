@@ -35,6 +35,19 @@ def test_answers_that_cannot_differ_are_refused(dag, change, says):
     assert len(caught.value.mistakes) == 1
 
 
+@pytest.mark.parametrize(("dag", "steps", "says"), [
+    ("ppo", 10, "node `update` waits 10 steps for the critic, and the run has 10: role `actor` would never be trained"),
+    ("grpo", 5, "node `update` waits 5 steps for a critic, and DAG `grpo` trains no other role"),
+    ("ppo", -1, "must be at least 0, not -1")])
+def test_a_policy_that_waits_in_every_step_or_for_nothing_is_refused(dag, steps, says):
+    change = f"nodes.update.with.critic_warmup={steps}"
+    with pytest.raises(InvalidInput) as caught:
+        plan(load(f"{dag}.yaml", None, [change, "steps=10"]), 2)
+    assert [str(mistake).startswith(f"--set {change}: node ") for mistake in caught.value.mistakes] == [True]
+    assert says in str(caught.value)
+    assert plan(load("ppo.yaml", None, ["nodes.update.with.critic_warmup=9", "steps=10"]), 2)
+
+
 def test_a_filter_and_an_advantage_are_both_named():
     with pytest.raises(InvalidInput) as caught:
         plan(load("dapo.yaml", None, ["nodes.rollout.with.group_size=1"]), 2)

@@ -11,14 +11,16 @@ import torch
 
 from distflow import reward
 from distflow.config.load import load
-from distflow.config.run import Data, Validation
+from distflow.config.run import Data, Generation, Validation
 from distflow.contracts.decorators import REWARDS
 from distflow.contracts.rewards import reward_contract, shipped_rewards
 from distflow.data.batch import Ragged
+from distflow.errors import InvalidInput
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from planners import plan
 from workers import validation
+from workers.engines.sampling import TokenLimits
 from workers.validation import Validator
 
 
@@ -39,10 +41,10 @@ class Echo:
         self.encoded += 1
         return {"input_ids": [ord(letter) for letter in text]}
 
-    def generate(self, prompts: Ragged, ids, repeats, max_new_tokens, temperature, images):
+    def generate(self, prompts: Ragged, ids, repeats, max_new_tokens, temperature, images, limits):
         assert (len(prompts) * repeats, max_new_tokens) == (len(ids), None)
         assert len(set(ids.tolist())) == len(ids)
-        self.asked = ids.tolist(), temperature
+        self.asked, self.limits = (ids.tolist(), temperature), limits
         tokens = Ragged.from_rows([row for row in prompts.rows for _ in range(repeats)])
         return SimpleNamespace(tokens=tokens, finished=tokens.lengths < 3)  # longer ones are cut off
 
@@ -144,3 +146,32 @@ def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, request):
 def test_samples_that_cannot_differ_are_refused():
     with pytest.raises(ValueError, match="add  temperature: 1.0"):
         Validation(data={"easy": "easy.jsonl"}, samples=2)
+
+
+def test_answers_may_be_drawn_from_other_tokens_than_those_of_training(spec, mesh):
+    role = Echo()
+    role.settings = SimpleNamespace(generation=Generation(top_k=7, top_p=0.8))
+    Validator(spec, role, Layout(1)).run()
+    assert role.limits is None
+    spec.run.validation = replaced(spec.run.validation, temperature=1.0, top_p=0.95)
+    Validator(spec, role, Layout(1)).run()
+    assert role.limits == TokenLimits(top_k=7, top_p=0.95, min_p=0.0)
+    spec.run.validation = replaced(spec.run.validation, top_k=0, min_p=0.1)
+    Validator(spec, role, Layout(1)).run()
+    assert role.limits == TokenLimits(top_k=0, top_p=0.95, min_p=0.1)
+
+
+def replaced(settings: Validation, **more) -> Validation:
+    return Validation(**{**settings.model_dump(), **more})
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ("top_p: 0.9", "`top_p` says nothing at temperature 0"), ("temperature: 1.0, top_p: 0", "greater than 0"),
+    ("temperature: 1.0, min_p: 1.0", "less than 1")])
+def test_limits_that_say_nothing_are_refused_with_their_line(tmp_path, change, says):
+    (tmp_path / "run.yaml").write_text("steps: 1\nroles: {actor: {model: {architecture: qwen3}}}\n"
+                                       "data: {train: arithmetic/train.jsonl}\n"
+                                       f"validation: {{data: {{one: arithmetic/heldout.jsonl}}, {change}}}\n")
+    with pytest.raises(InvalidInput) as caught:
+        load("grpo.yaml", str(tmp_path / "run.yaml"))
+    assert any(mistake.where and mistake.where.line == 4 and says in str(mistake) for mistake in caught.value.mistakes)

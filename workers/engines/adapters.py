@@ -75,6 +75,11 @@ class BaseEngine:
         with adapters_off(self.engine.policy):
             return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
 
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        with adapters_off(self.engine.policy):
+            return self.engine.entropies(prompts, responses, temperature, images, routed_experts)
+
     def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
                      images: Ragged | None = None) -> tuple[Ragged, Ragged]:
         with adapters_off(self.engine.policy):

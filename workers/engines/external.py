@@ -22,6 +22,7 @@ from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
 from workers.engines.devices import dimension, dtype_of
 from workers.engines.rollout import Rollout, SampledRow, Session
+from workers.engines.sampling import TokenLimits
 
 _MAX_CACHE_BYTES = 4 << 30
 _TORCHRUN = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -49,9 +50,11 @@ class ExternalRollout(Rollout):
         engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
         return engine
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> RequestSession:
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> RequestSession:
         """Open a session. The library's prefix cache keeps sequences in any case, as long as there is memory."""
-        session = self.session_type(self, key, self.generation.temperature if temperature is None else temperature)
+        temperature = self.generation.temperature if temperature is None else temperature
+        session = self.session_type(self, key, temperature, limits)
         self.sessions.add(session)
         return session
 
@@ -69,8 +72,8 @@ class ExternalRollout(Rollout):
 class RequestSession(Session):
     """Session in which each turn of a row is a request."""
 
-    def __init__(self, engine: Any, key: int, temperature: float):
-        self.engine, self.key, self.temperature = engine, key, temperature
+    def __init__(self, engine: Any, key: int, temperature: float, limits: TokenLimits | None = None):
+        self.engine, self.key, self.temperature, self.limits = engine, key, temperature, limits
         self.turns: dict[str, Any] = {}  # turns under way, by request
         self.ended: list[SampledRow] = []  # rows whose turns ended since the last step
 

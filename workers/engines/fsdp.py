@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
+from distflow.config.freeze import frozen_names, idle_pattern
 from distflow.config.models import TRAINERS, shape_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
@@ -46,7 +47,7 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
     parts: dict[int, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         parts.setdefault(mesh.size() // _pieces(gradient), []).append(
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            _local(gradient))
     norms = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
     squares = [torch.stack(norms(locals_)).float().square().sum() / copies for copies, locals_ in parts.items()]
     total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
@@ -58,6 +59,21 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
         for locals_ in parts.values():
             torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    parameters = dict(model.named_parameters())
+    if idle := idle_pattern(patterns, list(parameters)):
+        raise EngineError(f"`freeze` names `{patterns[idle[0]]}`, and the model has no such parameter. {idle[1]}")
+    names = frozen_names(patterns, parameters)
+    if len(names) == len(parameters):
+        raise EngineError(f"`freeze` names all {len(names)} parameters, so that nothing is left to be trained")
+    for name in names:
+        parameters[name].requires_grad_(False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pieces(gradient: Tensor) -> int:
@@ -103,8 +119,10 @@ class FSDPEngine(Trainer):
     """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`."""
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
-                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None):
-        """`whole` are frozen parameters that are not sharded."""
+                 trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None,
+                 follows: bool = False):
+        """`whole` are frozen parameters that are not sharded. `follows`: whether a model that is not trained changes by
+        `follow`: its weights are then state."""
         for size, count in {"pp": dimension(mesh, "pp"), "ep": layout.ep if layout else 1}.items():
             if count > 1:
                 raise EngineError(f"the engine `fsdp` cannot split a model by {size} (here {count}): "
@@ -116,12 +134,16 @@ class FSDPEngine(Trainer):
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         if not trained:
             model.requires_grad_(False)
+        elif settings.freeze:
+            _freeze(model, settings.freeze)
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), parameters <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
-        # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it.
-        self.held = torch.bfloat16 if half and not trained else torch.float32
+        self.follows, self.partial = follows, trained and bool(settings.freeze)
+        # FSDP rounds to the forward dtype what it gathers; who only reads a model needs no more of it. A mean of
+        # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
+        self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
         self._split(model)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
@@ -168,13 +190,28 @@ class FSDPEngine(Trainer):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
-        for shard in self.shards().values():
+        for shard in self._changing().values():
             groups.setdefault((shard.ndim > 1, getattr(shard, "device_mesh", None)), []).append(shard)
         return torch.optim.AdamW([{"params": shards, "decays": matrices} for (matrices, _), shards in groups.items()],
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
-        return {name: shard for name, shard in self.policy.model.named_parameters() if shard.requires_grad}
+        """Return what `export` gathers: the trained weights, and frozen ones that a rollout may have given back."""
+        return {name: shard for name, shard in self.policy.model.named_parameters()
+                if shard.requires_grad or self.follows or self.partial}
+
+    def _changing(self) -> dict[str, Tensor]:
+        """Return the weights that are state; all others are those of the model's folder."""
+        return {name: shard for name, shard in self.shards().items() if shard.requires_grad or self.follows}
+
+    @torch.no_grad()
+    def follow(self, other: FSDPEngine, mix: float) -> None:
+        """Move the weights towards those of a model of the same layout: `mix` times these, and the rest of its own."""
+        theirs = other.shards()
+        for name, shard in self.shards().items():
+            own, aim = (_local(each) for each in (shard, theirs[name]))
+            own.lerp_(aim.to(own.device), mix)
+        self.version += 1
 
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -186,7 +223,7 @@ class FSDPEngine(Trainer):
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()
         for tensor in (*(self.shards().values() if weights else ()), *(t for state in states for t in state.values())):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = _local(tensor)
             if local.device.type == self.device.type:
                 yield local
 
@@ -194,6 +231,11 @@ class FSDPEngine(Trainer):
                  routed_experts: Ragged | None = None) -> Ragged:
         found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
         return responses.with_values(found[0][: len(responses.values)])
+
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
+        return responses.with_values(found[1][: len(responses.values)])
 
     def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
                      images: Ragged | None = None) -> tuple[Ragged, Ragged]:
@@ -272,8 +314,11 @@ class FSDPEngine(Trainer):
         return nn.functional.pad(padded, (0, 0, 0, width - padded.shape[1])).to(self.device)
 
     def state_dict(self) -> dict[str, Any]:
-        shards = {name: shard.detach() for name, shard in self.shards().items()}
-        return {"model": shards, "optimizer": {name: self._state_of(shard) for name, shard in self.shards().items()}}
+        shards = self._changing()
+        weights = {"model": {name: shard.detach() for name, shard in shards.items()}}
+        if not self.optimizer:
+            return weights
+        return {**weights, "optimizer": {name: self._state_of(shard) for name, shard in shards.items()}}
 
     def _state_of(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of one parameter; groups would depend on the layout."""
@@ -283,7 +328,7 @@ class FSDPEngine(Trainer):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, shard in self.shards().items():
+        for name, shard in self._changing().items():
             shard.copy_(state["model"][name])
             if self.optimizer:
                 self.optimizer.state[shard] = dict(state["optimizer"][name])

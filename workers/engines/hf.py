@@ -31,7 +31,7 @@ from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import Past, Slots, prefixes
 from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
 from workers.engines.routing import Routers
-from workers.engines.sampling import pick, uniform
+from workers.engines.sampling import TokenLimits, pick, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
@@ -75,9 +75,11 @@ class HFRollout(Rollout):
         engine.version = 0
         return engine
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Decoding:
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> Decoding:
         keep_cache &= self.generation.batch_rows > 1  # with one slot a row rounds alike, however long its tools take
-        return Decoding(self, key, self.generation.temperature if temperature is None else temperature, keep_cache)
+        temperature = self.generation.temperature if temperature is None else temperature
+        return Decoding(self, key, temperature, keep_cache, limits)
 
     def weight_buffers(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
@@ -113,8 +115,9 @@ class HFRollout(Rollout):
 class Decoding(Session):
     """Session of a transformers model: `step` samples one token for each row in a slot."""
 
-    def __init__(self, engine: HFRollout, key: int, temperature: float, keep_cache: bool = False):
-        self.engine, self.model, self.key = engine, engine.model, key
+    def __init__(self, engine: HFRollout, key: int, temperature: float, keep_cache: bool = False,
+                 limits: TokenLimits | None = None):
+        self.engine, self.model, self.key, self.limits = engine, engine.model, key, limits
         self.temperature, self.keep_cache = temperature, keep_cache
         self.device = self.model.device
         self.unread: deque[list[SampledRow]] = deque()  # lists of rows that share their whole sequence; to be prefilled
@@ -173,9 +176,9 @@ class Decoding(Session):
             self._adopt_version()
         heartbeat.current().tick()
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
-        settings = self.engine.generation
+        limits = self.limits or self.engine.generation
         chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
-                                settings.top_k, settings.top_p, settings.min_p)
+                                limits.top_k, limits.top_p, limits.min_p)
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
         state["count"] += state["live"]

@@ -31,7 +31,7 @@ from workers.engines.devices import convert, dimension, dtype_of, fuse_norms
 from workers.engines.loading import load_model
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
-from workers.engines.sampling import key_of
+from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
 from workers.engines.vision import ImageProcessor
@@ -77,9 +77,10 @@ class RoleEngines:
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
+        follows = {"follows": True} if spec.dag.roles[name].follow else {}  # an argument of fsdp's alone
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
-            meshes.layout)
+            meshes.layout, **follows)
         self.split = meshes.rollout.size() > meshes.rollout.size(0)
         self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
             if self.rollout and self._trainer else None
@@ -100,11 +101,13 @@ class RoleEngines:
         return self._trainer.version if self._trainer else 0
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
-                 temperature: float | None = None, images: Ragged | None = None) -> Samples:
+                 temperature: float | None = None, images: Ragged | None = None,
+                 limits: TokenLimits | None = None) -> Samples:
         """Sample `repeats` responses to each prompt [P] with the newest weights, by (seed, draw of prompts, row id).
-        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens."""
+        `ids` [P * repeats] are the rows' ids; `temperature` 0 takes the likeliest tokens; `limits` are those of
+        `generation`, unless others are given."""
         with self.sampling() as rollout:
-            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images)
+            return rollout.generate(prompts, repeats, ids, self._key(), temperature, max_new_tokens, images, limits)
 
     @contextlib.contextmanager
     def converse(self, prompts: Ragged, ids: Tensor, repeats: int,
@@ -150,6 +153,12 @@ class RoleEngines:
         self._require("lm", "logprobs")
         temperature = self.settings.generation.temperature if temperature is None else temperature
         return self.engine.logprobs(prompts, responses, temperature, images, routed_experts)
+
+    def entropies(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        """Return the entropy before each response token, float32, in nats, at the role's temperature."""
+        self._require("lm", "entropies")
+        return self.engine.entropies(prompts, responses, self.settings.generation.temperature, images, routed_experts)
 
     def top_logprobs(self, prompts: Ragged, responses: Ragged, count: int, images: Ragged | None = None,
                      temperature: float | None = None) -> tuple[Ragged, Ragged]:

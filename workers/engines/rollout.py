@@ -22,6 +22,7 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import timeline
+from workers.engines.sampling import TokenLimits
 
 
 @dataclass(eq=False)
@@ -189,14 +190,17 @@ class Sampler(ABC):
     end_tokens: Tensor  # [E]
 
     @abstractmethod
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> Session:
         """Open a session. `key`, row ids and positions decide the randomness; `temperature` 0 takes likeliest tokens.
-        `keep_cache`: keep the KV cache of ended rows, so that their next turn need not read them again."""
+        `keep_cache`: keep the KV cache of ended rows, so that their next turn need not read them again. `limits`: in
+        place of those of `generation`."""
 
     def generate(self, prompts: Ragged, repeats: int, ids: Tensor, key: int, temperature: float | None = None,
-                 max_new_tokens: int | None = None, images: Ragged | None = None) -> Samples:
+                 max_new_tokens: int | None = None, images: Ragged | None = None,
+                 limits: TokenLimits | None = None) -> Samples:
         """Sample `repeats` responses to each of P prompts; `ids` are [P * repeats] row ids."""
-        session = self.session(key, temperature)
+        session = self.session(key, temperature, False, limits)
         rows = self.rows(prompts, repeats, ids, max_new_tokens, images)
         self.take_over(rows)
         for _, together in groupby((row for row in rows if not row.done), key=lambda row: id(row.sequence)):

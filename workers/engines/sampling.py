@@ -6,9 +6,18 @@ Without generator state the same rows draw the same tokens on any number of rank
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class TokenLimits(NamedTuple):
+    """Which tokens may be drawn, as in `generation`."""
+
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 def _signed(value: int) -> int:

@@ -20,7 +20,10 @@ from distflow.config.run import Phase
 from distflow.errors import DistflowError, EngineError
 from distflow.telemetry import heartbeat, timeline
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session
+from workers.engines.sampling import TokenLimits
 
+Kind = tuple[float | None, bool, TokenLimits | None]
+"""Temperature, whether caches are kept, and limits of a session of the engine, which callers with these share."""
 _MOMENT = 0.05  # seconds between checks of an idle engine, and of a caller that waits for an abort
 
 
@@ -35,7 +38,7 @@ class SharedEngine(Sampler):
     def __init__(self, rollout: Rollout, renew: Callable[[SharedEngine], None] = lambda engine: None):
         self.rollout, self.renew = rollout, renew
         self.generation, self.end_tokens = rollout.generation, rollout.end_tokens
-        self.sessions: dict[tuple[float | None, bool], Session] = {}
+        self.sessions: dict[Kind, Session] = {}
         self.owners: dict[SampledRow, EngineCaller] = {}
         self.actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.failure: DistflowError | None = None
@@ -48,8 +51,9 @@ class SharedEngine(Sampler):
         self.shown: Phase = "waiting"
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> EngineCaller:
-        caller = EngineCaller(self, key, (temperature, keep_cache))
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> EngineCaller:
+        caller = EngineCaller(self, key, (temperature, keep_cache, limits))
         with self.changed:
             self.callers.add(caller)
         return caller
@@ -153,7 +157,7 @@ class SharedEngine(Sampler):
             for caller in self.callers:
                 caller.wake()
 
-    def _session(self, kind: tuple[float | None, bool]) -> Session:
+    def _session(self, kind: Kind) -> Session:
         if kind not in self.sessions:
             self.sessions[kind] = self.rollout.session(0, *kind)
         return self.sessions[kind]
@@ -164,7 +168,7 @@ class EngineCaller(Session):
 
     shared = True
 
-    def __init__(self, engine: SharedEngine, key: int, kind: tuple[float | None, bool]):
+    def __init__(self, engine: SharedEngine, key: int, kind: Kind):
         self.engine, self.key, self.kind = engine, key, kind
         self.ended: queue.SimpleQueue[SampledRow | None] = queue.SimpleQueue()
         self.open = 0

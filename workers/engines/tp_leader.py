@@ -23,6 +23,7 @@ from torch import Tensor
 from distflow.data.exchange import gather
 from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow, Session
+from workers.engines.sampling import TokenLimits
 from workers.engines.weight_updates import WeightUpdates
 
 _KEEPALIVE = 1.0  # longest time between two broadcasts: followers time out after the run's wait limit
@@ -55,9 +56,11 @@ class TPLeader(Rollout):
         message: bytes = msgpack.packb([key, state.step, state.finished, call])  # pyright: ignore[reportAssignmentType]
         return [reply.decode() for reply in gather(message, self.group)[1:]]
 
-    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False) -> Session:
-        self.broadcast("", "session", key, temperature, keep_cache)
-        return _LeaderSession(self, next(self.sessions), self.engine.session(key, temperature, keep_cache), keep_cache)
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> Session:
+        self.broadcast("", "session", key, temperature, keep_cache, limits)
+        own = self.engine.session(key, temperature, keep_cache, limits)
+        return _LeaderSession(self, next(self.sessions), own, keep_cache)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         self.broadcast("", "load")
@@ -157,7 +160,9 @@ class TPFollowerEngine:
 
     def _make(self, name: str, *given: Any) -> None:
         if name == "session":
-            self.sessions.append(_FollowerSession(self.engine.session(*given), keep_cache=given[-1]))
+            key, temperature, keep_cache, limits = given
+            session = self.engine.session(key, temperature, keep_cache, limits and TokenLimits(*limits))
+            self.sessions.append(_FollowerSession(session, keep_cache))
         elif name == "of_session":
             number, call, *values = given
             getattr(self.sessions[number], call)(*values)

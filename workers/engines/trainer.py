@@ -49,6 +49,11 @@ class Trainer(ABC):
         """Return the log-probability of each response token, float32, shaped like `responses`. `routed_experts`: the
         experts that the routers choose, see `workers.engines.routing`."""
 
+    @abstractmethod
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        """Return the entropy of the distribution of each response token, float32, in nats, shaped like `responses`."""
+
     def top_logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, count: int,
                      images: Ragged | None = None) -> tuple[Ragged, Ragged]:
         """Return the `count` most probable tokens at each place of a response (int32 [count], the most probable first)

@@ -82,12 +82,14 @@ def preference_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, preference: Tensor, reference_logprobs: Ragged,
     group: Tensor, response_mask: Ragged | None = None, *, loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid",
     beta: PositiveFloat = 0.1, label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0, per_token: bool = False,
-    temperature: PositiveFloat = 1.0,
+    nll: NonNegativeFloat = 0.0, temperature: PositiveFloat = 1.0,
 ) -> None:
     """Make a step of direct preference optimisation: see `preference_loss`. Without a pair on any rank there is none.
 
     Args:
         per_token: compare log-ratios per token, so that long answers weigh no more than short ones.
+        nll: weight of the preferred answers' negative log-likelihood, the mean over an answer's tokens and then over
+            answers (RPO, Pang et al. 2024, "Iterative Reasoning Preference Optimization", Eq. 1, without the prompt).
         temperature: divides the policy's logits; the node that writes `reference_logprobs` must have the same.
     """
     rows, count = _pairs(engine, preference, group, {
@@ -97,12 +99,15 @@ def preference_update(
     def loss_of(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         mask = micro["mask"]
         mask_T, row_T = (column.to(logprobs_T.device) for column in (mask.values, mask.row_of))
-        ratio_T = torch.where(mask_T, logprobs_T - micro["reference"].values.to(logprobs_T.device), 0.0)
-        ratio_B = ratio_T.new_zeros(len(micro)).index_add(0, row_T, ratio_T)
-        if per_token:
-            ratio_B = ratio_B / ratio_T.new_zeros(len(micro)).index_add(0, row_T, mask_T.to(ratio_T)).clamp(min=1)
+        tokens_B = _per_row(torch.ones_like(logprobs_T), mask_T, row_T, len(micro)).clamp(min=1)
+        ratio_T = logprobs_T - micro["reference"].values.to(logprobs_T.device)
+        ratio_B = _per_row(ratio_T, mask_T, row_T, len(micro)) / (tokens_B if per_token else 1)
         better_P, worse_P = ratio_B.view(-1, 2).unbind(1)
         total = preference_loss(better_P - worse_P, loss, beta, label_smoothing).sum() / count
+        if nll:
+            nll_P = -(_per_row(logprobs_T, mask_T, row_T, len(micro)) / tokens_B).view(-1, 2)[:, 0]
+            total = total + nll * nll_P.sum() / count
+            current().mean_of("preference/nll", nll_P.detach())
         _report(total, beta * better_P, beta * worse_P)
         return total
 
@@ -148,6 +153,10 @@ def _pairs(engine: RoleEngines, preference: Tensor, group: Tensor, columns: dict
     count = int(engine.total(torch.tensor(len(groups))))
     current().add("preference/pairs", len(groups))
     return Batch(group, columns).select(marked), count
+
+
+def _per_row(values_T: Tensor, mask_T: Tensor, row_T: Tensor, rows: int) -> Tensor:
+    return values_T.new_zeros(rows).index_add(0, row_T, torch.where(mask_T, values_T, 0.0))
 
 
 def _report(loss: Tensor, better_P: Tensor, worse_P: Tensor) -> None:

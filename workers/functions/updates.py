@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from distflow import Batch, Ragged, node
@@ -16,6 +16,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.engines.trainer import LossOf
 from workers.functions.aggregation import local_totals, token_weights, trained_mask, weighted_sum
 from workers.functions.corrections import Mismatch, report_staleness
+from workers.functions.entropy import high_entropy
 from workers.functions.kl import kl_estimate
 from workers.functions.losses import Surrogate, own_loss, surrogate
 
@@ -54,7 +55,7 @@ def optimize(engine: RoleEngines, rows: Batch, loss: LossOf, temperature: float 
         current().maximum(f"{prefix}{name}", value)
 
 
-_PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference")
+_PER_TOKEN = ("old", "behaviour", "advantages", "weights", "importance", "reference", "high_entropy")
 
 
 class PolicyLoss:
@@ -77,6 +78,8 @@ class PolicyLoss:
         loss_S, ratio_S, clipped_S = self.surrogate(logprobs_S, columns["old"], columns["advantages"], lengths_B)
         if "importance" in columns:
             loss_S = loss_S * columns["importance"]
+        if "high_entropy" in columns:
+            loss_S = torch.where(columns["high_entropy"], loss_S, 0.0)
         metrics = current()
         if self.kl:
             kl_S = kl_estimate(logprobs_S, columns["reference"], self.kl_kind)
@@ -105,7 +108,8 @@ class PolicyLoss:
 _ALWAYS = 4  # rows that every step trains whatever their advantages, so that trainer and rollout are always compared
 
 
-@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs"}, keep_together="group",
+@node(type="MODEL_TRAIN", requires={"kl": "reference_logprobs", "entropy_quantile": "actor_entropies"},
+      keep_together="group",
       belongs_to={"fixed_length": ("aggregate", "fixed_length_sum")},
       only_with={"clip": ("loss", ("ppo", "gspo")), "clip_high": ("loss", ("ppo", "gspo", "cispo")),
                  "dual_clip": ("loss", ("ppo",))},
@@ -115,42 +119,50 @@ def policy_update(
     engine: RoleEngines, prompts: Ragged, responses: Ragged, rollout_logprobs: Ragged, advantages: Tensor | Ragged,
     group: Tensor, response_mask: Ragged | None = None, reference_logprobs: Ragged | None = None,
     actor_logprobs: Ragged | None = None, importance: Ragged | None = None, versions: Ragged | None = None,
-    images: Ragged | None = None, routed_experts: Ragged | None = None, *,
+    images: Ragged | None = None, routed_experts: Ragged | None = None, actor_entropies: Ragged | None = None, *,
     loss: Literal["ppo", "gspo", "cispo", "reinforce"] | Loss = "ppo", loss_settings: dict | None = None,
     clip: NonNegativeFloat | None = None, clip_high: NonNegativeFloat | None = None,
     dual_clip: Annotated[float, Field(gt=1)] | None = None, kl: NonNegativeFloat = 0.0, entropy: NonNegativeFloat = 0.0,
     kl_kind: Literal["k2", "k3"] = "k3", normalize: Literal["none", "batch"] = "none",
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"] = "token_mean",
     fixed_length: PositiveInt | None = None, mini_batches: PositiveInt = 1, epochs: PositiveInt = 1,
+    entropy_quantile: Annotated[float, Field(ge=0, lt=1)] = 0.0, critic_warmup: NonNegativeInt = 0,
 ) -> None:
     """Make a policy-gradient step: each token's loss, plus `kl` times KL to a reference, minus `entropy` times entropy.
 
     Losses and their usual bounds are in `workers/functions/losses.py`; `MODULE:FUNCTION` names your own, under `@loss`.
     The old policy is `actor_logprobs` where a node recomputed it, else what the rollout recorded. `importance` weighs
     each token (see `corrections`); `routed_experts` are those of the rollout (`generation.routing_replay`). Each of the
-    `mini_batches` that has a prompt makes one optimizer step.
+    `mini_batches` that has a prompt makes one optimizer step. With `entropy_quantile` the loss, but not `kl` and
+    `entropy`, is of its tokens of the highest entropy alone (see `high_entropy`). In the run's first `critic_warmup`
+    steps there is none, while a critic learns; the learning rate's schedule goes on.
     """
-    tokens, old = responses, rollout_logprobs if actor_logprobs is None else actor_logprobs
-    per_token = (tokens.with_values(advantages[tokens.row_of].float()) if isinstance(advantages, Tensor)
-                 else advantages)
-    mask = trained_mask(tokens, response_mask)
-    if normalize == "batch":
-        per_token = normalized(engine, per_token, mask)
-    current().spread_of("advantages", per_token.values[mask.values])
+    mask = trained_mask(responses, response_mask)
+    per_token = _of_tokens(engine, advantages, mask, normalize)
     if versions is not None:
         report_staleness(engine, versions, mask)
-    columns = {"prompts": prompts, "responses": responses, "old": old, "behaviour": rollout_logprobs, "mask": mask,
-               "advantages": per_token, "reference": reference_logprobs, "importance": importance, "images": images,
-               "routed_experts": routed_experts}
+    columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
+               "old": rollout_logprobs if actor_logprobs is None else actor_logprobs, "advantages": per_token,
+               "reference": reference_logprobs, "importance": importance, "images": images,
+               "routed_experts": routed_experts, "entropies": actor_entropies}
     rows = Batch(group, {name: column for name, column in columns.items() if column is not None})
-    parts = divided(engine, rows, mini_batches) * epochs
+    parts = divided(engine, rows, mini_batches) * epochs if engine.step >= critic_warmup else []
     own = ":" in loss
     of_token = own_loss(loss, loss_settings or {}) if own else surrogate(loss, clip, clip_high, dual_clip)
     objective = PolicyLoss(of_token, kl, kl_kind, 1 / max(len(parts), 1), entropy)
     for part in parts:
         chosen = weighted(engine, rows.select(part), aggregate, fixed_length)
+        chosen = high_entropy(engine, chosen, entropy_quantile) if entropy_quantile else chosen
         optimize(engine, chosen if kl or entropy or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
+
+
+def _of_tokens(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
+    per_token = mask.with_values(advantages[mask.row_of].float()) if isinstance(advantages, Tensor) else advantages
+    if normalize == "batch":
+        per_token = normalized(engine, per_token, mask)
+    current().spread_of("advantages", per_token.values[mask.values])
+    return per_token
 
 
 @node(type="MODEL_TRAIN")

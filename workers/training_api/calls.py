@@ -361,7 +361,7 @@ class TrainingCalls:
         if damage := state.checkpoints.damage_in(path):
             raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
-        state.checkpoints.load({name: role.engine for name, role in state.trained.items()}, path)
+        state.checkpoints.load({name: role.engine for name, role in state.roles.items()}, path)
         events.record("state loaded", of_step=checkpoint)
         return {"checkpoint": checkpoint}
 

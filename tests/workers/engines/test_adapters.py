@@ -95,7 +95,7 @@ def _logprobs(model, batch: Batch) -> torch.Tensor:
 def role_of(lora: Lora | None, **settings) -> RoleEngines:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, head="lm")})
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
     return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh),

@@ -1,12 +1,14 @@
 """The optimizer step does not depend on micro-batches; its schedule and its state are what they should be."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from columns import uneven_rows
 from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
-from training import built, engine_of, named_mesh, share_of
+from training import built, engine_of, layered, named_mesh, share_of
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
@@ -162,3 +164,83 @@ def test_a_frozen_model_is_held_in_the_dtype_that_it_computes_in(model, mesh, ba
     assert torch.equal(found, expected)
     sizes = [sum(each.to_local().nbytes for each in one.policy.parameters()) for one in (frozen, exact)]
     assert 2 * sizes[0] == sizes[1]
+
+
+def follow_on_shards() -> dict[str, list[float]]:
+    """The weights of a model that has followed another one three times by a hundredth, and where they should be."""
+    mesh, found = named_mesh(dp=2), {}
+    start, aim = built(), built()
+    with torch.no_grad():
+        for parameter in aim.parameters():
+            parameter.add_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter) * 0.01)
+    wanted = {name: tensor.detach().clone() for name, tensor in start.named_parameters()}
+    goal = {name: tensor.detach().clone() for name, tensor in aim.named_parameters()}
+    settings = RoleRun(dtype="bfloat16")
+    trained = FSDPEngine(aim, settings, mesh, pad_token=0, steps=1, trained=True)
+    following = FSDPEngine(start, settings, mesh, pad_token=0, steps=1, trained=False, follows=True)
+    for _ in range(3):
+        following.follow(trained, 0.01)
+        wanted = {name: torch.lerp(tensor, goal[name], 0.01) for name, tensor in wanted.items()}
+    for name, tensor in following.export():
+        found[name] = float((tensor - wanted[name]).abs().max())
+    assert set(found) == set(wanted)
+    return {"differences": [*found.values()], "version": [following.version],
+            "optimizer": ["optimizer" in following.state_dict()]}
+
+
+def test_a_model_follows_another_in_float32_on_shards():
+    for result in run_ranks(2, follow_on_shards):
+        assert result == {"differences": [0.0] * len(result["differences"]), "version": [3], "optimizer": [False]}
+
+
+def test_entropies_are_those_of_the_whole_distribution(model, mesh, batch):
+    plain_model = copy.deepcopy(model)
+    found = engine(model, mesh, micro_batch_tokens=12).entropies(batch["prompts"], batch["responses"], 0.7)
+    assert found.lengths.tolist() == batch["responses"].lengths.tolist()
+    for prompt, response, entropies in zip(batch["prompts"].rows, batch["responses"].rows, found.rows):
+        logits = plain_model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        logprobs = torch.log_softmax(logits, -1)
+        assert torch.allclose(entropies, -(logprobs.exp() * logprobs).sum(-1), atol=1e-5)
+
+
+def train_partly(small: int) -> dict[str, Any]:
+    """Two updates of a model of which some parameters are frozen, on shards gathered as a whole or by layer."""
+    mesh, start = named_mesh(dp=2), {name: tensor.detach().clone() for name, tensor in built().named_parameters()}
+    settings = RoleRun(learning_rate=1e-2, freeze=["embed_tokens.*", "layers.0.*", "layers.1.self_attn.*_norm.weight"])
+    with layered(small):
+        one = FSDPEngine(built(), settings, mesh, pad_token=0, steps=2, trained=True)
+        norms = [one.update(share_of(mesh), plain, 1.0, step)["grad_norm"] for step in range(2)]
+    moved = {name for name, tensor in one.export() if not torch.equal(tensor, start[name])}
+    state, exported = one.state_dict(), {name for name, _ in one.export()}
+    assert exported == set(start)
+    assert set(state["model"]) == set(state["optimizer"]) == moved
+    one.load_state_dict(state)
+    return {"moved": sorted(moved), "norms": norms}
+
+
+@pytest.mark.parametrize("small", [64_000_000, 1])
+def test_frozen_parameters_stay_and_have_no_state(small):
+    first, second = run_ranks(2, train_partly, small)
+    names = [name for name, _ in built().named_parameters()]
+    kept = [name for name in names if "embed_tokens" in name or "layers.0." in name or "_norm.weight" in name]
+    assert len(kept) == 1 + 11 + 2
+    assert first["moved"] == second["moved"] == sorted(set(names) - set(kept))
+    model = built()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in kept)
+    assert first["norms"][0] == second["norms"][0] == pytest.approx(norm_of_all_rows(model), rel=1e-4)
+
+
+def norm_of_all_rows(model) -> float:
+    batch = uneven_rows()
+    for prompt, response in zip(batch["prompts"].rows, batch["responses"].rows):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        (-torch.log_softmax(logits, -1).gather(1, response[:, None]).sum() / 100).backward()
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def test_a_pattern_that_names_nothing_is_refused(model, mesh):
+    with pytest.raises(EngineError, match=r"names `tokens.\*`, .* Patterns: model\.embed_tokens"):
+        engine(model, mesh, freeze=["tokens.*"])
+    with pytest.raises(EngineError, match="names all 24 parameters"):
+        engine(model, mesh, freeze=["*"])

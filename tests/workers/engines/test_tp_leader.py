@@ -21,6 +21,7 @@ from distflow.weights.publisher import Publisher
 from distflow.weights.puller import Puller
 from workers.colocated import ColocatedSource
 from workers.engines.devices import NAMES
+from workers.engines.sampling import TokenLimits
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
 from workers.engines.weight_updates import WeightUpdates
@@ -85,6 +86,8 @@ def talk(leader: TPLeader) -> None:
     """All that can be asked of a session: rows that end, go on, are broken off and begin again."""
     prompts = Ragged.from_rows([torch.arange(9, 9 + length) for length in PROMPTS])
     leader.generate(prompts, 2, torch.arange(6), key=5)
+    narrow = leader.generate(prompts, 2, torch.arange(6), key=5, limits=TokenLimits(1, 1.0, 0.0))
+    assert all(torch.equal(*narrow.tokens.rows[begin : begin + 2]) for begin in (0, 2, 4))
     greedy, kept = leader.session(3, 0.0), leader.session(4, 1.0, True)
     rows = leader.rows(prompts, 2, torch.arange(10, 16), max_new_tokens=6)
     for begin in range(0, 6, 2):
@@ -132,7 +135,7 @@ def test_the_others_do_what_the_first_does():
     store = hosted()
     (first, known, version), (second, left, same) = run_ranks(2, lead_or_follow, store.port)
     assert first == second
-    assert len(first) == 3 * (6 + 6 + 1 + 2)
+    assert len(first) == 3 * (6 + 6 + 6 + 1 + 2)
     assert {version for _, _, versions, _ in first for version in versions} == {0, 1, 2}
     assert version == same == 2
     assert known == left == 0, "a row that nobody asks for any more is kept"

@@ -25,13 +25,13 @@ from workers.functions.updates import policy_update
 LOGITS = (0.3, -0.7, 1.1, 0.0)
 RATE = 0.5
 Row = dict[str, Any]
-"""group, advantage, and by token: tokens, rollout (log-probability), reference, importance, trained."""
+"""group, advantage, and by token: tokens, rollout (log-probability), reference, importance, surprise, trained."""
 
 
 class Table:
     """A role whose model is a table of logits, trained by plain gradient descent; it notes what each step saw."""
 
-    version = 5
+    version, step = 5, 2
 
     def __init__(self, rows_at_once: int):
         self.logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
@@ -69,7 +69,8 @@ def steps_of(rows: list[Row], rows_at_once: int = 100, **options) -> list[list[f
     policy_update(role, tokens, tokens, column("rollout"),
                   torch.tensor([row["advantage"] for row in rows], dtype=torch.float64),
                   torch.tensor([row["group"] for row in rows], dtype=torch.int64),
-                  column("trained", torch.bool), column("reference"), None, column("importance"), **options)
+                  column("trained", torch.bool), column("reference"), None, column("importance"),
+                  actor_entropies=column("surprise", torch.float32), **options)
     current().collect(lambda part: [part])
     return role.steps
 
@@ -90,7 +91,7 @@ def surrogate(kind: str, log_ratios, logprobs, advantage, low, high):
 
 
 def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, kl: float, kl_kind: str,
-          normalize: str, entropy: float) -> list[float]:
+          normalize: str, entropy: float, entropy_quantile: float) -> list[float]:
     """Loss and gradient of one step over all rows."""
     total = math.log(sum(math.exp(x) for x in LOGITS))
     probabilities = [math.exp(x - total) for x in LOGITS]
@@ -99,6 +100,8 @@ def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, k
     tokens, filled = sum(map(len, kept)), sum(map(bool, kept))
     mean = sum(row["advantage"] * len(places) for row, places in zip(rows, kept)) / max(tokens, 1)
     square = sum((row["advantage"] - mean) ** 2 * len(places) for row, places in zip(rows, kept)) / max(tokens - 1, 1)
+    ranked = sorted((row["surprise"][i] for row, places in zip(rows, kept) for i in places), reverse=True)
+    least = ranked[math.ceil(round(tokens * (1 - entropy_quantile), 6)) - 1] if ranked else 0.0
     value, gradient = 0.0, [0.0] * len(LOGITS)
     for row, places in zip(rows, kept):
         new = [LOGITS[row["tokens"][i]] - total for i in places]
@@ -110,12 +113,17 @@ def plain(rows: list[Row], loss: str, aggregate: str, low: float, high: float, k
         for i, x, (part, slope) in zip(places, new, surrogate(loss, log_ratios, new, gain, low, high)):
             d = x - row["reference"][i]
             extra, steep = (math.exp(-d) - 1 + d, 1 - math.exp(-d)) if kl_kind == "k3" else (d * d / 2, d)
-            part, slope = (row["importance"][i] * y + kl * z for y, z in ((part, extra), (slope, steep)))
+            used = row["importance"][i] * (row["surprise"][i] >= least)
+            part, slope = (used * y + kl * z for y, z in ((part, extra), (slope, steep)))
             value += weight * (part - entropy * surprise)
             for token, p in enumerate(probabilities):
                 gradient[token] += weight * slope * ((token == row["tokens"][i]) - p)
                 gradient[token] += weight * entropy * p * (math.log(p) + surprise)
     return [value, *gradient]
+
+
+SURPRISES = [-0.0, 0.0, 1e-7, 0.125, 0.5, 0.5000001, 0.75, 1.0, 1.5, 2.0, 2.0000002, 5.5]
+"""Entropies of tokens, some equal or almost, and as rounding makes them."""
 
 
 @st.composite
@@ -131,6 +139,7 @@ def any_rows(draw) -> list[Row]:
                      "tokens": draw(st.lists(st.integers(0, 3), min_size=length, max_size=length)),
                      "rollout": numbers(-3, -0.0625, length), "reference": numbers(-3, -0.0625, length),
                      "importance": numbers(0, 2, length),
+                     "surprise": draw(st.lists(st.sampled_from(SURPRISES), min_size=length, max_size=length)),
                      "trained": draw(st.lists(st.booleans(), min_size=length, max_size=length))})
     return sorted(rows, key=lambda row: row["group"])
 
@@ -140,7 +149,8 @@ LOSSES = st.sampled_from([("ppo", 0.2, 0.3), ("ppo", 0.0, 5.0), ("gspo", 0.1, 0.
 AGGREGATES = st.sampled_from(["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "fixed_length_sum"])
 MORE = st.fixed_dictionaries({"kl": st.sampled_from([0.0, 0.1]), "kl_kind": st.sampled_from(["k2", "k3"]),
                               "normalize": st.sampled_from(["none", "batch"]),
-                              "entropy": st.sampled_from([0.0, 0.3])})
+                              "entropy": st.sampled_from([0.0, 0.3]),
+                              "entropy_quantile": st.sampled_from([0.0, 0.5, 0.8])})
 
 
 def options_of(loss, aggregate, more):
@@ -186,7 +196,8 @@ def share_of(shares, options):
 def row(advantage: float, rollout: list[float], group: int = 0, trained: list[bool] | None = None) -> Row:
     count = len(rollout)
     return {"group": group, "advantage": advantage, "tokens": [2] * count, "rollout": rollout,
-            "importance": [1.0] * count, "reference": [-1.0] * count, "trained": trained or [True] * count}
+            "importance": [1.0] * count, "surprise": [0.5] * count, "reference": [-1.0] * count,
+            "trained": trained or [True] * count}
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce"])
@@ -279,3 +290,10 @@ def test_a_users_loss_that_is_none_is_named_with_its_line(name, said):
     with pytest.raises(InvalidInput) as caught:
         steps_of([row(1.0, [-1.0, -2.0])], loss=f"own_losses:{name}")
     assert f"own_losses.py:{line}: loss `{name}` {said.replace('LINE', str(line))}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 4), (2, 4), (3, 0)])
+def test_while_the_critic_warms_up_there_is_no_optimizer_step(warmup, updates):
+    """`Table` is in its third step."""
+    rows = [row(1.0, [-1.0, -2.0], group) for group in range(4)]
+    assert len(steps_of(rows, critic_warmup=warmup, mini_batches=2, epochs=2)) == updates

@@ -180,7 +180,7 @@ def metrics_after(head: str, cut: int, budget: int, options: dict, preference: l
 
 
 SETTINGS = [("lm", {}), ("lm", {"loss": "ipo", "per_token": True}), ("lm", {"loss": "hinge", "beta": 0.5}),
-            ("lm", {"label_smoothing": 0.1}), ("value", {}), ("value", {"centering": 0.1})]
+            ("lm", {"label_smoothing": 0.1}), ("lm", {"nll": 0.5}), ("value", {}), ("value", {"centering": 0.1})]
 
 
 @pytest.mark.parametrize(("head", "options"), SETTINGS, ids=str)
@@ -208,21 +208,26 @@ def test_a_group_that_is_no_pair_is_refused(mesh, preference):
         preference_update(Learner("lm"), **columns(0, 8, preference))
 
 
-def test_the_loss_is_that_of_the_pairs_summed_log_ratios(mesh):
-    """By plain forwards in float64, masked tokens left out."""
+@pytest.mark.parametrize("nll", [0.0, 0.4])
+def test_the_loss_is_that_of_the_pairs_summed_log_ratios(mesh, nll):
+    """By plain forwards in float64, masked tokens left out; with `nll` the preferred answers' mean loss of a token."""
     rows, learner = columns(0, 8), Learner("lm")
     model = build_model(270, 0, layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32).double()
-    ratios = []
+    ratios, losses = [], []
     for prompt, response, reference, mask in zip(*(rows[name].rows for name in (
             "prompts", "responses", "reference_logprobs", "response_mask"))):
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
         ratios.append(((logprobs - reference) * mask).sum().item())
+        losses.append(-logprobs[mask].mean().item())
     differences = [ratios[2] - ratios[0], ratios[3] - ratios[4], ratios[6] - ratios[7]]
     current().collect(lambda part: [part])
-    preference_update(learner, **rows, beta=0.3)
+    preference_update(learner, **rows, beta=0.3, nll=nll)
     found = current().collect(lambda part: [part])
-    assert found["loss"] == pytest.approx(-sum(math.log(logistic(0.3 * each)) for each in differences) / 3, abs=1e-5)
+    preferred = (losses[2] + losses[3] + losses[6]) / 3
+    pairs = -sum(math.log(logistic(0.3 * each)) for each in differences) / 3
+    assert found["loss"] == pytest.approx(pairs + nll * preferred, abs=1e-5)
+    assert found.get("preference/nll") == (pytest.approx(preferred, abs=1e-5) if nll else None)
     assert found["preference/margin"] == pytest.approx(0.3 * sum(differences) / 3, abs=1e-5)
     assert found["preference/accuracy"] == pytest.approx(sum(each > 0 for each in differences) / 3)
 

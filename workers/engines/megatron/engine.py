@@ -83,12 +83,19 @@ class MegatronEngine(Trainer):
 
     def logprobs(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
                  routed_experts: Ragged | None = None) -> Ragged:
+        return responses.with_values(self._infer(prompts, responses, temperature, images)[0])
+
+    def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
+                  routed_experts: Ragged | None = None) -> Ragged:
+        return responses.with_values(self._infer(prompts, responses, temperature, images)[1])
+
+    def _infer(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None) -> Tensor:
         if images is not None:
             raise EngineError("the Megatron engine reads no images. Train this model with  engine: fsdp")
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses})
         with torch.no_grad():
             found = self._passes(self._micro_batches(batch), temperature, None)
-        return responses.with_values(torch.cat(found, 1)[0].cpu()[: len(responses.values)])
+        return torch.cat(found, 1).cpu()[:, : len(responses.values)]
 
     def values(self, prompts: Ragged, responses: Ragged) -> Ragged:
         raise EngineError(_NO_VALUES)

@@ -31,7 +31,7 @@ from distflow.telemetry import heartbeat
 from workers.engines.devices import dimension
 from workers.engines.external import ExternalRollout, RequestSession, cache_on_cpu, end_turn
 from workers.engines.rollout import SampledRow, matching
-from workers.engines.sampling import key_of
+from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.sglang.weights import Buckets
 
@@ -96,8 +96,8 @@ class PendingRequests(RequestSession):
     engine: SGLangRollout
     turns: dict[str, SampledRow]
 
-    def __init__(self, engine: SGLangRollout, key: int, temperature: float):
-        super().__init__(engine, key, temperature)
+    def __init__(self, engine: SGLangRollout, key: int, temperature: float, limits: TokenLimits | None = None):
+        super().__init__(engine, key, temperature, limits)
         self.new: dict[str, SampledRow] = {}  # turns that have yet to be sent to the server, by request
         self.aborting: set[str] = set()  # requests that are being aborted
         self.events: queue.SimpleQueue = queue.SimpleQueue()
@@ -144,10 +144,10 @@ class PendingRequests(RequestSession):
         return self._receive(0.0 if self.ended else _FIRST_TIMEOUT if new else _STEP_TIMEOUT)
 
     def _body(self, new: dict[str, SampledRow]) -> dict[str, Any]:
-        settings = self.engine.generation
+        settings, limits = self.engine.generation, self.limits or self.engine.generation
         # SGLang draws differently once any row of a batch is greedy or has a top-k: with seeds, give a top-k to all.
         no_limit = self.engine.vocabulary if settings.batch_invariant else -1
-        common = {"temperature": self.temperature, "top_p": settings.top_p, "top_k": settings.top_k or no_limit,
+        common = {"temperature": self.temperature, "top_p": limits.top_p, "top_k": limits.top_k or no_limit,
                   "stop_token_ids": sorted(self.ends)}
         return {"rid": list(new), "input_ids": [row.sequence.tolist() for row in new.values()],
                 "return_logprob": True, "sampling_params": [

@@ -17,6 +17,7 @@ from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
 from workers.engines.rollout import SampledRow, matching, weight_mismatch
+from workers.engines.sampling import TokenLimits
 from workers.engines.vllm.start import shut, start, translated, untied
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class VLLMSession(RequestSession):
     engine: VLLMRollout
     turns: dict[str, _SampledTurn]
 
-    def __init__(self, engine: VLLMRollout, key: int, temperature: float):
-        super().__init__(engine, key, temperature)
+    def __init__(self, engine: VLLMRollout, key: int, temperature: float, limits: TokenLimits | None = None):
+        super().__init__(engine, key, temperature, limits)
         weakref.finalize(self, _abandon, engine.core, self.turns).atexit = False
 
     def add(self, rows: list[SampledRow]) -> None:
@@ -53,7 +54,7 @@ class VLLMSession(RequestSession):
         for row in rows:
             row.begin()
             request = self.request_for(row)
-            params = parameters(self.key_of(row), self.temperature, self.engine.generation, row.id,
+            params = parameters(self.key_of(row), self.temperature, self.limits or self.engine.generation, row.id,
                                 len(row.sequence) - row.prompt, row.limit, self.engine.ends)
             with translated(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from distflow.config.run import Generation
-from workers.engines.sampling import pick, uniform
+from workers.engines.sampling import TokenLimits, pick, uniform
 
 _CHUNK = 1 << 23  # logits that are sampled from at a time: vLLM does not account for this memory
 MODE = "processed_logits"
@@ -42,10 +42,10 @@ class _Slot(NamedTuple):
     output: list[int]
 
 
-def parameters(key: int, temperature: float, settings: Generation, id: int, first: int, limit: int,
+def parameters(key: int, temperature: float, limits: Generation | TokenLimits, id: int, first: int, limit: int,
                ends: list[int]) -> SamplingParams:
     """Return a request whose tokens `Drawing` samples. `first`: position of its first token after the prompt."""
-    choice = _Choice(key, temperature, settings.top_k, settings.top_p, settings.min_p)
+    choice = _Choice(key, temperature, limits.top_k, limits.top_p, limits.min_p)
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
         skip_clone=True,

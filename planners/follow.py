@@ -1,0 +1,87 @@
+"""Checks frozen roles that follow the trained role that they copy (`follow:` of a role).
+
+Weights are mixed shard by shard, where they lie: the two roles are on the same ranks, in one layout, as whole models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from distflow.config.load import Spec
+from distflow.config.models import adapted
+from distflow.contracts.signature import Contract
+from distflow.errors import Diagnostic
+from distflow.plan import Layout
+
+
+def check_follow(spec: Spec, bound: Mapping[str, Contract]) -> list[Diagnostic]:
+    """Return a mistake for each role that cannot follow the one that it copies."""
+    return [mistake for name, role in spec.dag.roles.items() if role.follow
+            for mistake in _check(spec, name, bound)]
+
+
+def _check(spec: Spec, name: str, bound: Mapping[str, Contract]) -> Iterator[Diagnostic]:
+    roles, source = spec.dag.roles, spec.dag_source
+    role, where = roles[name], source.location(("roles", name, "follow"))
+    copied = roles.get(role.copy_of or "")
+    if role.copy_of is None:
+        yield Diagnostic(f"role `{name}` follows no role: `follow` is for a copy", where,
+                         f"Add  copy_of: ROLE  of a trained role, or take `follow` out of `{name}`.")
+    elif copied is None:
+        return  # another check says so
+    elif role.trained:
+        yield Diagnostic(f"role `{name}` is trained, and would follow `{role.copy_of}` too", where,
+                         f"Take `trained` or `follow` out of `{name}`.")
+    elif not copied.trained:
+        yield Diagnostic(f"role `{name}` follows `{role.copy_of}`, which is not trained, so that nothing would change",
+                         where, f"Take `follow` out, or name a trained role:  {name}: {{copy_of: ROLE, follow: …}}")
+    elif role.head != copied.head:
+        yield Diagnostic(f"role `{name}` (head: {role.head}) follows `{role.copy_of}`, which has another output layer "
+                         f"(head: {copied.head})", where, f"Instead:  {name}: {{…, head: {copied.head}}}")
+    elif adapted(spec, role.copy_of):
+        yield Diagnostic(f"role `{name}` follows `{role.copy_of}`, of which adapters alone are trained: its own "
+                         "weights, which the two share, never change",
+                         spec.run_source.location(("roles", role.copy_of, "lora"), key=True),
+                         f"Take `lora` out, or `follow` out of role `{name}`.",
+                         (spec.run_source.location(("roles", role.copy_of, "lora"), key=True), where))
+    elif spec.model_of(name) != spec.model_of(role.copy_of):
+        yield Diagnostic(f"role `{name}` follows `{role.copy_of}`, and starts from another model",
+                         spec.run_source.location(("roles", name, "model")),
+                         f"Take `model` out of `{name}`, or `follow` out of the DAG.")
+    elif spec.run.mode != "sync" and (sampling := _sampling(spec, name, bound)):
+        yield Diagnostic(f"role `{name}` follows `{role.copy_of}` where that is trained, and node `{sampling}` samples "
+                         f"with it on other ranks (mode {spec.run.mode})", where, "Instead:  mode: sync")
+
+
+def _sampling(spec: Spec, role: str, bound: Mapping[str, Contract]) -> str:
+    of_role = (node for node, contract in bound.items() if contract.samples and spec.dag.nodes[node].role == role)
+    return next(of_role, "")
+
+
+def follow_notes(spec: Spec) -> Iterator[str]:
+    for name, role in spec.dag.roles.items():
+        if role.follow and role.follow.every > spec.run.steps:
+            yield (f"role `{name}` would follow `{role.copy_of}` every {role.follow.every} steps, and the run has "
+                   f"{spec.run.steps}: it stays as it is")
+
+
+def check_layouts(spec: Spec, layouts: Mapping[tuple[str, bool], Layout]) -> list[Diagnostic]:
+    """Return a mistake for each role that follows one whose model lies otherwise on the ranks. `layouts`: of the
+    engines that train and infer, by role and False."""
+    mistakes = []
+    for name, role in spec.dag.roles.items():
+        copied = role.copy_of or ""
+        if not role.follow or (name, False) not in layouts or (copied, False) not in layouts:
+            continue
+        own, other = spec.settings_of(name), spec.settings_of(copied)
+        what = f"role `{name}` follows `{copied}`, whose shards it must have"
+        if layouts[name, False] != layouts[copied, False]:
+            node = next((node for node in spec.run.layouts if spec.dag.nodes[node].role in (name, copied)), "")
+            mistakes.append(Diagnostic(f"{what}, and `layouts` splits the two otherwise",
+                                       spec.run_source.location(("layouts", node)),
+                                       f"Give the nodes of `{name}` and `{copied}` the same tp, cp and pp."))
+        elif own and other and own.replicas != other.replicas:
+            mistakes.append(Diagnostic(f"{what}, and it has replicas: {own.replicas}, the other {other.replicas}",
+                                       spec.run_source.location(("roles", name, "replicas")),
+                                       f"Instead:  roles: {{{name}: {{…, replicas: {other.replicas}}}}}"))
+    return mistakes
