@@ -17,22 +17,22 @@ from distflow.dock.directory import Fence, ShardDirectory
 from distflow.dock.errors import LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
-from distflow.dock.selection import DockLayout, RowState
+from distflow.dock.selection import DockLayout, Ids, RowState
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
-from distflow.dock.storage import read_ids, unpack
+from distflow.dock.storage import Columns, pack, read_ids
 from distflow.dock.timeouts import describe_rows, shortage, status
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
-from distflow.rpc.shared_payloads import MappedSegments
+from distflow.rpc.shared_payloads import LEAST, ServedHeap
 
 _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
-_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "shortage", "require", "renew",
-               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
+_OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "saved", "lease", "look", "shortage", "require",
+               "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -42,6 +42,7 @@ class ClientRequest(NamedTuple):
     """Message of a client whose payload of `size` bytes has not been taken from the connection yet."""
 
     connection: Connection
+    memory: ServedHeap
     session: str
     header: Header
     size: int
@@ -101,10 +102,10 @@ class StorageShardServer:
         with self.state.lock:
             client = self.state.enter(session, str(hello.get("who", peer)))
         try:
-            connection.memory = MappedSegments.of_client(hello.get("memory"), self.token)
-            connection.send({"memory": connection.memory is not None})
+            connection.memory = memory = ServedHeap(self.state.storage.heap)
+            connection.send({"memory": memory.offer()})
             while not self.over:
-                self._answer(connection, client, session)
+                self._answer(connection, memory, client, session)
         except TimeoutError as error:
             _log.warning("hung up on %s (%s), which may be stopped: %s; what it alone has leased goes to others",
                          client.who, peer, error)
@@ -116,13 +117,15 @@ class StorageShardServer:
                 self.state.received += connection.received
                 self.state.leave(session)
 
-    def _answer(self, connection: Connection, client: ClientSession, session: str) -> None:
+    def _answer(self, connection: Connection, memory: ServedHeap, client: ClientSession, session: str) -> None:
         header, size = connection.receive()
         expected = connection.received + size
+        if header.get("op") == "release":  # what it has read is not held any more
+            return
         if header.get("activity") is not None:
             client.activity, client.active_at = str(header["activity"]), time.monotonic()
         try:
-            reply, buffers = self.actions[header["op"]](ClientRequest(connection, session, header, size))
+            reply, buffers = self.actions[header["op"]](ClientRequest(connection, memory, session, header, size))
         except DistflowError as error:
             reply, buffers = {"error": type(error).__name__, "message": str(error)}, []
         except _UNANSWERABLE as error:
@@ -133,6 +136,8 @@ class StorageShardServer:
         if self.over or not (self.fence is None or self.fence.holds()):  # it is answered by whoever has taken the place
             raise ConnectionEnded
         connection.send(reply, buffers)
+        if "in_place" not in reply:
+            memory.held = []
 
     @locked
     def configure(self, request: ClientRequest) -> Header:
@@ -147,7 +152,6 @@ class StorageShardServer:
         """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
         header, ids = request.header, read_ids(request.header["ids"])
         payload = request.connection.payload(request.size)
-        batch = unpack(len(ids), header["columns"], payload)
         with self.state.lock:
             self.state.configured()
             if header.get("epoch") not in (None, self.state.epoch):
@@ -155,11 +159,12 @@ class StorageShardServer:
                                 f"{self.state.storage.number}, which has ended with them: rows {ids[:SHOWN].tolist()} "
                                 "may have been sampled again since. Throw away what was made of them")
             known = len(self.state.storage.rows)
-            stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
-            self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
-                                len(self.state.storage.rows) > known)
+            stored = self.state.storage.put(ids, header["columns"], payload, read_ids(header["versions"]),
+                                            header["turn"])
+            names = [name for name, *_ in header["columns"]] if header["turn"] is None else []
+            self.state.announce(stored, names, len(self.state.storage.rows) > known)
             put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
-            copies = self.state.replicate((put, [payload.numpy().data]))  # of a repeated put too: it may be on its way
+            copies = self.state.replicate((put, [payload.data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
             if not follower.wait(copied) and self.fence is not None:
                 self.fence.doubt()
@@ -186,16 +191,34 @@ class StorageShardServer:
         _log.warning("%s: another process serves this shard now: this one was thought to be lost", self.address)
         self.close()
 
+    @locked
+    def reserve(self, request: ClientRequest) -> Header:
+        return {"at": request.memory.reserve(request.header["size"])}
+
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])
         with self.state.lock:
-            schema, buffers = self.state.storage.read(ids, request.header["columns"])
-        return {"rows": len(ids), "columns": schema, "epoch": self.state.epoch}, buffers
+            columns, memories = self.state.storage.read(ids, request.header["columns"])
+            return self._rows(request, ids, columns, memories, {"epoch": self.state.epoch})
 
     def saved(self, request: ClientRequest) -> Reply:
         with self.state.lock:
-            ids, turns, schema, buffers = self.state.storage.saved(read_ids(request.header["ids"]))
-        return {"rows": len(ids), "columns": schema, "turns": turns.tobytes()}, buffers
+            ids, turns, columns, memories = self.state.storage.saved(read_ids(request.header["ids"]))
+            return self._rows(request, ids, columns, memories, {"ids": ids.tobytes(), "turns": turns.tobytes()})
+
+    def _rows(self, request: ClientRequest, ids: Ids, columns: Columns, memories: list[numpy.ndarray],
+              header: Header) -> Reply:
+        """Return a reply with rows, or with where a client of this machine finds them. They are held until it has been
+        sent, or the client has read them."""
+        heap, size = request.memory, sum(extents.nbytes for extents in columns.values())
+        heap.held = memories
+        if not (request.header.get("in_place") and size >= LEAST):
+            schema, parts = pack(ids, columns, heap.heap.memory)
+            return header | {"columns": schema}, parts
+        request.connection.sent += size
+        forms = [[name, *extents.form] for name, extents in columns.items()]
+        return header | {"in_place": forms}, [part for _, begin, count in columns.values()
+                                              for part in (begin.tobytes(), count.tobytes())]
 
     @locked
     def lease(self, request: ClientRequest) -> Header:

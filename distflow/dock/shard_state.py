@@ -35,6 +35,8 @@ from distflow.dock.selection import DockLayout, Ids, Room
 from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
+from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_payloads import heap_name
 
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a peer, doubled each time
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
@@ -141,7 +143,8 @@ class ShardState:
         self.token, self.epoch, self.directory = token, epoch, directory
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
-        self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
+        self.storage = StorageShard(heap=SharedHeap(heap_name(token)))
+        self.room, self.evict_at = Room(), 0.0
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
@@ -175,9 +178,8 @@ class ShardState:
         consumer writes are committed by it. What had left may be put again: a trainer may begin with an older step."""
         storage.gone = Intervals()
         for consumer in layout.consumers:
-            for row in storage.rows.values() if consumer.writes else ():
-                if row.columns.issuperset(consumer.writes):
-                    row.consumed |= {consumer.name}
+            if consumer.writes:
+                storage.mark_written(consumer.name, consumer.writes)
         self.storage = storage
         self.configure(layout, number)
         for index in self.indexes.values():
@@ -185,20 +187,17 @@ class ShardState:
 
     def follow(self, connection: Connection) -> Follower:
         """Return a new follower, which gets all rows and then what `replicate` is given."""
-        consumers: dict[str, list[int]] = {}
-        for row, stored in self.storage.rows.items():
-            for consumer in stored.consumed:
-                consumers.setdefault(consumer, []).append(row)
-        retirements = [self._retirement(consumer, rows) for consumer, rows in consumers.items()]
+        retirements = [self._retirement(consumer, ids) for consumer in [*self.storage.rows.consumed]
+                       if len(ids := self.storage.consumed(consumer))]
         self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
         return self.followers[-1]
 
     def replicate(self, message: Message) -> list[tuple[Follower, threading.Event]]:
         return [(follower, follower.post(message)) for follower in self.followers]
 
-    def _retirement(self, consumer: str, ids: Iterable[int]) -> Message:
+    def _retirement(self, consumer: str, ids: Ids) -> Message:
         return {"op": "retire", "consumer": consumer, "consumers": sorted(self._beside(consumer)),
-                "ids": numpy.fromiter(ids, numpy.int64).tobytes()}, []
+                "ids": ids.tobytes()}, []
 
     def _place(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
@@ -251,7 +250,7 @@ class ShardState:
             raise DockError(f"the index of `{consumer}` lives with shard {home}, not {self.storage.number}")
         return self.indexes[consumer]
 
-    def announce(self, ids: Iterable[int], columns: Iterable[str], new: bool) -> None:
+    def announce(self, ids: Ids, columns: Iterable[str], new: bool) -> None:
         """Report to all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
@@ -272,20 +271,20 @@ class ShardState:
                 if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self._retire(update["consumer"], read_ids(update["ids"]).tolist())
+            self._retire(update["consumer"], read_ids(update["ids"]))
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
-            done = Intervals(update["ranges"])
-            self._retire(update["consumer"], [row for row in self.storage.rows if row in done])
+            ids = self.storage.rows.ids[self.storage.rows.all()]
+            self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
                 self.retire(name, index.release_oldest())
         self.wake()
 
-    def _retire(self, consumer: str, ids: list[int]) -> None:
+    def _retire(self, consumer: str, ids: Ids) -> None:
         self.storage.retire(consumer, ids, self._beside(consumer))
         self.replicate(self._retirement(consumer, ids))
         self._post_stored()
@@ -336,7 +335,8 @@ class ShardState:
     def _stored(self) -> Update:
         columns = [column for consumer in self.configured().consumers if consumer.row_bytes
                    for column in consumer.writes]
-        written = min((len(self.storage.positions.get(column, ())) for column in columns), default=0)
+        tables = self.storage.columns
+        written = min((tables[column].rows if column in tables else 0 for column in columns), default=0)
         return {"kind": "stored", "shard": self.storage.number, "bytes": self.storage.nbytes, "rows": written}
 
     def _beside(self, consumer: str) -> frozenset[str]:
@@ -365,16 +365,12 @@ class ShardState:
         return [*updates, *map(self._listing, homed), self._stored()]
 
     def _listing(self, consumer: str) -> Update:
-        forms: dict[frozenset[str], list[int]] = {}
-        done = []
-        for row, stored in self.storage.rows.items():
-            if consumer in stored.consumed:
-                done.append(row)
-            else:
-                forms.setdefault(stored.columns, []).append(row)
-        parts = [[sorted(columns), self.storage.table(rows).tobytes()] for columns, rows in forms.items()]
+        storage, slots = self.storage, self.storage.rows.all()
+        done = storage.rows.consumed_by(consumer)[slots]
+        parts = [[columns, storage.table(ids).tobytes()]
+                 for columns, ids in storage.forms(storage.rows.ids[slots[~done]])]
         return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
-                "epoch": self.epoch, "done": numpy.array(done, numpy.int64).tobytes()}
+                "epoch": self.epoch, "done": storage.rows.ids[slots[done]].tobytes()}
 
     def _relearn(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
