@@ -22,7 +22,8 @@ from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.extents import Extents, form_of_schema, read_payload
 from distflow.dock.index import Lease
 from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
-from distflow.dock.selection import Consumer, DockLayout, Ids
+from distflow.dock.selection import Consumer, DockLayout
+from distflow.dock.slots import Ids
 from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from distflow.data.row_copies import copy_runs
+from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
 
-Ids = numpy.ndarray  # [rows] int64
 Schema = list[list[Any]]
 
 

@@ -18,7 +18,7 @@ from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.column_buffers import buffers_of, form_of
 from distflow.data.row_copies import ScatteredRuns, raw
 from distflow.dock.extents import ElementForm, Extents, Schema, copy_bytes, read_payload
-from distflow.dock.selection import Ids
+from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
 
 _DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -17,8 +17,9 @@ from distflow.dock.directory import Fence, ShardDirectory
 from distflow.dock.errors import LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
-from distflow.dock.selection import DockLayout, Ids, RowState
+from distflow.dock.selection import DockLayout
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
+from distflow.dock.slots import Ids
 from distflow.dock.storage import Columns, pack, read_ids
 from distflow.dock.timeouts import describe_rows, shortage, status
 from distflow.errors import DistflowError
@@ -230,16 +231,16 @@ class StorageShardServer:
         if granted is None:
             return {"rows": None}
         self.state.wake()  # those that wait for the same step with another share
-        rows = granted.shares[header["share"]]
-        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": granted.ids,
-                "rows": _packed(rows, "id", "tokens", "version", "turn")}
+        rows = index.describe(granted.shares[header["share"]], "ids", "tokens", "version", "turn")
+        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": granted.packed,
+                "rows": rows.tobytes()}
 
     @locked
     def look(self, request: ClientRequest) -> Header:
         header, index = request.header, self._index(request)
         rows = self._await_rows(header, index, lambda now: index.look(
             header["count"], now, least=header["least"], step=header["step"], attempt=header["attempt"]))
-        return {"rows": None if rows is None else _packed(rows, "id", "tokens")}
+        return {"rows": None if rows is None else index.describe(rows, "ids", "tokens").tobytes()}
 
     def _await_rows(self, header: Header, index: ConsumerIndex, find: Callable[[float], T | None]) -> T | None:
         """Return what `find` finds, now or before the request's wait is over. The lock is released in between."""
@@ -269,7 +270,7 @@ class StorageShardServer:
     @locked
     def renew(self, request: ClientRequest) -> Header:
         return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session,
-                                                      read_ids(request.header["ids"]).tolist())}
+                                                      read_ids(request.header["ids"]))}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:
@@ -308,6 +309,3 @@ class StorageShardServer:
     def status(self, request: ClientRequest) -> Header:
         return status(self.state, list(self.server.connections), time.monotonic())
 
-
-def _packed(rows: Sequence[RowState], *names: str) -> bytes:
-    return numpy.array([[getattr(row, name) for row in rows] for name in names], numpy.int64).tobytes()

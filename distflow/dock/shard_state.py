@@ -31,7 +31,8 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.replication import Follower
-from distflow.dock.selection import DockLayout, Ids, Room
+from distflow.dock.selection import DockLayout, Room
+from distflow.dock.slots import Ids
 from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
@@ -165,7 +166,7 @@ class ShardState:
         for consumer in layout.consumers:
             if consumer.home == number:
                 index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
-                index.consumer, index.reads = consumer, set(consumer.reads)
+                index.consumer, index.rows.reads = consumer, frozenset(consumer.reads)
         self.stop()
         self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
         for update in self._full_updates(number):
@@ -187,7 +188,7 @@ class ShardState:
 
     def follow(self, connection: Connection) -> Follower:
         """Return a new follower, which gets all rows and then what `replicate` is given."""
-        retirements = [self._retirement(consumer, ids) for consumer in [*self.storage.rows.consumed]
+        retirements = [self._retirement(consumer, ids) for consumer in sorted(self.storage.rows.consumers)
                        if len(ids := self.storage.consumed(consumer))]
         self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
         return self.followers[-1]
@@ -206,10 +207,9 @@ class ShardState:
 
     def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids) -> bool:
         """Commit at one of the indexes here; see `ConsumerIndex.commit`."""
-        rows = ids.tolist()
-        new = index.commit(number, step, rows, time.monotonic())
+        new = index.commit(number, step, ids, time.monotonic())
         if new and step not in index.retained:
-            self.retire(index.consumer.name, rows)
+            self.retire(index.consumer.name, ids)
         self.wake()
         return new
 
@@ -258,17 +258,16 @@ class ShardState:
             self._post(home, update)
         self._post_stored()
 
-    def retire(self, consumer: str, ids: Iterable[int]) -> None:
+    def retire(self, consumer: str, ids: Ids) -> None:
         """Report to the shards that a consumer's commits of rows are final."""
-        numbers = numpy.fromiter(ids, numpy.int64)
-        for home, positions in self.configured().split(numbers):
-            self._post(home, {"kind": "retire", "consumer": consumer, "ids": numbers[positions].tobytes()})
+        for home, positions in self.configured().split(ids):
+            self._post(home, {"kind": "retire", "consumer": consumer, "ids": ids[positions].tobytes()})
 
     def apply(self, update: Update) -> None:
         if update["kind"] == "rows":
             for name, index in self.indexes.items():
                 committed = index.learn(read_table(update["table"]), update["columns"])
-                if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
+                if len(committed) and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
             self._retire(update["consumer"], read_ids(update["ids"]))
@@ -277,7 +276,7 @@ class ShardState:
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
-            ids = self.storage.rows.ids[self.storage.rows.all()]
+            ids = self.storage.rows["ids"][self.storage.rows.all()]
             self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
         elif update["kind"] == "memory_pressure":
             for name, index in self.indexes.items():
@@ -366,26 +365,25 @@ class ShardState:
 
     def _listing(self, consumer: str) -> Update:
         storage, slots = self.storage, self.storage.rows.all()
-        done = storage.rows.consumed_by(consumer)[slots]
-        parts = [[columns, storage.table(ids).tobytes()]
-                 for columns, ids in storage.forms(storage.rows.ids[slots[~done]])]
+        ids, done = storage.rows["ids"][slots], storage.rows.consumed_by(consumer)[slots] > 0
+        parts = [[columns, storage.table(alike).tobytes()] for columns, alike in storage.forms(ids[~done])]
         return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
-                "epoch": self.epoch, "done": storage.rows.ids[slots[done]].tobytes()}
+                "epoch": self.epoch, "done": ids[done].tobytes()}
 
     def _relearn(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
-        listed = {row: columns for columns, table in parts for row in table[0].tolist()}
-        index.finish(read_ids(update["done"]).tolist())
+        index.finish(read_ids(update["done"]))
         source = index.consumer.name, update["shard"]
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
         layout = self.configured()
 
-        def lives_there(row: int) -> bool:
-            return layout.shard_of(row) == update["shard"]
+        def lives_there(ids: Ids) -> numpy.ndarray:
+            return layout.shard_of(ids) == update["shard"]
 
-        index.relearn(listed, lives_there, replaced)
+        index.relearn([(columns, table[0]) for columns, table in parts], lives_there, replaced)
+        listed = numpy.concatenate([numpy.empty(0, numpy.int64), *(table[0] for _, table in parts)])
         self.retire(index.consumer.name, index.release_torn(listed, lives_there))
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
-        committed = [row for columns, table in parts for row in index.learn(table, columns)]
-        self.retire(index.consumer.name, index.final(committed))
+        for columns, table in parts:
+            self.retire(index.consumer.name, index.final(index.learn(table, columns)))

@@ -11,7 +11,6 @@ has the form), by others through messages.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from distflow.data.row_copies import ScatteredRuns
 from distflow.dock.errors import DockError
 from distflow.dock.extents import ElementForm, Extents, Schema, copy_bytes, joined, read_payload
 from distflow.dock.index import SHOWN, Intervals
-from distflow.dock.selection import Ids
+from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
 from distflow.rpc.shared_heap import SharedHeap
 
@@ -65,74 +64,24 @@ def pack(ids: Ids, columns: Columns, memory: numpy.ndarray) -> tuple[Schema, lis
     return schema, parts
 
 
-def _grown(array: numpy.ndarray, size: int, fill: int = 0) -> numpy.ndarray:
-    """Return an array with a last axis of `size`."""
-    result = numpy.full((*array.shape[:-1], size), fill, array.dtype)
-    result[..., : array.shape[-1]] = array
-    return result
-
-
-class RowTable:
-    """Metadata of a shard's rows, by slot. turns: of the saved turn, or -1. consumed: by which consumers."""
+class RowTable(SlotTable):
+    """Metadata of a shard's rows. turns: of the saved turn, or -1."""
 
     def __init__(self) -> None:
-        self.slots: dict[int, int] = {}  # by row id
-        self.free: list[int] = []
-        self.ids, self.tokens, self.versions, self.turns = (numpy.empty(0, numpy.int64) for _ in range(4))
-        self.consumed: dict[str, numpy.ndarray] = {}
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self.slots
-
-    def find(self, ids: Ids) -> Ids:
-        """Return the slots of rows, -1 for those that are not here."""
-        return numpy.fromiter(map(self.slots.get, ids.tolist(), itertools.repeat(-1)), numpy.int64, len(ids))
-
-    def here(self, ids: Ids) -> Ids:
-        """Return the slots of those rows that are here."""
-        slots = self.find(ids)
-        return slots[slots >= 0]
-
-    def all(self) -> Ids:
-        """Return all slots that have a row, in the order in which the rows came."""
-        return numpy.fromiter(self.slots.values(), numpy.int64, len(self.slots))
+        super().__init__("tokens", "versions", "turns")
+        self.consumers: set[str] = set()  # that have committed rows
 
     def add(self, ids: Ids) -> Ids:
-        """Return the slots of new rows."""
-        while len(self.free) < len(ids):
-            self._grow()
-        first = len(self.free) - len(ids)
-        slots = self.free[first:][::-1]
-        del self.free[first:]
-        self.slots.update(zip(ids.tolist(), slots))
-        found = numpy.array(slots, numpy.int64)
-        self.ids[found] = ids
-        self.tokens[found] = self.versions[found] = 0
-        self.turns[found] = -1
-        for marks in self.consumed.values():
-            marks[found] = False
-        return found
-
-    def remove(self, slots: Ids) -> None:
-        for row in self.ids[slots].tolist():
-            del self.slots[row]
-        self.free += slots.tolist()
+        slots = super().add(ids)
+        self["turns"][slots] = -1
+        return slots
 
     def consumed_by(self, consumer: str) -> numpy.ndarray:
         """Return by slot whether a consumer has committed a row, to be read and changed."""
-        if consumer not in self.consumed:
-            self.consumed[consumer] = numpy.zeros(len(self.ids), bool)
-        return self.consumed[consumer]
-
-    def _grow(self) -> None:
-        before, size = len(self.ids), max(2 * len(self.ids), 256)
-        self.ids, self.tokens, self.versions, self.turns = (
-            _grown(each, size) for each in (self.ids, self.tokens, self.versions, self.turns))
-        self.consumed = {consumer: _grown(marks, size) for consumer, marks in self.consumed.items()}
-        self.free += range(size - 1, before - 1, -1)
+        if consumer not in self.consumers:
+            self.consumers.add(consumer)
+            self.add_array(f"consumed by {consumer}")
+        return self[f"consumed by {consumer}"]
 
 
 class ColumnTable:
@@ -160,8 +109,8 @@ class ColumnTable:
         """Note where rows lie; none of them has the column."""
         if (last := int(slots.max(initial=-1))) >= len(self.batch):
             size = max(last + 1, 2 * len(self.batch))
-            self.batch, self.form = _grown(self.batch, size, -1), _grown(self.form, size)
-            self.begin, self.count = _grown(self.begin, size), _grown(self.count, size)
+            self.batch, self.form = grown(self.batch, size, -1), grown(self.form, size)
+            self.begin, self.count = grown(self.begin, size), grown(self.count, size)
         if (more := len(extents.begin) - len(self.begin)) > 0:
             self.begin, self.count = (numpy.concatenate([each, numpy.zeros((more, each.shape[1]), numpy.int64)])
                                       for each in (self.begin, self.count))
@@ -243,15 +192,13 @@ class StorageShard:
         fresh = numpy.flatnonzero(~self.gone.among(self._local(ids)) & self._wanted(ids, slots, columns, turn))
         if not len(fresh):
             return ids[:0]
-        new = fresh[slots[fresh] < 0]
-        slots[new] = self.rows.add(ids[new])
-        self._forget_turns(slots[fresh] if turn is not None else self._resumed(slots[fresh], columns))
-        there = slots[fresh]
-        self.rows.tokens[there] = numpy.maximum(self.rows.tokens[there], tokens_of(columns, len(ids))[fresh])
+        there, _ = self.rows.ensure(ids[fresh])
+        self._forget_turns(there if turn is not None else self._resumed(there, columns))
+        self.rows["tokens"][there] = numpy.maximum(self.rows["tokens"][there], tokens_of(columns, len(ids))[fresh])
         if versions is not None and len(versions):
-            self.rows.versions[there] = versions[fresh]
+            self.rows["versions"][there] = versions[fresh]
         if turn is not None:
-            self.rows.turns[there] = turn
+            self.rows["turns"][there] = turn
         at = self.heap.offset_of(payload)
         self._append(payload, there, {name: Extents(form, begin[:, fresh] + at, count[:, fresh])
                                       for name, (form, begin, count) in columns.items()}, turn)
@@ -273,17 +220,17 @@ class StorageShard:
     def saved(self, ids: Ids) -> tuple[Ids, Ids, Columns, list[numpy.ndarray]]:
         """Return those of `ids` that have a saved turn, the turns, and where the rows lie as `read` does."""
         slots = self.rows.here(ids)
-        slots = slots[self.rows.turns[slots] >= 0]
-        columns, batches = {}, list[Ids]()
+        slots = slots[self.rows["turns"][slots] >= 0]
+        ids, columns, batches = self.rows["ids"][slots], {}, list[Ids]()
         for name, table in self.saved_columns.items():
             found = table.batches_of(slots)
             if len(found) and found[0] >= 0:
                 if (found < 0).any():
-                    raise ColumnError(f"not all saved turns of rows {self.rows.ids[slots][:SHOWN].tolist()} have a "
+                    raise ColumnError(f"not all saved turns of rows {ids[:SHOWN].tolist()} have a "
                                       f"column `{name}`. Their producers differ")
                 batches.append(found)
                 columns[name] = table.get(name, slots)
-        return self.rows.ids[slots], self.rows.turns[slots], columns, self._memories(batches)
+        return ids, self.rows["turns"][slots], columns, self._memories(batches)
 
     def retire(self, consumer: str, ids: Ids, all_consumers: frozenset[str]) -> None:
         """Mark rows as committed by a consumer: no process goes on with their saved turns. They leave once all have
@@ -292,7 +239,7 @@ class StorageShard:
         self.rows.consumed_by(consumer)[slots] = True
         self._forget_turns(slots)
         marks = [self.rows.consumed_by(each)[slots] for each in all_consumers]
-        self._remove(slots[numpy.logical_and.reduce(marks)] if marks else slots)
+        self._remove(slots[numpy.logical_and.reduce(marks)])
         self._compact()
 
     def mark_written(self, consumer: str, names: Sequence[str]) -> None:
@@ -304,7 +251,7 @@ class StorageShard:
     def consumed(self, consumer: str) -> Ids:
         """Return the ids of rows that a consumer has committed."""
         slots = self.rows.all()
-        return self.rows.ids[slots[self.rows.consumed_by(consumer)[slots]]]
+        return self.rows["ids"][slots[self.rows.consumed_by(consumer)[slots] > 0]]
 
     def forms(self, ids: Ids) -> Iterator[tuple[list[str], Ids]]:
         """Yield (columns, ids) of rows for each set of columns that some of them have."""
@@ -314,19 +261,20 @@ class StorageShard:
             _, kind = numpy.unique(2 * kind + self.columns[name].has(slots), return_inverse=True)
         for number in range(int(kind.max(initial=-1)) + 1):
             alike = slots[kind == number]
-            yield [name for name in names if self.columns[name].has(alike[:1])[0]], self.rows.ids[alike]
+            yield [name for name in names if self.columns[name].has(alike[:1])[0]], self.rows["ids"][alike]
 
     def table(self, ids: Ids) -> Ids:
         """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
-        slots, rows = self.rows.here(ids), self.rows
-        return numpy.stack([each[slots] for each in (rows.ids, rows.tokens, rows.versions, rows.turns)])
+        slots = self.rows.here(ids)
+        return numpy.stack([self.rows[name][slots] for name in ("ids", "tokens", "versions", "turns")])
 
     def copies(self) -> list[Iterator[Message]]:
         """Return puts of all rows. They may be packed later: what they are packed from does not change."""
         found = []
         for number, batch in self.batches.items():
             slots, columns = self._live(number, batch)
-            found.append(_put_of(self.rows.ids[slots], columns, self.rows.versions[slots], batch, self.heap.memory))
+            ids, versions = self.rows["ids"][slots], self.rows["versions"][slots]
+            found.append(_put_of(ids, columns, versions, batch, self.heap.memory))
         return found
 
     def _wanted(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
@@ -335,9 +283,9 @@ class StorageShard:
         some, every, known = numpy.logical_or.reduce(has), numpy.logical_and.reduce(has), slots >= 0
         if turn is not None:
             wanted = ~some
-            wanted[known] &= turn > self.rows.turns[slots[known]]
-            for marks in self.rows.consumed.values():
-                wanted[known] &= ~marks[slots[known]]
+            wanted[known] &= turn > self.rows["turns"][slots[known]]
+            for consumer in self.rows.consumers:
+                wanted[known] &= self.rows.consumed_by(consumer)[slots[known]] == 0
             return wanted
         if len(torn := numpy.flatnonzero(some & ~every)):
             row = int(ids[torn[0]])
@@ -383,7 +331,7 @@ class StorageShard:
     def _remove(self, slots: Ids) -> None:
         for table in self.columns.values():
             self._release(table.remove(slots))
-        self.gone.update(self._local(self.rows.ids[slots]))
+        self.gone.update(self._local(self.rows["ids"][slots]))
         self.rows.remove(slots)
 
     def _resumed(self, slots: Ids, columns: Columns) -> Ids:
@@ -392,11 +340,11 @@ class StorageShard:
         return slots[numpy.logical_or.reduce(ended)] if ended else slots[:0]
 
     def _forget_turns(self, slots: Ids) -> None:
-        slots = slots[self.rows.turns[slots] >= 0]
+        slots = slots[self.rows["turns"][slots] >= 0]
         if len(slots):
             for table in self.saved_columns.values():
                 self._release(table.remove(slots))
-            self.rows.turns[slots] = -1
+            self.rows["turns"][slots] = -1
 
     def _release(self, batches: Ids) -> None:
         """Note cells that are gone, by the numbers of their batches."""

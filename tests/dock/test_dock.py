@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -285,7 +286,7 @@ def test_committed_rows_that_a_shard_lists_leave_it(dock):
     at.put(tokens([1, 3, 5]))
     state = at.services[0].state
     with state.lock:
-        state.index("update").finish([1, 3])
+        state.index("update").finish(numpy.array([1, 3]))
         state.apply(state._listing("update"))
     until(lambda: left(at) == 1)
 
