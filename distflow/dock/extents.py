@@ -112,9 +112,9 @@ class _PayloadReader:
 def joined(begin: Ids, at: Ids, sizes: Ids) -> tuple[Ids, Ids, Ids]:
     """Join runs of bytes that lie side by side at both ends; return where each begins, is to go, and its size."""
     ends, there = begin + sizes, at + sizes
-    apart = numpy.flatnonzero((begin[1:] != ends[:-1]) | (at[1:] != there[:-1])) + 1
-    first = numpy.concatenate([numpy.zeros(min(len(begin), 1), numpy.int64), apart])
-    last = numpy.concatenate([apart, [len(begin)]])[: len(first)] - 1
+    edges = numpy.flatnonzero((begin[1:] != ends[:-1]) | (at[1:] != there[:-1])) + 1
+    first = numpy.concatenate([numpy.zeros(min(len(begin), 1), numpy.int64), edges])
+    last = numpy.concatenate([edges, [len(begin)]])[: len(first)] - 1
     return begin[first], at[first], ends[last] - begin[first]
 
 

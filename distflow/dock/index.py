@@ -144,7 +144,7 @@ class CommittedRows(NamedTuple):
 _METADATA = ("tokens", "version", "turn", "columns", "birth", "lease")
 
 
-class RowTable(SlotTable):
+class KnownRows(SlotTable):
     """Metadata of the rows that a consumer may still take, by slot.
 
         tokens, version, turn   as the shard has them
@@ -204,7 +204,7 @@ class ConsumerIndex:
 
     def __init__(self, consumer: Consumer, epoch: int = 1, room: Room | None = None):
         self.consumer, self.room = consumer, room or Room()
-        self.rows = RowTable(consumer.reads)  # known and not committed
+        self.rows = KnownRows(consumer.reads)  # known and not committed
         self.ready = ReadyRows(consumer)
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()  # committed rows, leases and steps
         self.retained: dict[int, CommittedRows] = {}  # by step; can still be rolled back, so stay in their shards

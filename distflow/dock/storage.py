@@ -1,6 +1,6 @@
 """Storage shard: rows by (id, column), kept until every consumer has committed them.
 
-    RowTable       metadata of rows, in arrays; each row has a slot, which is used again when it has left
+    StoredRows       metadata of rows, in arrays; each row has a slot, which is used again when it has left
     ColumnTable    where the rows of a column lie in the heap, by slot, and of which batch they are
     StoredBatch    rows of one put: a part of the heap, with the bytes as they came
     StorageShard   all of these; empty batches are dropped, half-empty large ones are copied
@@ -64,7 +64,7 @@ def pack(ids: Ids, columns: Columns, memory: numpy.ndarray) -> tuple[Schema, lis
     return schema, parts
 
 
-class RowTable(SlotTable):
+class StoredRows(SlotTable):
     """Metadata of a shard's rows. turns: of the saved turn, or -1."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class StorageShard:
     def __init__(self, number: int = 0, count: int = 1, group_size: int = 1, heap: SharedHeap | None = None):
         self.number, self.count, self.group_size = number, count, group_size
         self.heap = heap or SharedHeap()
-        self.rows = RowTable()
+        self.rows = StoredRows()
         self.columns: dict[str, ColumnTable] = {}
         self.saved_columns: dict[str, ColumnTable] = {}  # of saved turns
         self.batches: dict[int, StoredBatch] = {}

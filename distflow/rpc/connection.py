@@ -65,7 +65,7 @@ class Connection:
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if isinstance(self.memory, MappedHeap):
-            header, parts = self.memory.write(self, header, parts, total)
+            header, parts = self.memory.write(self.ask, header, parts, total)
             size = total if parts else 0
         if len(parts) > 8 and size < _SMALL * len(parts):
             buffers = [_joined(parts)]
@@ -129,7 +129,7 @@ class Connection:
         self.sock.settimeout(min(patience, look))
 
     def is_open(self) -> bool:
-        """Return whether the other side, which owes no message, has not ended the connection."""
+        """Return whether the other side has not ended the connection. No message of it may be on its way."""
         ended = select.poll()
         ended.register(self.sock, select.POLLIN)
         return not ended.poll(0)

@@ -10,8 +10,8 @@ have given it. No process writes anywhere but where it was given room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 
@@ -19,9 +19,6 @@ from distflow.rpc.errors import Refused
 from distflow.rpc.messages import MACHINE_MEMORY, write_parts
 from distflow.rpc.shared_heap import SharedHeap
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, machine_name, memory_name
-
-if TYPE_CHECKING:
-    from distflow.rpc.connection import Connection
 
 LEAST = 256 << 10
 """Bytes from which on shared memory costs less than the socket: as much at 200 kB, a third less at 3 MB."""
@@ -47,17 +44,16 @@ class MappedHeap:
         except OSError:
             return None
 
-    def write(self, connection: Connection, header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
-        """Write a request's payload into the heap if it is large, and there is room; return the header, and the parts
-        for the socket."""
+    def write(self, ask: Callable[[Header], Header], header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
+        """Write a request's payload into the heap if it is large, and the server, which `ask` asks, has room; return
+        the header, and the parts for the socket."""
         if size < LEAST:
             return header | {"in_place": True}, parts
-        at = connection.ask({"op": "reserve", "size": size}).get("at")
+        at = ask({"op": "reserve", "size": size}).get("at")
         if at is None:
             return header, parts
         if not 0 <= at <= len(self.whole) - size:
-            raise Refused(f"{connection.peer} has room for {size} bytes at {at}, where its memory has "
-                          f"{len(self.whole)}")
+            raise Refused(f"a server gave room for {size} bytes at {at}, but its memory has {len(self.whole)}")
         write_parts(self.whole[at : at + size].data, parts)
         return header | {"reserved": True}, []
 

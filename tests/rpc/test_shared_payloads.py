@@ -195,7 +195,7 @@ def test_a_client_writes_nothing_outside_of_the_heap(token, at):
     ours, theirs = (Connection(sock, "peer") for sock in socket.socketpair())
     ours.memory = MappedHeap.of_server(offer, token)
     theirs.send({"at": at})
-    with pytest.raises(Refused, match="where its memory has 1048576"):
+    with pytest.raises(Refused, match="but its memory has 1048576"):
         ours.send({"op": "put"}, [bytes(1 << 19)])
     for connection in (ours, theirs):
         connection.close()
