@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
-import torch
 
-from distflow.data.assignment import assign
 from distflow.dock.errors import DockError
 from distflow.dock.slots import Ids
 from distflow.errors import did_you_mean
@@ -245,5 +243,9 @@ def deal(ids: Ids, tokens: Ids, group_size: int, shares: int) -> list[Ids]:
     ids, weights = ids[order], numpy.maximum(tokens[order], 1).reshape(-1, group_size).sum(axis=1)
     if shares == 1:
         return [ids]
+    import torch  # the process of a shard starts without it
+
+    from distflow.data.assignment import assign
+
     share_of = assign(torch.from_numpy(weights), shares).numpy().repeat(group_size)
     return [ids[share_of == share] for share in range(shares)]

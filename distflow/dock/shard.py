@@ -221,8 +221,13 @@ class StorageShardServer:
         return header | {"in_place": forms}, [part for _, begin, count in columns.values()
                                               for part in (begin.tobytes(), count.tobytes())]
 
+    def lease(self, request: ClientRequest) -> Reply:
+        if request.header.get("shares") != 1:
+            import distflow.data.assignment  # noqa: F401 - deals rows; to load it with torch must not hold up others
+        return self._lease(request)
+
     @locked
-    def lease(self, request: ClientRequest) -> Header:
+    def _lease(self, request: ClientRequest) -> Header:
         """Reply with the leased rows; without any if they do not come in time, which `shortage` explains."""
         header, index = request.header, self._index(request)
         granted = self._await_rows(header, index, lambda now: index.lease(
