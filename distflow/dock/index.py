@@ -49,6 +49,8 @@ class Intervals:
 
     def among(self, numbers: Ids) -> numpy.ndarray:
         """Return which of `numbers` are members, [numbers] bool."""
+        if not self.starts:
+            return numpy.zeros(len(numbers), bool)
         at = numpy.searchsorted(self.starts, numbers, side="right") - 1
         return (at >= 0) & (numbers < numpy.array([*self.ends, 0])[at])
 
@@ -225,7 +227,7 @@ class ConsumerIndex:
         table = table[:, (table[0] >= first) & (table[0] < end)]
         committed = self.done.among(table[0])
         ids, *metadata = table[:, ~committed]
-        rows, (slots, _) = self.rows, self.rows.ensure(ids)
+        rows, slots = self.rows, self.rows.ensure(ids)
         for name, values in zip(("tokens", "version", "turn"), metadata):
             rows[name][slots] = values
         rows.add_columns(slots, frozenset(columns))
@@ -263,15 +265,16 @@ class ConsumerIndex:
         granted = self._same(step, request)
         if granted is None:
             chosen = self._choose(count, step)
-            rows = self._rows_of(chosen)
+            rows = numpy.sort(self._rows_of(chosen))
             if len(rows) < max(least, 1):
                 return None
             for each, groups in chosen:
                 self.ready.pop(each, len(groups))
             self.rows["ready"][slots := self.rows.find(rows)] = 0
             dealt = deal(rows, self.rows["tokens"][slots], self.consumer.group_size, shares)
+            slots = slots[numpy.searchsorted(rows, numpy.concatenate(dealt))] if shares > 1 else slots
             self.number += 1
-            granted = self._hold(self._granted(self.number, dealt, step, now, request))
+            granted = self._hold(GrantedLease(self.number, dealt, self.rows["birth"][slots], step, now, request), slots)
         if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
@@ -328,7 +331,7 @@ class ConsumerIndex:
             if granted is None or not len(granted.ids) or self._gone(granted):
                 raise LeaseLost(self._lost(number, granted.ids if granted else _NO_IDS))
             self.expired.pop(number, None)
-            self._hold(granted)
+            self._hold(granted, self.rows.find(granted.ids))
         self._touch(granted, now, session)
         return self.consumer.seconds
 
@@ -408,7 +411,7 @@ class ConsumerIndex:
             ids, metadata = self.retained.pop(number)
             self.steps.remove(number)
             self.done.remove_all(ids)
-            slots, _ = self.rows.ensure(ids)
+            slots = self.rows.ensure(ids)
             for name, values in metadata.items():
                 self.rows[name][slots] = values
             self._make_ready(slots, first=True)
@@ -499,21 +502,15 @@ class ConsumerIndex:
         free = not (self.done.among(ids) | self._leased_to_other(ids, number)).any()
         if number >> 32 == self.epoch or not free or not (now < self.opens or (self.rows.find(ids) >= 0).all()):
             return None
-        self.rows.ensure(ids)
-        return self._granted(number, [ids], None, now, 0)
+        return GrantedLease(number, [ids], self.rows["birth"][self.rows.ensure(ids)], None, now, 0)
 
-    def _granted(self, number: int, shares: list[Ids], step: int | None, now: float, request: int) -> GrantedLease:
-        births = self.describe(numpy.concatenate(shares), "birth")[0]
-        return GrantedLease(number, shares, births, step, now, request)
-
-    def _hold(self, granted: GrantedLease) -> GrantedLease:
+    def _hold(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
         self.leases[granted.number] = granted
         self.n_leased += len(granted.ids)
         if granted.step is not None:
             self.by_step.setdefault(granted.step, granted)
         if granted.request:
             self.by_request[granted.request] = granted
-        slots = self.rows.find(granted.ids)
         self.rows["lease"][slots], self.rows["held"][slots] = granted.number, 1
         self._unready(slots)
         return granted

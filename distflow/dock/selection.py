@@ -237,12 +237,12 @@ class Room:
 
 
 def deal(ids: Ids, tokens: Ids, group_size: int, shares: int) -> list[Ids]:
-    """Share groups between the ranks that work on one step, about as many `tokens` to each; return each share's rows.
-    The same groups are shared alike in whatever order they have come, so that their training rounds alike."""
-    order = numpy.argsort(ids)
-    ids, weights = ids[order], numpy.maximum(tokens[order], 1).reshape(-1, group_size).sum(axis=1)
+    """Share whole groups of rows `ids` [rows], which ascend, between the ranks that work on one step, about as many
+    `tokens` [rows] to each; return each share's rows. The same groups are shared alike in whatever order they have
+    come, so that their training rounds alike."""
     if shares == 1:
         return [ids]
+    weights = numpy.maximum(tokens, 1).reshape(-1, group_size).sum(axis=1)
     import torch  # the process of a shard starts without it
 
     from distflow.data.assignment import assign

@@ -41,12 +41,12 @@ class SlotTable:
         """Return all slots that have a row, in the order in which the rows came."""
         return numpy.fromiter(self.slots.values(), numpy.int64, len(self.slots))
 
-    def ensure(self, ids: Ids) -> tuple[Ids, numpy.ndarray]:
-        """Return the slots of rows, and which of them were not here [rows] bool; those are now."""
+    def ensure(self, ids: Ids) -> Ids:
+        """Return the slots of rows; those that are not here are added."""
         slots = self.find(ids)
         if (new := slots < 0).any():
             slots[new] = self.add(ids[new])
-        return slots, new
+        return slots
 
     def add(self, ids: Ids) -> Ids:
         """Return the slots of rows that are not here yet."""

@@ -123,7 +123,7 @@ class ColumnTable:
 
     def get(self, name: str, slots: Ids) -> Extents:
         """Return where rows lie, which have the column. Raises `ColumnError`: they differ in form."""
-        numbers = numpy.unique(self.form[slots]).tolist() or [0]
+        numbers = numpy.unique(self.form[slots]).tolist() if len(self.forms) > 1 else [0]
         form = self.forms[numbers[0]]
         buffers = len(form.widths)
         found = Extents(form, self.begin[:buffers, slots], self.count[:buffers, slots])
@@ -189,12 +189,16 @@ class StorageShard:
         columns = read_payload(len(ids), schema, payload)
         self._check(ids, columns, turn)
         slots = self.rows.find(ids)
-        fresh = numpy.flatnonzero(~self.gone.among(self._local(ids)) & self._wanted(ids, slots, columns, turn))
-        if not len(fresh):
+        wanted = ~self.gone.among(self._local(ids)) & self._wanted(ids, slots, columns, turn)
+        if not wanted.any():
             return ids[:0]
-        there, _ = self.rows.ensure(ids[fresh])
+        fresh = slice(None) if wanted.all() else numpy.flatnonzero(wanted)
+        there, ids = slots[fresh], ids[fresh]
+        if (new := there < 0).any():
+            there[new] = self.rows.add(ids[new])
         self._forget_turns(there if turn is not None else self._resumed(there, columns))
-        self.rows["tokens"][there] = numpy.maximum(self.rows["tokens"][there], tokens_of(columns, len(ids))[fresh])
+        tokens = tokens_of(columns, len(slots))[fresh]
+        self.rows["tokens"][there] = numpy.maximum(self.rows["tokens"][there], tokens)
         if versions is not None and len(versions):
             self.rows["versions"][there] = versions[fresh]
         if turn is not None:
@@ -203,7 +207,7 @@ class StorageShard:
         self._append(payload, there, {name: Extents(form, begin[:, fresh] + at, count[:, fresh])
                                       for name, (form, begin, count) in columns.items()}, turn)
         self._compact()
-        return ids[fresh]
+        return ids
 
     def read(self, ids: Ids, names: Sequence[str]) -> tuple[Columns, list[numpy.ndarray]]:
         """Return where columns of rows lie in the heap, and the parts of it that must be held as long as they are read.
@@ -279,6 +283,8 @@ class StorageShard:
 
     def _wanted(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
         """Return which rows are not here yet in this form, [rows] bool."""
+        if (slots < 0).all():
+            return numpy.ones(len(ids), bool)
         has = [self.columns.get(name, ColumnTable()).has(slots) for name in columns]
         some, every, known = numpy.logical_or.reduce(has), numpy.logical_and.reduce(has), slots >= 0
         if turn is not None:
@@ -303,7 +309,7 @@ class StorageShard:
         if len(away := ids[groups % self.count != self.number]):
             raise DockError(f"row {away[0]} does not live in shard {self.number} of {self.count}; "
                             "this process has another layout than the dock")
-        if len(numpy.unique(ids)) < len(ids):
+        if (ids[1:] <= ids[:-1]).any() and len(numpy.unique(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
         if self.group_size == 1 or turn is not None:
             return
@@ -390,7 +396,9 @@ class StorageShard:
         return slots, {name: tables[name].get(name, slots) for name in batch.names}
 
     def _memories(self, batches: Sequence[Ids]) -> list[numpy.ndarray]:
-        numbers = numpy.unique(numpy.concatenate(batches)).tolist() if batches else []
+        numbers: set[int] = set()
+        for found in batches:
+            numbers.update(found[:1].tolist() if (found == found[:1]).all() else numpy.unique(found).tolist())
         return [self.batches[number].memory for number in numbers]
 
     def _absent(self, missing: Ids, name: str) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
-from distflow.rpc.errors import Unreachable
-from distflow.rpc.shared_payloads import MappedHeap
+from distflow.rpc.errors import Refused, Unreachable
+from distflow.rpc.shared_payloads import LEAST, MappedHeap
 
 _CONNECT = 5.0  # seconds within which a process must take a connection
 _PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
@@ -75,6 +75,7 @@ class ConnectionPool:
         before it replies; else what `error_from` makes of the first reply that reports an error.
         """
         requests = list(requests)
+        self._ask_for_room(requests)
         replies: dict[int, Reply] = {}
         retry = RetryPolicy(self.patience)
         while len(replies) < len(requests):
@@ -128,6 +129,25 @@ class ConnectionPool:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+
+    def _ask_for_room(self, requests: Sequence[Request]) -> None:
+        """Ask several processes for room for large requests at once; one that gives none is asked with its request."""
+        asked = list[tuple[Address, Connection, MappedHeap, int]]()
+        try:
+            for address, _, buffers in requests:
+                connection, size = self.connections.get(address), sum(map(len, buffers))
+                if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
+                    asked.append((address, connection, connection.memory, size))
+                    connection.send({"op": "reserve", "size": size})
+            while asked:
+                _, connection, memory, size = asked[0]
+                memory.take_room(connection.receive(most=0)[0], size)
+                asked.pop(0)
+        except (OSError, ConnectionEnded, Refused):
+            pass  # the request itself connects again, and says what is wrong
+        finally:
+            for address, *_ in asked:
+                self._drop(address)
 
     def _sent(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
         """Send; return False if the connection broke and there is time for another attempt."""

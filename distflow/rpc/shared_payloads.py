@@ -30,7 +30,7 @@ class MappedHeap:
     """Client's end: the server's heap, mapped here."""
 
     def __init__(self, memory: numpy.ndarray):
-        self.whole = memory
+        self.whole, self.room = memory, (0, 0)  # where the server has given room, and how much
         self.memory = memory.view()
         self.memory.flags.writeable = False
 
@@ -47,15 +47,22 @@ class MappedHeap:
     def write(self, ask: Callable[[Header], Header], header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
         """Write a request's payload into the heap if it is large, and the server, which `ask` asks, has room; return
         the header, and the parts for the socket."""
+        if size >= LEAST and self.room[1] != size:
+            self.take_room(ask({"op": "reserve", "size": size}), size)
+        (at, given), self.room = self.room, (0, 0)  # a request that does not use it has given it up
         if size < LEAST:
             return header | {"in_place": True}, parts
-        at = ask({"op": "reserve", "size": size}).get("at")
-        if at is None:
+        if given != size:
             return header, parts
-        if not 0 <= at <= len(self.whole) - size:
-            raise Refused(f"a server gave room for {size} bytes at {at}, but its memory has {len(self.whole)}")
         write_parts(self.whole[at : at + size].data, parts)
         return header | {"reserved": True}, []
+
+    def take_room(self, reply: Header, size: int) -> None:
+        """Take the reply to a request for room, which may be an error: then the payload goes over the socket."""
+        at = reply.get("at")
+        if at is not None and not 0 <= at <= len(self.whole) - size:
+            raise Refused(f"a server gave room for {size} bytes at {at}, but its memory has {len(self.whole)}")
+        self.room = (0, 0) if at is None else (at, size)
 
 
 class ServedHeap:

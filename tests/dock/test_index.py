@@ -127,6 +127,20 @@ def test_the_ranks_of_a_group_share_one_draw():
         made.lease(6, 3.0, "rank 2", step=3, share=2, shares=4)
 
 
+@pytest.mark.parametrize("order", [[4, 1, 3, 0, 2], [3, 2, 1, 0, 4]])
+def test_the_same_groups_are_dealt_alike_in_whatever_order_they_came(order):
+    def dealt(groups):
+        made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), group_size=2, step_rows=10))
+        for group in groups:
+            made.learn(table([2 * group + 1, 2 * group], tokens=3 + group), ["tokens", "rewards"])
+        granted = made.lease(10, 0.0, "a", step=0, shares=2)
+        slots = made.rows.find(granted.ids)
+        assert made.rows["birth"][slots].tolist() == granted.births.tolist()
+        return [share.tolist() for share in granted.shares]
+
+    assert dealt(order) == dealt(range(5))
+
+
 def test_the_same_request_gets_the_same_lease():
     """Its answer was lost on the way."""
     made = index_of()
