@@ -22,7 +22,7 @@ from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
 from distflow.dock.extents import Extents, form_of_schema, read_payload
 from distflow.dock.index import Lease
 from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
-from distflow.dock.selection import Consumer, DockLayout
+from distflow.dock.selection import INDEX_SHARD, Consumer, DockLayout
 from distflow.dock.slots import Ids
 from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
@@ -189,8 +189,8 @@ class DockClient:
     def renew_moved_leases(self) -> None:
         """Renew leases where another process has taken the place of their index: no request may be due before it gives
         the rows to others."""
-        for home in {self._home(lease.consumer) for lease in self.held()}:
-            self.pool.follow(home)
+        if [*self.held()]:
+            self.pool.follow(self._indexes)
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
@@ -212,16 +212,17 @@ class DockClient:
         return self.directory.locate(self.addresses.index(address)) or address
 
     def _renew_all(self, address: Address) -> None:
-        for lease in self.held():
-            if self._home(lease.consumer) == address:
-                with contextlib.suppress(LeaseLost):  # its commit will say so
-                    self.renew(lease)
+        for lease in self.held() if address == self._indexes else ():
+            with contextlib.suppress(LeaseLost):  # its commit will say so
+                self.renew(lease)
 
-    def _home(self, consumer: str) -> Address:
-        return self.layout.addresses[self.layout.consumer(consumer).home]
+    @property
+    def _indexes(self) -> Address:
+        return self.layout.addresses[INDEX_SHARD]
 
     def _ask_index(self, request: dict[str, Any], wait: float = 0.0) -> dict[str, Any]:
-        return self.pool.ask(self._home(request["consumer"]), request | {"attempt": self.attempt}, wait=wait)[0]
+        self.layout.consumer(request["consumer"])
+        return self.pool.ask(self._indexes, request | {"attempt": self.attempt}, wait=wait)[0]
 
     def _gather(self, ids: Tensor, request: dict[str, Any]) -> tuple[Batch, Tensor]:
         if not len(ids):

@@ -15,6 +15,9 @@ from distflow.dock.slots import Ids
 from distflow.errors import did_you_mean
 from distflow.rpc.connection import Address
 
+INDEX_SHARD = 0
+"""Number of the shard whose process keeps the indexes of all consumers."""
+
 
 @dataclass(frozen=True)
 class Consumer:
@@ -27,7 +30,6 @@ class Consumer:
             g · group_size on.
         step_rows: rows of a step: a lease for step n gets the ids from n · step_rows on, and one for no step those of
             the oldest. None: whatever is ready.
-        home: number of the shard whose process keeps the index.
         seconds: how long a lease lasts without being renewed.
         can_roll_back: commits of steps can be rolled back until they are released; their rows stay as long.
         row_bytes: bytes that it, and those after it, write of a row at its longest. Where the dock has no room
@@ -41,7 +43,6 @@ class Consumer:
     writes: tuple[str, ...] = ()
     group_size: int = 1
     step_rows: int | None = None
-    home: int = 0
     seconds: float = 60.0
     can_roll_back: bool = False
     row_bytes: int = 0
@@ -72,9 +73,6 @@ class DockLayout:
         if twice:
             raise DockError(f"each consumer has one index, but there are several named {', '.join(twice)}")
         for consumer in self.consumers:
-            if not 0 <= consumer.home < len(self.addresses):
-                raise DockError(f"consumer `{consumer.name}` lives with shard {consumer.home}, but shards are "
-                                f"numbered 0 to {len(self.addresses) - 1}")
             if self.group_size % consumer.group_size:
                 raise DockError(f"the {self.group_size} rows that live together do not divide into the groups of "
                                 f"consumer `{consumer.name}`, {consumer.group_size} rows each")

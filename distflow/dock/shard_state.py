@@ -1,12 +1,11 @@
 """State of one process of the dock, and the updates between processes.
 
-    storage    the rows of its shard                   indexes    of the consumers whose `home` it is
+    storage    the rows of its shard                   indexes    of all consumers, if it is `INDEX_SHARD`
     clients    sessions, with their activity           outboxes   updates for the other processes, one for each
 
     rows, listing           from a shard to the indexes: rows have got columns; all rows that it holds
     stored                  from a shard to the indexes: bytes that it stores
     retire, committed       from an index to the shards: rows were committed; all rows that were
-    memory_pressure         from an index that has no room for more rows to the others: release a retained step
 
 All methods run under one `lock`. Requests that wait for rows are woken when theirs have come (`wake`), and not by those
 of others: a step's rows come in thousands of puts, and hundreds of ranks wait for all of them.
@@ -31,7 +30,7 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.replication import Follower
-from distflow.dock.selection import DockLayout, Room
+from distflow.dock.selection import INDEX_SHARD, DockLayout, Room
 from distflow.dock.slots import Ids
 from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
@@ -155,7 +154,7 @@ class ShardState:
         self.sent = self.received = 0  # bytes on connections that have ended
 
     def configure(self, layout: DockLayout, number: int) -> None:
-        """Become shard `number` of the layout, and the home of its consumers' indexes."""
+        """Become shard `number` of the layout, and keep its consumers' indexes if it is `INDEX_SHARD`."""
         if layout == self.layout and number == self.storage.number:
             return
         storage = self.storage
@@ -164,11 +163,12 @@ class ShardState:
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
         self._place(layout, number)
         for consumer in layout.consumers:
-            if consumer.home == number:
+            if number == INDEX_SHARD:
                 index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
                 index.consumer, index.rows.reads = consumer, frozenset(consumer.reads)
         self.stop()
-        self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
+        others = range(storage.count) if number == INDEX_SHARD else [INDEX_SHARD]
+        self.outboxes = {other: self._outbox(other) for other in others if other != number}
         for update in self._full_updates(number):
             self.apply(update)
         for outbox in self.outboxes.values():
@@ -224,14 +224,14 @@ class ShardState:
         self.retire(consumer, self.index(consumer).release_before(step))
 
     def evict(self, now: float) -> bool:
-        """Ask the indexes to release a retained step, unless they were asked just before: rows in other processes take
-        a moment to leave. Return whether any rows here have left."""
+        """Have the indexes release a retained step, unless they did so just before: rows in other processes take a
+        moment to leave. Return whether any rows here have left."""
         before = len(self.storage.rows)
         if now < self.evict_at:
             return False
         self.evict_at = now + _EVICTION_PAUSE
-        for home in {consumer.home for consumer in self.configured().consumers if consumer.can_roll_back}:
-            self._post(home, {"kind": "memory_pressure"})
+        for name, index in self.indexes.items():
+            self.retire(name, index.release_oldest())
         return len(self.storage.rows) < before
 
     def stop(self) -> None:
@@ -245,23 +245,22 @@ class ShardState:
 
     def index(self, consumer: str) -> ConsumerIndex:
         layout = self.configured()
+        layout.consumer(consumer)
         if consumer not in self.indexes:
-            home = layout.consumer(consumer).home
-            raise DockError(f"the index of `{consumer}` lives with shard {home}, not {self.storage.number}")
+            raise DockError(f"the indexes live with shard {INDEX_SHARD}, not {self.storage.number}")
         return self.indexes[consumer]
 
     def announce(self, ids: Ids, columns: Iterable[str], new: bool) -> None:
         """Report to all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
-        for home in self._homes():
-            self._post(home, update)
+        self._post(INDEX_SHARD, update)
         self._post_stored()
 
     def retire(self, consumer: str, ids: Ids) -> None:
         """Report to the shards that a consumer's commits of rows are final."""
-        for home, positions in self.configured().split(ids):
-            self._post(home, {"kind": "retire", "consumer": consumer, "ids": ids[positions].tobytes()})
+        for shard, positions in self.configured().split(ids):
+            self._post(shard, {"kind": "retire", "consumer": consumer, "ids": ids[positions].tobytes()})
 
     def apply(self, update: Update) -> None:
         if update["kind"] == "rows":
@@ -278,9 +277,6 @@ class ShardState:
         elif update["kind"] == "committed":
             ids = self.storage.rows["ids"][self.storage.rows.all()]
             self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
-        elif update["kind"] == "memory_pressure":
-            for name, index in self.indexes.items():
-                self.retire(name, index.release_oldest())
         self.wake()
 
     def _retire(self, consumer: str, ids: Ids) -> None:
@@ -323,13 +319,9 @@ class ShardState:
                 condition.notify_all()
                 del self.waiting[request]
 
-    def _homes(self) -> set[int]:
-        return {consumer.home for consumer in self.configured().consumers}
-
     def _post_stored(self) -> None:
         if self.room.limit < math.inf:
-            for home in self._homes():
-                self._post(home, self._stored())
+            self._post(INDEX_SHARD, self._stored())
 
     def _stored(self) -> Update:
         columns = [column for consumer in self.configured().consumers if consumer.row_bytes
@@ -343,11 +335,11 @@ class ShardState:
         layout = self.configured()
         return frozenset(each.name for each in layout.consumers if each.ids == layout.consumer(consumer).ids)
 
-    def _post(self, home: int, update: Update) -> None:
-        if home == self.storage.number:
+    def _post(self, shard: int, update: Update) -> None:
+        if shard == self.storage.number:
             self.apply(update)
         else:
-            self.outboxes[home].post(update)
+            self.outboxes[shard].post(update)
 
     def _outbox(self, other: int) -> Outbox:
         return Outbox(lambda: self._locate(other), self.token, f"shard {self.storage.number}", self.lock,
@@ -360,8 +352,9 @@ class ShardState:
         """Return all that process `other` must know of this one."""
         updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
                                  for name, index in self.indexes.items()]
-        homed = [consumer.name for consumer in self.configured().consumers if consumer.home == other]
-        return [*updates, *map(self._listing, homed), self._stored()]
+        if other == INDEX_SHARD:
+            updates += [self._listing(consumer.name) for consumer in self.configured().consumers] + [self._stored()]
+        return updates
 
     def _listing(self, consumer: str) -> Update:
         storage, slots = self.storage, self.storage.rows.all()
