@@ -154,7 +154,7 @@ class Validator(Validations):
         columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
         own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens),
                FINISHED: as_list(samples.finished)}
-        scores = self.scorer.score(columns | own, rows)
+        scores = self.scorer.score({**columns, **own}, rows)
         report_failures(scores, rows)
         self.answers[name] = [
             {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MANY = 96
 """Runs of similar length from which on short ones are copied by index, at once: for fewer that costs more than one by
@@ -106,4 +107,6 @@ def _copy_singly(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: 
 
 
 def raw(tensor: Tensor) -> np.ndarray:
+    import torch  # whoever has a tensor has loaded it; shards of the dock handle bytes alone
+
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

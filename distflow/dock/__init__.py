@@ -18,17 +18,33 @@ For each consumer on its own, a row is
 So rows may be produced more than once, and are trained on exactly once.
 
     client       what groups call                          selection    consumers, layout, choice of a lease's rows
-    index        leases and commits of a consumer, pure    storage      rows, and their form in messages, pure
+    index        leases and commits of a consumer, pure    storage      rows in the shard's memory
+    slots        metadata of rows, in arrays               extents      where rows lie, in messages and in memory
+                                                           record_batch batches for the client
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
     timeouts     explanations of waits that time out       replication  copies of a shard's rows on another machine
     directory    addresses of the shards, in the store
+
+The client loads torch; the process of a shard, which handles bytes alone, does not.
 """
 
-from distflow.dock.client import DockClient
+from typing import TYPE_CHECKING, Any
+
 from distflow.dock.errors import DockError, LeaseLost, TimedOut
 from distflow.dock.index import Lease
 from distflow.dock.selection import Consumer
 from distflow.dock.shard import StorageShardServer
 
+if TYPE_CHECKING:
+    from distflow.dock.client import DockClient
+
 __all__ = ["Consumer", "DockClient", "DockError", "Lease", "LeaseLost", "StorageShardServer", "TimedOut"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DockClient":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from distflow.dock.client import DockClient
+
+    return DockClient

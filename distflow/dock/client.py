@@ -19,13 +19,18 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError, LeaseLost, TimedOut, error_from
+from distflow.dock.extents import Extents, form_of_schema, read_payload
 from distflow.dock.index import Lease
-from distflow.dock.selection import Consumer, DockLayout, Ids
-from distflow.dock.storage import RecordBatch, order_of, pack, read_table, read_tensor, spans_of, unpack
+from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
+from distflow.dock.selection import INDEX_SHARD, Consumer, DockLayout
+from distflow.dock.slots import Ids
+from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
-from distflow.rpc.pool import ConnectionPool
+from distflow.rpc.pool import ConnectionPool, Reply
+from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_payloads import LEAST
 
 
 class DockClient:
@@ -54,6 +59,7 @@ class DockClient:
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
         self.known: DockLayout | None = None
+        self.heap: SharedHeap | None = None  # of rows that were read
         self.addresses: list[Address] = [(host, port) for host, port in addresses]
 
     @property
@@ -88,12 +94,11 @@ class DockClient:
             epochs: `self.epochs` after the fetch of what the columns were computed from. A shard whose process is
                 another one by now stores none of them and raises `LeaseLost`: its rows may have other tokens.
         """
-        ids = batch.ids.to("cpu", torch.int64).numpy()
+        rows, requests = RecordBatch(batch), []
+        ids = rows.ids
         versions = numpy.empty(0, numpy.int64) if version is None else _column(version, len(ids))
-        whole, requests = RecordBatch(batch), []
         for number, positions in self.layout.split(ids):
-            spans = spans_of(positions, [0], [whole])
-            schema, buffers = pack(ids[positions], [(name, spans) for name in batch.columns])
+            schema, buffers = rows.pack(positions)
             header = {"op": "put", "ids": ids[positions].tobytes(), "columns": schema, "turn": turn,
                       "versions": versions[positions if len(versions) else slice(0)].tobytes(),
                       "epoch": epochs.get(number)}
@@ -125,7 +130,7 @@ class DockClient:
         order = table[0].argsort()
         ids, tokens, versions, turns = (torch.from_numpy(values[order]) for values in table)
         return Lease(consumer, reply["lease"], step, reply["seconds"], ids, tokens, versions, turns,
-                     read_tensor(reply["all"]))
+                     _tensor(reply["all"]))
 
     def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
         """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
@@ -133,7 +138,7 @@ class DockClient:
                                  "step": step}, wait)
         if reply["rows"] is None:
             raise self._timed_out(consumer, least, wait)
-        ids, tokens = read_tensor(reply["rows"]).reshape(2, -1)
+        ids, tokens = _tensor(reply["rows"]).reshape(2, -1)
         return ids, tokens
 
     def fetch(self, rows: Lease | Tensor, columns: Sequence[str] | None = None) -> Batch:
@@ -184,8 +189,8 @@ class DockClient:
     def renew_moved_leases(self) -> None:
         """Renew leases where another process has taken the place of their index: no request may be due before it gives
         the rows to others."""
-        for home in {self._home(lease.consumer) for lease in self.held()}:
-            self.pool.follow(home)
+        if [*self.held()]:
+            self.pool.follow(self._indexes)
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
@@ -207,35 +212,73 @@ class DockClient:
         return self.directory.locate(self.addresses.index(address)) or address
 
     def _renew_all(self, address: Address) -> None:
-        for lease in self.held():
-            if self._home(lease.consumer) == address:
-                with contextlib.suppress(LeaseLost):  # its commit will say so
-                    self.renew(lease)
+        for lease in self.held() if address == self._indexes else ():
+            with contextlib.suppress(LeaseLost):  # its commit will say so
+                self.renew(lease)
 
-    def _home(self, consumer: str) -> Address:
-        return self.layout.addresses[self.layout.consumer(consumer).home]
+    @property
+    def _indexes(self) -> Address:
+        return self.layout.addresses[INDEX_SHARD]
 
     def _ask_index(self, request: dict[str, Any], wait: float = 0.0) -> dict[str, Any]:
-        return self.pool.ask(self._home(request["consumer"]), request | {"attempt": self.attempt}, wait=wait)[0]
+        self.layout.consumer(request["consumer"])
+        return self.pool.ask(self._indexes, request | {"attempt": self.attempt}, wait=wait)[0]
 
     def _gather(self, ids: Tensor, request: dict[str, Any]) -> tuple[Batch, Tensor]:
         if not len(ids):
             return Batch(ids), ids
         numbers = ids.to("cpu", torch.int64).numpy()
         parted = [*self.layout.split(numbers)]
-        replies = self.pool.ask_all([(self.layout.addresses[shard], request | {"ids": numbers[positions].tobytes()}, ())
-                                     for shard, positions in parted])
+        addresses = [self.layout.addresses[shard] for shard, _ in parted]
+        while True:
+            replies = self.pool.ask_all([(address, request | {"ids": numbers[positions].tobytes()}, ())
+                                         for address, (_, positions) in zip(addresses, parted)])
+            found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
+            in_place = [address for address, (reply, _) in zip(addresses, replies) if "in_place" in reply]
+            if self.pool.release(in_place):
+                break
         self.epochs |= {shard: reply["epoch"] for (shard, _), (reply, _) in zip(parted, replies) if "epoch" in reply}
-        parts = [unpack(reply["rows"], reply["columns"], data) for reply, data in replies]
-        turns = torch.cat([read_tensor(reply.get("turns", b"")) for reply, _ in replies])
-        filled = [part for part in parts if len(part)] or parts[:1]
-        there = torch.cat([part.ids for part in filled]).numpy()
-        order = order_of(numbers, there)
-        turns = turns[torch.from_numpy(order)] if len(turns) else turns
-        if len(filled) == 1 and bool((numpy.diff(order) == 1).all()):
-            return filled[0], turns
-        allocate = self.pool.allocator(self.layout.addresses[parted[0][0]])
-        return Batch.gather(filled, torch.from_numpy(order), allocate), turns
+        return found
+
+    def _read(self, ids: Ids, addresses: Sequence[Address], places: Sequence[Ids], replies: Sequence[Reply]) -> \
+            tuple[Batch, Tensor]:
+        """Return the rows of replies in the order of `ids`, and the turns of saved ones. `places`: the positions among
+        `ids` that each process was asked for; of saved rows it may have fewer."""
+        there = [positions if "ids" not in reply else positions[numpy.isin(ids[positions], read_ids(reply["ids"]))]
+                 for positions, (reply, _) in zip(places, replies)]
+        chosen = numpy.sort(numpy.concatenate(there))
+        turns, parts = numpy.zeros(len(chosen), numpy.int64), []
+        for address, positions, (reply, data) in zip(addresses, there, replies):
+            positions = numpy.searchsorted(chosen, positions)
+            if "turns" in reply:
+                turns[positions] = read_ids(reply["turns"])
+            if len(positions) == len(chosen) and "in_place" not in reply:
+                return unpack(len(chosen), reply["columns"], data), torch.from_numpy(turns)
+            if len(positions):
+                parts.append(self._rows(address, positions, reply, data))
+        return gather(torch.from_numpy(ids[chosen]), parts, self._take), torch.from_numpy(turns)
+
+    def _rows(self, address: Address, positions: Ids, reply: dict[str, Any], data: numpy.ndarray) -> ReadRows:
+        """Return where the rows of a reply lie: in its payload, or in the memory of the process."""
+        if "in_place" not in reply:
+            return ReadRows(data, read_payload(len(positions), reply["columns"], data), positions)
+        memory, numbers, columns, at = self.pool.memory_of(address), data.view(numpy.int64), {}, 0
+        if memory is None:
+            raise DockError(f"{address[0]}:{address[1]} holds rows in memory that this process does not share")
+        for name, *form in reply["in_place"]:
+            form = form_of_schema(name, *form)
+            size = len(form.widths) * len(positions)
+            begin, count = numbers[at : at + size], numbers[at + size : at + 2 * size]
+            columns[name] = Extents(form, *(each.reshape(-1, len(positions)) for each in (begin, count)))
+            at += 2 * size
+        return ReadRows(memory, columns, positions)
+
+    def _take(self, size: int) -> numpy.ndarray:
+        """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does."""
+        if size < LEAST:
+            return numpy.empty(size, numpy.uint8)
+        self.heap = self.heap or SharedHeap("distflow-rows")
+        return self.heap.take(size)
 
     def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""
@@ -266,3 +309,8 @@ class DockClient:
 
 def _column(value: Tensor | int, rows: int) -> Ids:
     return numpy.full(rows, value, numpy.int64) if isinstance(value, int) else value.to("cpu", torch.int64).numpy()
+
+
+def _tensor(data: bytes) -> Tensor:
+    """Return [rows] int64 that may be changed."""
+    return torch.from_numpy(read_ids(data).copy())

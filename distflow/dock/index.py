@@ -13,18 +13,21 @@ lock around every call. Leases, commits and rollbacks are ours, not MindSpeed RL
 
 from __future__ import annotations
 
-import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
-from torch import Tensor
 
 from distflow.dock.errors import DockError, LeaseLost
-from distflow.dock.selection import Consumer, Ids, ReadyRows, Room, RowGroup, RowState, deal
+from distflow.dock.selection import Consumer, ReadyRows, Room, deal
+from distflow.dock.slots import Ids, SlotTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Intervals:
@@ -46,6 +49,8 @@ class Intervals:
 
     def among(self, numbers: Ids) -> numpy.ndarray:
         """Return which of `numbers` are members, [numbers] bool."""
+        if not self.starts:
+            return numpy.zeros(len(numbers), bool)
         at = numpy.searchsorted(self.starts, numbers, side="right") - 1
         return (at >= 0) & (numbers < numpy.array([*self.ends, 0])[at])
 
@@ -56,6 +61,11 @@ class Intervals:
         if first < last:
             start, end = min(start, self.starts[first]), max(end, self.ends[last - 1])
         self.starts[first:last], self.ends[first:last] = [start], [end]
+
+    def remove_all(self, numbers: Ids) -> None:
+        """Remove all of `numbers`."""
+        for number in numbers.tolist():
+            self.remove(number)
 
     def update(self, numbers: Ids) -> None:
         """Add all of `numbers`."""
@@ -102,15 +112,18 @@ class Lease:
 
 
 SHOWN = 8  # ids of a long list that a message names
+_NO_IDS = numpy.empty(0, numpy.int64)
 _EXPIRED_KEPT = 512  # expired leases that are remembered, to say who has their rows now
 
 
 @dataclass
 class GrantedLease:
-    """Lease as the index keeps it: rows dealt into shares, one for each rank of the group that asked."""
+    """Lease as the index keeps it: ids of rows dealt into shares, one for each rank of the group that asked. births: of
+    the rows [rows], in the order of `ids`; a row that was lost and came again has another one."""
 
     number: int
-    shares: list[list[RowState]]
+    shares: list[Ids]
+    births: Ids
     step: int | None
     since: float
     request: int
@@ -119,12 +132,65 @@ class GrantedLease:
     last: str = ""  # session that asked last, for messages
 
     def __post_init__(self) -> None:
-        self.rows = [row for share in self.shares for row in share]
+        self.ids = numpy.concatenate(self.shares)
+        self.packed = self.ids.tobytes()  # every rank of the group asks for them
 
-    @functools.cached_property
-    def ids(self) -> bytes:
-        """Ids of all shares, int64: every rank of the group asks for them."""
-        return numpy.array([row.id for row in self.rows], numpy.int64).tobytes()
+
+class CommittedRows(NamedTuple):
+    """Committed rows of a step that can be rolled back: their ids and metadata, [rows] each."""
+
+    ids: Ids
+    metadata: dict[str, numpy.ndarray]
+
+
+_METADATA = ("tokens", "version", "turn", "columns", "birth", "lease")
+
+
+class KnownRows(SlotTable):
+    """Metadata of the rows that a consumer may still take, by slot.
+
+        tokens, version, turn   as the shard has them
+        columns                 number of the set of columns that a row has
+        birth                   number that no other row has had, nor this one before it was lost
+        lease                   last lease that had the row; 0: none
+        held, ready             whether a lease has it now, or one may
+    """
+
+    def __init__(self, reads: Iterable[str]) -> None:
+        super().__init__(*_METADATA, "held", "ready")
+        self.sets: list[frozenset[str]] = [frozenset()]
+        self.reads, self.born = frozenset(reads), 0
+
+    def add(self, ids: Ids) -> Ids:
+        slots = super().add(ids)
+        self["birth"][slots] = numpy.arange(self.born + 1, self.born + 1 + len(slots))
+        self.born += len(slots)
+        return slots
+
+    def add_columns(self, slots: Ids, names: frozenset[str]) -> None:
+        kinds = self["columns"][slots]
+        for kind in numpy.flatnonzero(numpy.bincount(kinds, minlength=1)).tolist():
+            self["columns"][slots[kinds == kind]] = self._number_of(self.sets[kind] | names)
+
+    def set_columns(self, slots: Ids, names: frozenset[str]) -> None:
+        self["columns"][slots] = self._number_of(names)
+
+    def complete(self, slots: Ids) -> numpy.ndarray:
+        """Return which rows have all columns that the consumer reads, [slots] bool."""
+        return numpy.array([self.reads <= each for each in self.sets])[self["columns"][slots]]
+
+    def columns_of(self, slot: int) -> frozenset[str]:
+        return self.sets[self["columns"][slot]]
+
+    def same(self, ids: Ids, births: Ids) -> tuple[Ids, numpy.ndarray]:
+        """Return the slots of rows, and which of them are here since they had these `births`, [rows] bool."""
+        slots = self.find(ids)
+        return slots, (slots >= 0) & (self["birth"][slots] == births if len(self) else False)
+
+    def _number_of(self, names: frozenset[str]) -> int:
+        if names not in self.sets:
+            self.sets.append(names)
+        return self.sets.index(names)
 
 
 class ConsumerIndex:
@@ -140,11 +206,10 @@ class ConsumerIndex:
 
     def __init__(self, consumer: Consumer, epoch: int = 1, room: Room | None = None):
         self.consumer, self.room = consumer, room or Room()
-        self.reads = set(consumer.reads)
-        self.rows: dict[int, RowState] = {}  # known and not committed
+        self.rows = KnownRows(consumer.reads)  # known and not committed
         self.ready = ReadyRows(consumer)
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()  # committed rows, leases and steps
-        self.retained: dict[int, list[RowState]] = {}  # by step; can still be rolled back, so stay in their shards
+        self.retained: dict[int, CommittedRows] = {}  # by step; can still be rolled back, so stay in their shards
         self.first_retained = 0
         self.leases: OrderedDict[int, GrantedLease] = OrderedDict()  # in the order in which they expire
         self.by_step: dict[int, GrantedLease] = {}
@@ -156,37 +221,33 @@ class ConsumerIndex:
         self.required = 0  # others wait for rows of this step
         self.opens = 0.0  # before, rows of no step are not leased: whoever holds them may renew its lease first
 
-    def learn(self, table: Ids, columns: Iterable[str]) -> list[int]:
+    def learn(self, table: Ids, columns: Iterable[str]) -> Ids:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
-        names, (first, end) = frozenset(columns), self.consumer.ids
+        first, end = self.consumer.ids
         table = table[:, (table[0] >= first) & (table[0] < end)]
         committed = self.done.among(table[0])
-        for number, tokens, version, turn in table[:, ~committed].T.tolist():
-            row = self.rows.get(number)
-            if row is None:
-                row = self.rows[number] = RowState(number, names)
-            else:
-                row.columns = row.columns | names
-            row.tokens, row.version, row.turn = tokens, version, turn
-            if not row.held and self.reads <= row.columns:
-                self.ready.add(row)
-        return table[0, committed].tolist()
+        ids, *metadata = table[:, ~committed]
+        rows, slots = self.rows, self.rows.ensure(ids)
+        for name, values in zip(("tokens", "version", "turn"), metadata):
+            rows[name][slots] = values
+        rows.add_columns(slots, frozenset(columns))
+        self._make_ready(slots[(rows["held"][slots] == 0) & rows.complete(slots)])
+        return table[0, committed]
 
-    def relearn(self, listed: Mapping[int, Iterable[str]], lives_there: Callable[[int], bool],
+    def relearn(self, listed: Sequence[tuple[Iterable[str], Ids]], lives_there: Callable[[Ids], numpy.ndarray],
                 replaced: bool = True) -> None:
         """Forget the rows that a shard does not list any more, ahead of `learn`. Committed rows whose results were lost
         with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way may
-        lack results that have come since."""
-        for number in [each for each in self.rows if each not in listed and lives_there(each)]:
-            self.ready.discard(number)
-            self.rows.pop(number)
-        for number, names in listed.items():
-            if replaced and number in self.done and not set(self.consumer.writes) <= set(names):
-                self.done.remove(number)
-            if number in self.rows:
-                self.rows[number].columns = frozenset(names)
-                if not self.reads <= set(names):
-                    self.ready.discard(number)
+        lack results that have come since. `listed`: ids by the columns that they have."""
+        known = self.rows["ids"][self.rows.all()]
+        there = numpy.concatenate([numpy.empty(0, numpy.int64), *(ids for _, ids in listed)])
+        self._forget(self.rows.find(known[lives_there(known) & ~numpy.isin(known, there)]))
+        for names, ids in listed:
+            if replaced and not set(self.consumer.writes) <= set(names):
+                self.done.remove_all(ids[self.done.among(ids)])
+            slots = self.rows.here(ids)
+            self.rows.set_columns(slots, frozenset(names))
+            self._unready(slots[~self.rows.complete(slots)])
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
               shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
@@ -203,28 +264,41 @@ class ConsumerIndex:
             return None
         granted = self._same(step, request)
         if granted is None:
-            groups = self._choose(count, step)
-            if sum(map(len, groups)) < max(least, 1):
+            chosen = self._choose(count, step)
+            rows = numpy.sort(self._rows_of(chosen))
+            if len(rows) < max(least, 1):
                 return None
+            for each, groups in chosen:
+                self.ready.pop(each, len(groups))
+            self.rows["ready"][slots := self.rows.find(rows)] = 0
+            dealt = deal(rows, self.rows["tokens"][slots], self.consumer.group_size, shares)
+            slots = slots[numpy.searchsorted(rows, numpy.concatenate(dealt))] if shares > 1 else slots
             self.number += 1
-            granted = GrantedLease(self.number, deal(groups, shares), step, now, request)
-            self._hold(granted)
+            granted = self._hold(GrantedLease(self.number, dealt, self.rows["birth"][slots], step, now, request), slots)
         if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
         self._touch(granted, now, session)
         return granted
 
-    def look(self, count: int, now: float, *, least: int, step: int, attempt: int = 0) -> list[RowState] | None:
-        """Return the rows that `lease` would hand out for a step, by id, or None; no state changes."""
+    def look(self, count: int, now: float, *, least: int, step: int, attempt: int = 0) -> Ids | None:
+        """Return the ids of the rows that `lease` would hand out for a step, ascending, or None; no state changes."""
         self.check_attempt(attempt)
         self.expire(now)
         if not self.has_rows(least, step, attempt):
             return None
         granted = self._same(step, 0)
-        groups = granted.shares if granted else self._choose(count, step)
-        rows = sorted((row for group in groups for row in group), key=lambda row: row.id)
+        rows = numpy.sort(granted.ids if granted else self._rows_of(self._choose(count, step)))
         return rows if len(rows) >= max(least, 1) else None
+
+    def describe(self, ids: Ids, *names: str) -> Ids:
+        """Return the metadata of rows, [names, rows]; those of a row that was lost are 0."""
+        slots = self.rows.find(ids)
+        known = (slots >= 0) & (len(self.rows) > 0)
+        found = numpy.zeros((len(names), len(ids)), numpy.int64)
+        for values, name in zip(found, names):
+            values[known] = self.rows[name][slots[known]]
+        return found
 
     def has_rows(self, least: int, step: int | None, attempt: int = 0, request: int = 0) -> bool:
         """Return whether there is something to answer: enough rows are ready, or their step has a lease or is committed
@@ -237,8 +311,8 @@ class ConsumerIndex:
 
     def lacks_room(self, step: int | None = None) -> bool:
         """Return whether rows are ready that cannot be leased, for want of room in the dock."""
-        first = next(self.ready.groups(step), None)
-        return first is not None and not self._may_begin(first[0], len(first))
+        steps = self.ready.steps(step)[:1]
+        return bool(steps) and self._room_for(steps[0]) < self.consumer.group_size
 
     def check_attempt(self, attempt: int) -> None:
         """Raise `LeaseLost` for a process that a restart of its group has left behind."""
@@ -247,21 +321,21 @@ class ConsumerIndex:
                             f"{self.attempt} has begun and rolled back: the rows are its own now. End this process, "
                             "whose group was started again without it")
 
-    def renew(self, number: int, now: float, session: str, ids: Collection[int] = ()) -> float:
+    def renew(self, number: int, now: float, session: str, ids: Ids = _NO_IDS) -> float:
         """Extend a lease and return its seconds. An expired one is revived, and one of a lost process that had the rows
         `ids`, unless these were given to others; rows of other shards may be heard of later."""
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
             granted = self.expired.get(number) or self._adopted(number, ids, now)
-            if granted is None or not granted.rows or any(self._gone(row, number) for row in granted.rows):
-                raise LeaseLost(self._lost(number, [row.id for row in granted.rows] if granted else []))
+            if granted is None or not len(granted.ids) or self._gone(granted):
+                raise LeaseLost(self._lost(number, granted.ids if granted else _NO_IDS))
             self.expired.pop(number, None)
-            self._hold(granted)
+            self._hold(granted, self.rows.find(granted.ids))
         self._touch(granted, now, session)
         return self.consumer.seconds
 
-    def commit(self, number: int, step: int | None, ids: list[int], now: float) -> bool:
+    def commit(self, number: int, step: int | None, ids: Ids, now: float) -> bool:
         """Mark rows as consumed for good; return False if this very commit was made before.
 
         A late commit stands if no other holder was given any of the rows. A lease of an earlier epoch is void, since
@@ -275,10 +349,9 @@ class ConsumerIndex:
         if number in self.finished:
             return False
         self._check_held(number, step, ids)
-        done = self.done.among(numpy.array(ids, numpy.int64)).tolist()
-        taken = [row for row, gone in zip(ids, done) if gone or self._leased_to_other(row, number)]
-        if taken or (step is not None and step in self.steps):
-            raise LeaseLost(self._lost(number, taken or ids, step))
+        taken = ids[self.done.among(ids) | self._leased_to_other(ids, number)]
+        if len(taken) or (step is not None and step in self.steps):
+            raise LeaseLost(self._lost(number, taken if len(taken) else ids, step))
         if granted := self.leases.get(number):
             self._end(granted)
         self.expired.pop(number, None)
@@ -286,7 +359,9 @@ class ConsumerIndex:
         if step is not None:
             self.steps.add(step)
             if self.consumer.can_roll_back and step >= self.first_retained:
-                self.retained[step] = [self.rows[row] for row in ids if row in self.rows]
+                slots = self.rows.here(ids)
+                self.retained[step] = CommittedRows(self.rows["ids"][slots],
+                                                    {name: self.rows[name][slots] for name in _METADATA})
         self._finish(ids)
         return True
 
@@ -311,17 +386,17 @@ class ConsumerIndex:
             over.append(next(iter(self.leases.values())))
             self._end(over[-1])
             self.expired[over[-1].number] = over[-1]
-        for row in (row for granted in reversed(over) for row in reversed(granted.rows)):
-            row.held = False
-            if self.rows.get(row.id) is row and self.reads <= row.columns:
-                self.ready.add(row, first=True)
+        for granted in reversed(over):
+            slots, same = self.rows.same(granted.ids, granted.births)
+            self.rows["held"][slots[same]] = 0
+            self._make_ready(slots[same][self.rows.complete(slots[same])], first=True)
         while len(self.expired) > _EXPIRED_KEPT:
             self.expired.pop(next(iter(self.expired)))
-        return sum(len(granted.rows) for granted in over)
+        return sum(len(granted.ids) for granted in over)
 
-    def finish(self, ids: Iterable[int]) -> None:
+    def finish(self, ids: Ids) -> None:
         """Mark rows as committed that a shard remembers as such."""
-        self._finish([row for row in ids if row not in self.done])
+        self._finish(ids[~self.done.among(ids)])
 
     def rollback(self, step: int, attempt: int = 0) -> int:
         """Make the committed rows of all steps from `step` on ready again; return how many. A new attempt's rollback
@@ -331,16 +406,17 @@ class ConsumerIndex:
             for granted in self.leases.values():
                 granted.expires = -math.inf
             self.expire(-math.inf)
-        back = {row.id: row for number in sorted(self.retained) if number >= step for row in self.retained[number]}
-        for number in [number for number in self.retained if number >= step]:
-            del self.retained[number]
+        back = 0
+        for number in sorted((number for number in self.retained if number >= step), reverse=True):
+            ids, metadata = self.retained.pop(number)
             self.steps.remove(number)
-        for row in reversed(back.values()):
-            row.held = False
-            self.done.remove(row.id)
-            self.rows[row.id] = row
-            self.ready.add(row, first=True)
-        return len(back)
+            self.done.remove_all(ids)
+            slots = self.rows.ensure(ids)
+            for name, values in metadata.items():
+                self.rows[name][slots] = values
+            self._make_ready(slots, first=True)
+            back += len(ids)
+        return back
 
     def check_rollback(self, step: int) -> None:
         """Raise `DockError` if rows that were committed in a step from `step` on have left."""
@@ -350,33 +426,33 @@ class ConsumerIndex:
                                 f"left: a group that was set back to step {step} cannot do it again. Start everything "
                                 "again from the checkpoint (torchrun --max-restarts)")
 
-    def release_before(self, step: int) -> list[int]:
+    def release_before(self, step: int) -> Ids:
         """Make all commits of steps before this one final; return the retained rows, which may leave."""
         self.first_retained = max(self.first_retained, step)
-        return [row.id for number in sorted(self.retained) if number < step for row in self.retained.pop(number)]
+        return self._release(number for number in sorted(self.retained) if number < step)
 
-    def release_oldest(self) -> list[int]:
+    def release_oldest(self) -> Ids:
         """Release the oldest retained step, but none of the newest two: the last state's copies may be incomplete."""
-        return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else []
+        return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else _NO_IDS
 
-    def release_torn(self, listed: Collection[int], lives_there: Callable[[int], bool]) -> list[int]:
+    def release_torn(self, listed: Ids, lives_there: Callable[[Ids], numpy.ndarray]) -> Ids:
         """Release the steps of which a shard has lost rows, given all rows that it lists; return their other rows."""
-        torn = [number for number, rows in self.retained.items()
-                if any(row.id not in listed and lives_there(row.id) for row in rows)]
-        return [row.id for number in torn for row in self.retained.pop(number)]
+        return self._release([number for number, rows in self.retained.items()
+                              if (lives_there(rows.ids) & ~numpy.isin(rows.ids, listed)).any()])
 
-    def final(self, rows: Iterable[int]) -> list[int]:
+    def final(self, rows: Ids) -> Ids:
         """Return those of committed rows that are not retained."""
-        retained = {row.id for step in self.retained.values() for row in step}
-        return [row for row in rows if row not in retained]
+        return rows[~numpy.isin(rows, numpy.concatenate([_NO_IDS, *(step.ids for step in self.retained.values())]))]
 
     def final_ranges(self) -> list[tuple[int, int]]:
         """Return all committed rows that are not retained, as `Intervals.ranges`."""
         result = Intervals(self.done.ranges)
         for rows in self.retained.values():
-            for row in rows:
-                result.remove(row.id)
+            result.remove_all(rows.ids)
         return result.ranges
+
+    def _release(self, steps: Iterable[int]) -> Ids:
+        return numpy.concatenate([_NO_IDS, *[self.retained.pop(number).ids for number in [*steps]]])
 
     def _same(self, step: int | None, request: int) -> GrantedLease | None:
         found = self.by_request.get(request)
@@ -386,57 +462,72 @@ class ConsumerIndex:
                 raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
         return found
 
-    def _choose(self, count: int, step: int | None) -> list[RowGroup]:
-        """Return the groups to lease, in order: all before the first that does not fit into `count` rows, or into the
-        dock's room. Groups after that are not looked at."""
-        chosen: list[RowGroup] = []
+    def _choose(self, count: int, step: int | None) -> list[tuple[int, Ids]]:
+        """Return the groups to lease by step, in order: all before the first that does not fit into `count` rows, or
+        into the dock's room. Groups after that are not looked at."""
+        chosen: list[tuple[int, Ids]] = []
         rows = 0
-        for group in self.ready.groups(step):
-            rows += len(group)
-            if rows > count or not self._may_begin(group[0], rows):
+        for each in self.ready.steps(step):
+            fits = min(count, self._room_for(each)) - rows
+            groups = self.ready.first(each, int(fits) // self.consumer.group_size)
+            chosen.append((each, groups))
+            rows += len(groups) * self.consumer.group_size
+            if len(groups) < self.ready.counts[each]:
                 break
-            chosen.append(group)
         return chosen
 
-    def _may_begin(self, row: RowState, rows: int) -> bool:
-        """Return whether a row may be leased as the last of `rows` more: there is room for what is written of them, or
-        others wait for it. They could else wait for ever, since only what is complete leaves the dock."""
-        return (not self.consumer.row_bytes or self.ready.step_of(row.id) <= self.required
-                or self.room.fits(self.n_leased + rows, self.consumer.row_bytes))
+    def _rows_of(self, chosen: list[tuple[int, Ids]]) -> Ids:
+        return self.ready.rows_of(numpy.concatenate([_NO_IDS, *(groups for _, groups in chosen)]))
 
-    def _check_held(self, number: int, step: int | None, ids: list[int]) -> None:
+    def _room_for(self, step: int) -> float:
+        """Return how many more rows of a step may be leased: there is room for what is written of them, or others wait
+        for it. They could else wait for ever, since only what is complete leaves the dock."""
+        if not self.consumer.row_bytes or step <= self.required:
+            return math.inf
+        return max(self.room.rows(self.consumer.row_bytes) - self.n_leased, 0)
+
+    def _check_held(self, number: int, step: int | None, ids: Ids) -> None:
         granted = self.leases.get(number) or self.expired.get(number)
         if granted is None:
             raise LeaseLost(self._lost(number, ids, step))
-        if step != granted.step or set(ids) != {row.id for row in granted.rows}:
-            wrong = sorted(set(ids) ^ {row.id for row in granted.rows})[:SHOWN]
+        wrong = numpy.setxor1d(ids, granted.ids)[:SHOWN].tolist()
+        if step != granted.step or wrong:
             what = f"commits other rows than it holds: {wrong}" if wrong else f"is of step {granted.step}, not {step}"
             raise DockError(f"lease {number} of `{self.consumer.name}` {what}. Nothing is committed. Commit the lease "
                             "as `lease` has returned it")
 
-    def _adopted(self, number: int, ids: Collection[int], now: float) -> GrantedLease | None:
+    def _adopted(self, number: int, ids: Ids, now: float) -> GrantedLease | None:
         """Return a lease that a lost process had granted; None if its rows are committed, leased or not there. Until
         the index `opens`, their shards may still list them."""
-        free = not any(row in self.done or self._leased_to_other(row, number) for row in ids)
-        if number >> 32 == self.epoch or not free or not (now < self.opens or self.rows.keys() >= {*ids}):
+        free = not (self.done.among(ids) | self._leased_to_other(ids, number)).any()
+        if number >> 32 == self.epoch or not free or not (now < self.opens or (self.rows.find(ids) >= 0).all()):
             return None
-        rows = [self.rows.setdefault(row, RowState(row, frozenset())) for row in ids]
-        return GrantedLease(number, [rows], None, now, 0)
+        return GrantedLease(number, [ids], self.rows["birth"][self.rows.ensure(ids)], None, now, 0)
 
-    def _hold(self, granted: GrantedLease) -> None:
+    def _hold(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
         self.leases[granted.number] = granted
-        self.n_leased += len(granted.rows)
+        self.n_leased += len(granted.ids)
         if granted.step is not None:
             self.by_step.setdefault(granted.step, granted)
         if granted.request:
             self.by_request[granted.request] = granted
-        for row in granted.rows:
-            row.lease, row.held = granted.number, True
-            self.ready.discard(row.id)
+        self.rows["lease"][slots], self.rows["held"][slots] = granted.number, 1
+        self._unready(slots)
+        return granted
+
+    def _make_ready(self, slots: Ids, first: bool = False) -> None:
+        slots = slots[self.rows["ready"][slots] == 0]
+        self.rows["ready"][slots] = 1
+        self.ready.add(self.rows["ids"][slots], first)
+
+    def _unready(self, slots: Ids) -> None:
+        if len(slots := slots[self.rows["ready"][slots] > 0]):
+            self.rows["ready"][slots] = 0
+            self.ready.discard(self.rows["ids"][slots])
 
     def _end(self, granted: GrantedLease) -> None:
         del self.leases[granted.number]
-        self.n_leased -= len(granted.rows)
+        self.n_leased -= len(granted.ids)
         self.by_request.pop(granted.request, None)
         if granted.step is not None and self.by_step.get(granted.step) is granted:
             del self.by_step[granted.step]
@@ -447,23 +538,26 @@ class ConsumerIndex:
         granted.holders.add(session)
         granted.last = session
 
-    def _gone(self, row: RowState, number: int) -> bool:
+    def _gone(self, granted: GrantedLease) -> bool:
         """Return whether a row was committed, given to another holder, or lost with its shard and stored again."""
-        return row.id in self.done or self._leased_to_other(row.id, number) or self.rows.get(row.id) is not row
+        _, same = self.rows.same(granted.ids, granted.births)
+        return bool((~same | self.done.among(granted.ids) | self._leased_to_other(granted.ids, granted.number)).any())
 
-    def _leased_to_other(self, number: int, lease: int) -> bool:
-        row = self.rows.get(number)
-        return row is not None and row.lease not in (0, lease)
+    def _leased_to_other(self, ids: Ids, lease: int) -> numpy.ndarray:
+        last, = self.describe(ids, "lease")
+        return (last != 0) & (last != lease)
 
-    def _finish(self, ids: list[int]) -> None:
-        self.done.update(numpy.array(ids, numpy.int64))
-        for number in ids:
-            self.rows.pop(number, None)
-            self.ready.discard(number)
+    def _finish(self, ids: Ids) -> None:
+        self.done.update(ids)
+        self._forget(self.rows.here(ids))
 
-    def _lost(self, number: int, ids: list[int], step: int | None = None) -> str:
-        leases = {row.lease for row in map(self.rows.get, ids) if row is not None} - {0, number}
-        done = [row for row in ids if row in self.done]
+    def _forget(self, slots: Ids) -> None:
+        self._unready(slots)
+        self.rows.remove(slots)
+
+    def _lost(self, number: int, ids: Ids, step: int | None = None) -> str:
+        leases = {*self.describe(ids, "lease")[0].tolist()} - {0, number}
+        done, ids = ids[self.done.among(ids)].tolist(), ids.tolist()
         if number >> 32 != self.epoch:
             return (f"lease {number} of `{self.consumer.name}` is of an earlier process of its index, which has ended: "
                     f"its rows {ids[:SHOWN]} may have been committed by others since. Throw away what was made of them")

@@ -26,9 +26,6 @@ from distflow.rpc.connection import Address
 from distflow.telemetry.events import leave
 from distflow.telemetry.processes import Child, python_environment, spawn, stopped
 
-_ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62),
-              "MALLOC_TOP_PAD_": str(64 << 20)}
-"""glibc keeps the memory of removed batches for new ones: fresh pages cost as much as the bytes that arrive."""
 _START, _TAKE, _ANSWER = 120.0, 90.0, 10.0
 """Seconds within which it must come up, must have taken a shard's place, for which the store has a minute alone
 (`ShardDirectory.take`), and must do anything else, or go on where it was stopped."""
@@ -96,7 +93,7 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, directory: Sh
                 "number": number, "standby": standby, "directory": directory and directory.to_plain()}
     process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    env={"OMP_NUM_THREADS": "1"} | _ALLOCATOR | python_environment())
+                    env={"OMP_NUM_THREADS": "1"} | python_environment())
     print(json.dumps(settings), file=process.stdin, flush=True)
     started = ShardProcess(process, number, serves=not standby)
     if started.serves:

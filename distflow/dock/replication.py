@@ -19,13 +19,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+import numpy
 
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
-from distflow.dock.storage import Message, StorageShard, read_ids, unpack
+from distflow.dock.storage import Message, StorageShard, read_ids
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
+from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_payloads import ServedHeap, heap_name
 
 _PROBE, _PAUSE = 1.0, 0.2  # seconds between two messages to a standby at most, and between its attempts to connect
 PATIENCE = 10.0  # seconds for which a put waits for a standby, and after which a silent shard is connected to again
@@ -98,7 +100,7 @@ class Standby(threading.Thread):
     def __init__(self, directory: ShardDirectory, token: bytes, number: int, count: int, group_size: int):
         super().__init__(name="standby", daemon=True)
         self.directory, self.token, self.form = directory, token, (number, count, group_size)
-        self.storage = StorageShard(*self.form)
+        self.storage = self._empty()
         self.over, self.lock = threading.Event(), threading.Lock()
 
     def run(self) -> None:
@@ -121,8 +123,12 @@ class Standby(threading.Thread):
             self.over.set()
         return self.storage
 
+    def _empty(self) -> StorageShard:
+        return StorageShard(*self.form, SharedHeap(heap_name(self.token)))
+
     def _receive(self, connection: Connection) -> None:
-        copy = StorageShard(*self.form)
+        copy = self._empty()
+        connection.memory = ServedHeap(copy.heap)
         while True:
             header, size = connection.receive()
             payload = connection.payload(size)
@@ -137,9 +143,9 @@ class Standby(threading.Thread):
             connection.send({})
 
 
-def _apply(storage: StorageShard, header: dict[str, Any], payload: Tensor) -> None:
+def _apply(storage: StorageShard, header: dict[str, Any], payload: numpy.ndarray) -> None:
     ids = read_ids(header["ids"])
     if header["op"] == "put":
-        storage.put(unpack(len(ids), header["columns"], payload), read_ids(header["versions"]), header["turn"])
+        storage.put(ids, header["columns"], payload, read_ids(header["versions"]), header["turn"])
     else:
-        storage.retire(header["consumer"], ids.tolist(), frozenset(header["consumers"]))
+        storage.retire(header["consumer"], ids, frozenset(header["consumers"]))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
-import torch
 
-from distflow.data.assignment import assign
 from distflow.dock.errors import DockError
+from distflow.dock.slots import Ids
 from distflow.errors import did_you_mean
 from distflow.rpc.connection import Address
 
-Ids = numpy.ndarray  # [rows] int64
+INDEX_SHARD = 0
+"""Number of the shard whose process keeps the indexes of all consumers."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Consumer:
             g · group_size on.
         step_rows: rows of a step: a lease for step n gets the ids from n · step_rows on, and one for no step those of
             the oldest. None: whatever is ready.
-        home: number of the shard whose process keeps the index.
         seconds: how long a lease lasts without being renewed.
         can_roll_back: commits of steps can be rolled back until they are released; their rows stay as long.
         row_bytes: bytes that it, and those after it, write of a row at its longest. Where the dock has no room
@@ -44,7 +43,6 @@ class Consumer:
     writes: tuple[str, ...] = ()
     group_size: int = 1
     step_rows: int | None = None
-    home: int = 0
     seconds: float = 60.0
     can_roll_back: bool = False
     row_bytes: int = 0
@@ -75,9 +73,6 @@ class DockLayout:
         if twice:
             raise DockError(f"each consumer has one index, but there are several named {', '.join(twice)}")
         for consumer in self.consumers:
-            if not 0 <= consumer.home < len(self.addresses):
-                raise DockError(f"consumer `{consumer.name}` lives with shard {consumer.home}, but shards are "
-                                f"numbered 0 to {len(self.addresses) - 1}")
             if self.group_size % consumer.group_size:
                 raise DockError(f"the {self.group_size} rows that live together do not divide into the groups of "
                                 f"consumer `{consumer.name}`, {consumer.group_size} rows each")
@@ -116,80 +111,102 @@ class DockLayout:
                    tuple(Consumer(**consumer) for consumer in plain["consumers"]), plain["max_bytes"])
 
 
-@dataclass(slots=True)
-class RowState:
-    """Metadata of a row in a consumer's index."""
-
-    id: int
-    columns: frozenset[str]
-    tokens: int = 0
-    version: int = 0  # of the weights that made it
-    turn: int = -1  # last saved turn, if the row is not finished
-    lease: int = 0  # last lease that had the row; 0: none
-    held: bool = False
-
-
-RowGroup = list[RowState]
-
-
 class ReadyRows:
     """Rows that a consumer may lease, in whole groups, by step. Groups are counted as they become whole, so to see that
-    a step lacks some costs nothing, however many are ready."""
+    a step lacks some costs nothing, however many are ready. Group g has the ids from g · group_size on."""
 
     def __init__(self, consumer: Consumer):
         self.group_size, self.step_rows = consumer.group_size, consumer.step_rows
-        self.rows: dict[int, RowState] = {}
-        self.parts: dict[int, RowGroup] = {}  # of groups that are not whole, by group
-        self.steps: dict[int, OrderedDict[int, RowGroup]] = {}  # whole groups, in the order in which they became so
-
-    def __contains__(self, row: int) -> bool:
-        return row in self.rows
+        self.rows = 0
+        self.parts: dict[int, int] = {}  # rows of groups that are not whole, by group
+        self.queues: dict[int, deque[Ids]] = {}  # whole groups by step, in the order in which they became so
+        self.counts: dict[int, int] = {}  # how many those are
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.rows
 
     def step_of(self, row: int) -> int:
         return row // self.step_rows if self.step_rows else 0
 
-    def add(self, row: RowState, first: bool = False) -> None:
-        """Add a row; if its group is whole by that, as the last to be leased of its step, or the `first`."""
-        if row.id in self.rows:
-            return
-        self.rows[row.id] = row
-        number = row.id // self.group_size
-        part = self.parts.pop(number, [])
-        part.append(row)
-        if len(part) < self.group_size:
-            self.parts[number] = part
-        else:
-            groups = self.steps.setdefault(self.step_of(row.id), OrderedDict())
-            groups[number] = part
-            if first:
-                groups.move_to_end(number, last=False)
+    def add(self, ids: Ids, first: bool = False) -> None:
+        """Add rows that it does not have; the groups that are whole by that are the last to be leased of their step, or
+        the `first`."""
+        self.rows += len(ids)
+        for step, groups in self._by_step(self._completed(ids)):
+            queue = self.queues.setdefault(step, deque())
+            (queue.appendleft if first else queue.append)(groups)
+            self.counts[step] = self.counts.get(step, 0) + len(groups)
 
-    def discard(self, row: int) -> None:
-        if self.rows.pop(row, None) is None:
-            return
-        number, step = row // self.group_size, self.step_of(row)
-        group = self.parts.pop(number, None) or self.steps[step].pop(number)
-        if step in self.steps and not self.steps[step]:
-            del self.steps[step]
-        if rest := [each for each in group if each.id != row]:
-            self.parts[number] = rest
+    def discard(self, ids: Ids) -> None:
+        """Remove rows that it has."""
+        self.rows -= len(ids)
+        groups, counts = numpy.unique(ids // self.group_size, return_counts=True)
+        whole = numpy.array([group not in self.parts for group in groups.tolist()], bool)
+        for step, gone in self._by_step(groups[whole]):
+            kept = [part[~numpy.isin(part, gone)] for part in self.queues[step]]
+            self.queues[step] = deque(part for part in kept if len(part))
+            self._count_less(step, len(gone))
+        for group, count in zip(groups.tolist(), counts.tolist()):
+            if left := self.parts.pop(group, self.group_size) - count:
+                self.parts[group] = left
+
+    def steps(self, step: int | None) -> list[int]:
+        """Return the steps of which a lease for this step may get groups, the oldest first; None: for any step."""
+        if step is None or not self.step_rows:
+            return sorted(self.counts)
+        return [step] if step in self.counts else []
 
     def count(self, step: int | None) -> int:
         """Return how many rows a lease for this step could get; None: for any step."""
-        return self.group_size * sum(len(groups) for _, groups in self._of(step))
+        return self.group_size * sum(self.counts[each] for each in self.steps(step))
 
-    def groups(self, step: int | None) -> Iterator[RowGroup]:
-        """Yield whole groups of this step, or of all steps, the oldest first."""
-        for _, groups in sorted(self._of(step)):
-            yield from groups.values()
+    def first(self, step: int, most: int) -> Ids:
+        """Return the groups of a step that are to be leased first, `most` of them at most."""
+        found, lacking = [numpy.empty(0, numpy.int64)], most
+        for part in self.queues[step]:
+            if lacking <= 0:
+                break
+            found.append(part[:lacking])
+            lacking -= len(part)
+        return numpy.concatenate(found)
 
-    def _of(self, step: int | None) -> Iterable[tuple[int, OrderedDict[int, RowGroup]]]:
-        if step is None or not self.step_rows:
-            return self.steps.items()
-        return [(step, self.steps[step])] if step in self.steps else []
+    def pop(self, step: int, count: int) -> None:
+        """Remove the first groups of a step."""
+        queue, self.rows = self.queues[step], self.rows - count * self.group_size
+        left = count
+        while left:
+            part = queue.popleft()
+            if len(part) > left:
+                queue.appendleft(part[left:])
+            left -= min(len(part), left)
+        self._count_less(step, count)
+
+    def rows_of(self, groups: Ids) -> Ids:
+        return (groups[:, None] * self.group_size + numpy.arange(self.group_size)).reshape(-1)
+
+    def _completed(self, ids: Ids) -> Ids:
+        """Return the groups that are whole with these rows, in the order of their last ones."""
+        if self.group_size == 1:
+            return ids
+        groups, last, counts = numpy.unique(ids[::-1] // self.group_size, return_index=True, return_counts=True)
+        for at in numpy.flatnonzero(counts < self.group_size).tolist():
+            counts[at] += self.parts.pop(int(groups[at]), 0)
+            if counts[at] < self.group_size:
+                self.parts[int(groups[at])] = int(counts[at])
+        whole = counts == self.group_size
+        return groups[whole][numpy.argsort(-last[whole])]
+
+    def _by_step(self, groups: Ids) -> Iterator[tuple[int, Ids]]:
+        if not len(groups):
+            return
+        steps = groups * self.group_size // self.step_rows if self.step_rows else numpy.zeros_like(groups)
+        for step in [int(steps[0])] if (steps == steps[0]).all() else numpy.unique(steps).tolist():
+            yield step, groups[steps == step]
+
+    def _count_less(self, step: int, count: int) -> None:
+        self.counts[step] -= count
+        if not self.counts[step]:
+            del self.counts[step], self.queues[step]
 
 
 class Room:
@@ -210,21 +227,23 @@ class Room:
     def note(self, shard: int, size: int, rows: int) -> None:
         self.stored[shard] = size, rows
         if written := sum(rows for _, rows in self.stored.values()):
-            self.mean = self.bytes / written
+            self.mean = max(self.bytes / written, 1)
 
-    def fits(self, rows: int, longest: int) -> bool:
-        """Return whether so many rows under way, of at most `longest` bytes each, fit beside what is stored."""
-        return self.limit == math.inf or self.bytes + rows * min(self.mean, longest) <= self.limit
+    def rows(self, longest: int) -> float:
+        """Return how many rows under way, of at most `longest` bytes each, fit beside what is stored."""
+        return (self.limit - self.bytes) // min(self.mean, longest) if self.limit < math.inf else math.inf
 
 
-def deal(groups: list[RowGroup], shares: int) -> list[RowGroup]:
-    """Share groups between the ranks that work on one step, about as many tokens to each; return each share's rows.
-    The same groups are shared alike in whatever order they have come, so that their training rounds alike."""
-    groups = sorted(groups, key=lambda group: group[0].id // len(group))
+def deal(ids: Ids, tokens: Ids, group_size: int, shares: int) -> list[Ids]:
+    """Share whole groups of rows `ids` [rows], which ascend, between the ranks that work on one step, about as many
+    `tokens` [rows] to each; return each share's rows. The same groups are shared alike in whatever order they have
+    come, so that their training rounds alike."""
     if shares == 1:
-        return [[row for group in groups for row in group]]
-    weights = torch.tensor([sum(max(row.tokens, 1) for row in group) for group in groups], dtype=torch.int64)
-    result: list[RowGroup] = [[] for _ in range(shares)]
-    for group, share in zip(groups, assign(weights, shares).tolist()):
-        result[share] += group
-    return result
+        return [ids]
+    weights = numpy.maximum(tokens, 1).reshape(-1, group_size).sum(axis=1)
+    import torch  # the process of a shard starts without it
+
+    from distflow.data.assignment import assign
+
+    share_of = assign(torch.from_numpy(weights), shares).numpy().repeat(group_size)
+    return [ids[share_of == share] for share in range(shares)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy
@@ -17,22 +17,23 @@ from distflow.dock.directory import Fence, ShardDirectory
 from distflow.dock.errors import LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
-from distflow.dock.selection import DockLayout, RowState
+from distflow.dock.selection import DockLayout
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
-from distflow.dock.storage import read_ids, unpack
+from distflow.dock.slots import Ids
+from distflow.dock.storage import Columns, pack, read_ids
 from distflow.dock.timeouts import describe_rows, shortage, status
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
-from distflow.rpc.shared_payloads import MappedSegments
+from distflow.rpc.shared_payloads import LEAST, ServedHeap
 
 _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
-_OPERATIONS = ("configure", "layout", "put", "fetch", "saved", "lease", "look", "shortage", "require", "renew",
-               "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
+_OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "saved", "lease", "look", "shortage", "require",
+               "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -42,6 +43,7 @@ class ClientRequest(NamedTuple):
     """Message of a client whose payload of `size` bytes has not been taken from the connection yet."""
 
     connection: Connection
+    memory: ServedHeap
     session: str
     header: Header
     size: int
@@ -101,10 +103,10 @@ class StorageShardServer:
         with self.state.lock:
             client = self.state.enter(session, str(hello.get("who", peer)))
         try:
-            connection.memory = MappedSegments.of_client(hello.get("memory"), self.token)
-            connection.send({"memory": connection.memory is not None})
+            connection.memory = memory = ServedHeap(self.state.storage.heap)
+            connection.send({"memory": memory.offer()})
             while not self.over:
-                self._answer(connection, client, session)
+                self._answer(connection, memory, client, session)
         except TimeoutError as error:
             _log.warning("hung up on %s (%s), which may be stopped: %s; what it alone has leased goes to others",
                          client.who, peer, error)
@@ -116,13 +118,15 @@ class StorageShardServer:
                 self.state.received += connection.received
                 self.state.leave(session)
 
-    def _answer(self, connection: Connection, client: ClientSession, session: str) -> None:
+    def _answer(self, connection: Connection, memory: ServedHeap, client: ClientSession, session: str) -> None:
         header, size = connection.receive()
         expected = connection.received + size
+        if header.get("op") == "release":  # what it has read is not held any more
+            return
         if header.get("activity") is not None:
             client.activity, client.active_at = str(header["activity"]), time.monotonic()
         try:
-            reply, buffers = self.actions[header["op"]](ClientRequest(connection, session, header, size))
+            reply, buffers = self.actions[header["op"]](ClientRequest(connection, memory, session, header, size))
         except DistflowError as error:
             reply, buffers = {"error": type(error).__name__, "message": str(error)}, []
         except _UNANSWERABLE as error:
@@ -133,6 +137,8 @@ class StorageShardServer:
         if self.over or not (self.fence is None or self.fence.holds()):  # it is answered by whoever has taken the place
             raise ConnectionEnded
         connection.send(reply, buffers)
+        if "in_place" not in reply:
+            memory.held = []
 
     @locked
     def configure(self, request: ClientRequest) -> Header:
@@ -147,7 +153,6 @@ class StorageShardServer:
         """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
         header, ids = request.header, read_ids(request.header["ids"])
         payload = request.connection.payload(request.size)
-        batch = unpack(len(ids), header["columns"], payload)
         with self.state.lock:
             self.state.configured()
             if header.get("epoch") not in (None, self.state.epoch):
@@ -155,11 +160,12 @@ class StorageShardServer:
                                 f"{self.state.storage.number}, which has ended with them: rows {ids[:SHOWN].tolist()} "
                                 "may have been sampled again since. Throw away what was made of them")
             known = len(self.state.storage.rows)
-            stored = self.state.storage.put(batch, read_ids(header["versions"]), header["turn"])
-            self.state.announce(stored.tolist(), batch.columns if header["turn"] is None else (),
-                                len(self.state.storage.rows) > known)
+            stored = self.state.storage.put(ids, header["columns"], payload, read_ids(header["versions"]),
+                                            header["turn"])
+            names = [name for name, *_ in header["columns"]] if header["turn"] is None else []
+            self.state.announce(stored, names, len(self.state.storage.rows) > known)
             put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
-            copies = self.state.replicate((put, [payload.numpy().data]))  # of a repeated put too: it may be on its way
+            copies = self.state.replicate((put, [payload.data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
             if not follower.wait(copied) and self.fence is not None:
                 self.fence.doubt()
@@ -186,19 +192,42 @@ class StorageShardServer:
         _log.warning("%s: another process serves this shard now: this one was thought to be lost", self.address)
         self.close()
 
+    @locked
+    def reserve(self, request: ClientRequest) -> Header:
+        return {"at": request.memory.reserve(request.header["size"])}
+
     def fetch(self, request: ClientRequest) -> Reply:
         ids = read_ids(request.header["ids"])
         with self.state.lock:
-            schema, buffers = self.state.storage.read(ids, request.header["columns"])
-        return {"rows": len(ids), "columns": schema, "epoch": self.state.epoch}, buffers
+            columns, memories = self.state.storage.read(ids, request.header["columns"])
+            return self._rows(request, ids, columns, memories, {"epoch": self.state.epoch})
 
     def saved(self, request: ClientRequest) -> Reply:
         with self.state.lock:
-            ids, turns, schema, buffers = self.state.storage.saved(read_ids(request.header["ids"]))
-        return {"rows": len(ids), "columns": schema, "turns": turns.tobytes()}, buffers
+            ids, turns, columns, memories = self.state.storage.saved(read_ids(request.header["ids"]))
+            return self._rows(request, ids, columns, memories, {"ids": ids.tobytes(), "turns": turns.tobytes()})
+
+    def _rows(self, request: ClientRequest, ids: Ids, columns: Columns, memories: list[numpy.ndarray],
+              header: Header) -> Reply:
+        """Return a reply with rows, or with where a client of this machine finds them. They are held until it has been
+        sent, or the client has read them."""
+        heap, size = request.memory, sum(extents.nbytes for extents in columns.values())
+        heap.held = memories
+        if not (request.header.get("in_place") and size >= LEAST):
+            schema, parts = pack(ids, columns, heap.heap.memory)
+            return header | {"columns": schema}, parts
+        request.connection.sent += size
+        forms = [[name, *extents.form] for name, extents in columns.items()]
+        return header | {"in_place": forms}, [part for _, begin, count in columns.values()
+                                              for part in (begin.tobytes(), count.tobytes())]
+
+    def lease(self, request: ClientRequest) -> Reply:
+        if request.header.get("shares") != 1:
+            import distflow.data.assignment  # noqa: F401 - deals rows; to load it with torch must not hold up others
+        return self._lease(request)
 
     @locked
-    def lease(self, request: ClientRequest) -> Header:
+    def _lease(self, request: ClientRequest) -> Header:
         """Reply with the leased rows; without any if they do not come in time, which `shortage` explains."""
         header, index = request.header, self._index(request)
         granted = self._await_rows(header, index, lambda now: index.lease(
@@ -207,16 +236,16 @@ class StorageShardServer:
         if granted is None:
             return {"rows": None}
         self.state.wake()  # those that wait for the same step with another share
-        rows = granted.shares[header["share"]]
-        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": granted.ids,
-                "rows": _packed(rows, "id", "tokens", "version", "turn")}
+        rows = index.describe(granted.shares[header["share"]], "ids", "tokens", "version", "turn")
+        return {"lease": granted.number, "seconds": index.consumer.seconds, "all": granted.packed,
+                "rows": rows.tobytes()}
 
     @locked
     def look(self, request: ClientRequest) -> Header:
         header, index = request.header, self._index(request)
         rows = self._await_rows(header, index, lambda now: index.look(
             header["count"], now, least=header["least"], step=header["step"], attempt=header["attempt"]))
-        return {"rows": None if rows is None else _packed(rows, "id", "tokens")}
+        return {"rows": None if rows is None else index.describe(rows, "ids", "tokens").tobytes()}
 
     def _await_rows(self, header: Header, index: ConsumerIndex, find: Callable[[float], T | None]) -> T | None:
         """Return what `find` finds, now or before the request's wait is over. The lock is released in between."""
@@ -246,7 +275,7 @@ class StorageShardServer:
     @locked
     def renew(self, request: ClientRequest) -> Header:
         return {"seconds": self._index(request).renew(request.header["lease"], time.monotonic(), request.session,
-                                                      read_ids(request.header["ids"]).tolist())}
+                                                      read_ids(request.header["ids"]))}
 
     @locked
     def commit(self, request: ClientRequest) -> Header:
@@ -285,6 +314,3 @@ class StorageShardServer:
     def status(self, request: ClientRequest) -> Header:
         return status(self.state, list(self.server.connections), time.monotonic())
 
-
-def _packed(rows: Sequence[RowState], *names: str) -> bytes:
-    return numpy.array([[getattr(row, name) for row in rows] for name in names], numpy.int64).tobytes()

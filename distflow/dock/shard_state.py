@@ -1,12 +1,11 @@
 """State of one process of the dock, and the updates between processes.
 
-    storage    the rows of its shard                   indexes    of the consumers whose `home` it is
+    storage    the rows of its shard                   indexes    of all consumers, if it is `INDEX_SHARD`
     clients    sessions, with their activity           outboxes   updates for the other processes, one for each
 
     rows, listing           from a shard to the indexes: rows have got columns; all rows that it holds
     stored                  from a shard to the indexes: bytes that it stores
     retire, committed       from an index to the shards: rows were committed; all rows that were
-    memory_pressure         from an index that has no room for more rows to the others: release a retained step
 
 All methods run under one `lock`. Requests that wait for rows are woken when theirs have come (`wake`), and not by those
 of others: a step's rows come in thousands of puts, and hundreds of ranks wait for all of them.
@@ -31,10 +30,13 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.replication import Follower
-from distflow.dock.selection import DockLayout, Ids, Room
+from distflow.dock.selection import INDEX_SHARD, DockLayout, Room
+from distflow.dock.slots import Ids
 from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
+from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_payloads import heap_name
 
 _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a peer, doubled each time
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
@@ -141,7 +143,8 @@ class ShardState:
         self.token, self.epoch, self.directory = token, epoch, directory
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
-        self.storage, self.room, self.evict_at = StorageShard(), Room(), 0.0
+        self.storage = StorageShard(heap=SharedHeap(heap_name(token)))
+        self.room, self.evict_at = Room(), 0.0
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
@@ -151,7 +154,7 @@ class ShardState:
         self.sent = self.received = 0  # bytes on connections that have ended
 
     def configure(self, layout: DockLayout, number: int) -> None:
-        """Become shard `number` of the layout, and the home of its consumers' indexes."""
+        """Become shard `number` of the layout, and keep its consumers' indexes if it is `INDEX_SHARD`."""
         if layout == self.layout and number == self.storage.number:
             return
         storage = self.storage
@@ -160,11 +163,12 @@ class ShardState:
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
         self._place(layout, number)
         for consumer in layout.consumers:
-            if consumer.home == number:
+            if number == INDEX_SHARD:
                 index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
-                index.consumer, index.reads = consumer, set(consumer.reads)
+                index.consumer, index.rows.reads = consumer, frozenset(consumer.reads)
         self.stop()
-        self.outboxes = {other: self._outbox(other) for other in range(storage.count) if other != number}
+        others = range(storage.count) if number == INDEX_SHARD else [INDEX_SHARD]
+        self.outboxes = {other: self._outbox(other) for other in others if other != number}
         for update in self._full_updates(number):
             self.apply(update)
         for outbox in self.outboxes.values():
@@ -175,9 +179,8 @@ class ShardState:
         consumer writes are committed by it. What had left may be put again: a trainer may begin with an older step."""
         storage.gone = Intervals()
         for consumer in layout.consumers:
-            for row in storage.rows.values() if consumer.writes else ():
-                if row.columns.issuperset(consumer.writes):
-                    row.consumed |= {consumer.name}
+            if consumer.writes:
+                storage.mark_written(consumer.name, consumer.writes)
         self.storage = storage
         self.configure(layout, number)
         for index in self.indexes.values():
@@ -185,20 +188,17 @@ class ShardState:
 
     def follow(self, connection: Connection) -> Follower:
         """Return a new follower, which gets all rows and then what `replicate` is given."""
-        consumers: dict[str, list[int]] = {}
-        for row, stored in self.storage.rows.items():
-            for consumer in stored.consumed:
-                consumers.setdefault(consumer, []).append(row)
-        retirements = [self._retirement(consumer, rows) for consumer, rows in consumers.items()]
+        retirements = [self._retirement(consumer, ids) for consumer in sorted(self.storage.rows.consumers)
+                       if len(ids := self.storage.consumed(consumer))]
         self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
         return self.followers[-1]
 
     def replicate(self, message: Message) -> list[tuple[Follower, threading.Event]]:
         return [(follower, follower.post(message)) for follower in self.followers]
 
-    def _retirement(self, consumer: str, ids: Iterable[int]) -> Message:
+    def _retirement(self, consumer: str, ids: Ids) -> Message:
         return {"op": "retire", "consumer": consumer, "consumers": sorted(self._beside(consumer)),
-                "ids": numpy.fromiter(ids, numpy.int64).tobytes()}, []
+                "ids": ids.tobytes()}, []
 
     def _place(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
@@ -207,10 +207,9 @@ class ShardState:
 
     def commit(self, index: ConsumerIndex, number: int, step: int | None, ids: Ids) -> bool:
         """Commit at one of the indexes here; see `ConsumerIndex.commit`."""
-        rows = ids.tolist()
-        new = index.commit(number, step, rows, time.monotonic())
+        new = index.commit(number, step, ids, time.monotonic())
         if new and step not in index.retained:
-            self.retire(index.consumer.name, rows)
+            self.retire(index.consumer.name, ids)
         self.wake()
         return new
 
@@ -225,14 +224,14 @@ class ShardState:
         self.retire(consumer, self.index(consumer).release_before(step))
 
     def evict(self, now: float) -> bool:
-        """Ask the indexes to release a retained step, unless they were asked just before: rows in other processes take
-        a moment to leave. Return whether any rows here have left."""
+        """Have the indexes release a retained step, unless they did so just before: rows in other processes take a
+        moment to leave. Return whether any rows here have left."""
         before = len(self.storage.rows)
         if now < self.evict_at:
             return False
         self.evict_at = now + _EVICTION_PAUSE
-        for home in {consumer.home for consumer in self.configured().consumers if consumer.can_roll_back}:
-            self._post(home, {"kind": "memory_pressure"})
+        for name, index in self.indexes.items():
+            self.retire(name, index.release_oldest())
         return len(self.storage.rows) < before
 
     def stop(self) -> None:
@@ -246,46 +245,41 @@ class ShardState:
 
     def index(self, consumer: str) -> ConsumerIndex:
         layout = self.configured()
+        layout.consumer(consumer)
         if consumer not in self.indexes:
-            home = layout.consumer(consumer).home
-            raise DockError(f"the index of `{consumer}` lives with shard {home}, not {self.storage.number}")
+            raise DockError(f"the indexes live with shard {INDEX_SHARD}, not {self.storage.number}")
         return self.indexes[consumer]
 
-    def announce(self, ids: Iterable[int], columns: Iterable[str], new: bool) -> None:
+    def announce(self, ids: Ids, columns: Iterable[str], new: bool) -> None:
         """Report to all indexes that rows have got columns. `new`: some of the rows were not here before."""
         table = self.storage.table(ids)
         update = {"kind": "rows", "columns": sorted(columns), "table": table.tobytes(), "new": new}
-        for home in self._homes():
-            self._post(home, update)
+        self._post(INDEX_SHARD, update)
         self._post_stored()
 
-    def retire(self, consumer: str, ids: Iterable[int]) -> None:
+    def retire(self, consumer: str, ids: Ids) -> None:
         """Report to the shards that a consumer's commits of rows are final."""
-        numbers = numpy.fromiter(ids, numpy.int64)
-        for home, positions in self.configured().split(numbers):
-            self._post(home, {"kind": "retire", "consumer": consumer, "ids": numbers[positions].tobytes()})
+        for shard, positions in self.configured().split(ids):
+            self._post(shard, {"kind": "retire", "consumer": consumer, "ids": ids[positions].tobytes()})
 
     def apply(self, update: Update) -> None:
         if update["kind"] == "rows":
             for name, index in self.indexes.items():
                 committed = index.learn(read_table(update["table"]), update["columns"])
-                if committed and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
+                if len(committed) and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
                     self.retire(name, index.final(committed))
         elif update["kind"] == "retire":
-            self._retire(update["consumer"], read_ids(update["ids"]).tolist())
+            self._retire(update["consumer"], read_ids(update["ids"]))
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._relearn(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
-            done = Intervals(update["ranges"])
-            self._retire(update["consumer"], [row for row in self.storage.rows if row in done])
-        elif update["kind"] == "memory_pressure":
-            for name, index in self.indexes.items():
-                self.retire(name, index.release_oldest())
+            ids = self.storage.rows["ids"][self.storage.rows.all()]
+            self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
         self.wake()
 
-    def _retire(self, consumer: str, ids: list[int]) -> None:
+    def _retire(self, consumer: str, ids: Ids) -> None:
         self.storage.retire(consumer, ids, self._beside(consumer))
         self.replicate(self._retirement(consumer, ids))
         self._post_stored()
@@ -325,18 +319,15 @@ class ShardState:
                 condition.notify_all()
                 del self.waiting[request]
 
-    def _homes(self) -> set[int]:
-        return {consumer.home for consumer in self.configured().consumers}
-
     def _post_stored(self) -> None:
         if self.room.limit < math.inf:
-            for home in self._homes():
-                self._post(home, self._stored())
+            self._post(INDEX_SHARD, self._stored())
 
     def _stored(self) -> Update:
         columns = [column for consumer in self.configured().consumers if consumer.row_bytes
                    for column in consumer.writes]
-        written = min((len(self.storage.positions.get(column, ())) for column in columns), default=0)
+        tables = self.storage.columns
+        written = min((tables[column].rows if column in tables else 0 for column in columns), default=0)
         return {"kind": "stored", "shard": self.storage.number, "bytes": self.storage.nbytes, "rows": written}
 
     def _beside(self, consumer: str) -> frozenset[str]:
@@ -344,11 +335,11 @@ class ShardState:
         layout = self.configured()
         return frozenset(each.name for each in layout.consumers if each.ids == layout.consumer(consumer).ids)
 
-    def _post(self, home: int, update: Update) -> None:
-        if home == self.storage.number:
+    def _post(self, shard: int, update: Update) -> None:
+        if shard == self.storage.number:
             self.apply(update)
         else:
-            self.outboxes[home].post(update)
+            self.outboxes[shard].post(update)
 
     def _outbox(self, other: int) -> Outbox:
         return Outbox(lambda: self._locate(other), self.token, f"shard {self.storage.number}", self.lock,
@@ -361,35 +352,31 @@ class ShardState:
         """Return all that process `other` must know of this one."""
         updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
                                  for name, index in self.indexes.items()]
-        homed = [consumer.name for consumer in self.configured().consumers if consumer.home == other]
-        return [*updates, *map(self._listing, homed), self._stored()]
+        if other == INDEX_SHARD:
+            updates += [self._listing(consumer.name) for consumer in self.configured().consumers] + [self._stored()]
+        return updates
 
     def _listing(self, consumer: str) -> Update:
-        forms: dict[frozenset[str], list[int]] = {}
-        done = []
-        for row, stored in self.storage.rows.items():
-            if consumer in stored.consumed:
-                done.append(row)
-            else:
-                forms.setdefault(stored.columns, []).append(row)
-        parts = [[sorted(columns), self.storage.table(rows).tobytes()] for columns, rows in forms.items()]
+        storage, slots = self.storage, self.storage.rows.all()
+        ids, done = storage.rows["ids"][slots], storage.rows.consumed_by(consumer)[slots] > 0
+        parts = [[columns, storage.table(alike).tobytes()] for columns, alike in storage.forms(ids[~done])]
         return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
-                "epoch": self.epoch, "done": numpy.array(done, numpy.int64).tobytes()}
+                "epoch": self.epoch, "done": ids[done].tobytes()}
 
     def _relearn(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
-        listed = {row: columns for columns, table in parts for row in table[0].tolist()}
-        index.finish(read_ids(update["done"]).tolist())
+        index.finish(read_ids(update["done"]))
         source = index.consumer.name, update["shard"]
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
         layout = self.configured()
 
-        def lives_there(row: int) -> bool:
-            return layout.shard_of(row) == update["shard"]
+        def lives_there(ids: Ids) -> numpy.ndarray:
+            return layout.shard_of(ids) == update["shard"]
 
-        index.relearn(listed, lives_there, replaced)
+        index.relearn([(columns, table[0]) for columns, table in parts], lives_there, replaced)
+        listed = numpy.concatenate([numpy.empty(0, numpy.int64), *(table[0] for _, table in parts)])
         self.retire(index.consumer.name, index.release_torn(listed, lives_there))
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
-        committed = [row for columns, table in parts for row in index.learn(table, columns)]
-        self.retire(index.consumer.name, index.final(committed))
+        for columns, table in parts:
+            self.retire(index.consumer.name, index.final(index.learn(table, columns)))

@@ -1,201 +1,37 @@
 """Storage shard: rows by (id, column), kept until every consumer has committed them.
 
-    RecordBatch    the rows of one message: one buffer, with views of its columns; slices of it answer requests
-    StoredRow      metadata of a row; its columns lie at positions: the base of a batch plus the row's index there
-    StorageShard   batches, positions and metadata; empty batches are dropped, half-empty large ones are copied
+    StoredRows       metadata of rows, in arrays; each row has a slot, which is used again when it has left
+    ColumnTable    where the rows of a column lie in the heap, by slot, and of which batch they are
+    StoredBatch    rows of one put: a part of the heap, with the bytes as they came
+    StorageShard   all of these; empty batches are dropped, half-empty large ones are copied
 
-A batch is received, stored and sent again without being rebuilt: the bytes that arrive can only become columns. A
-column's schema, in the message's header, is `[name, levels of raggedness, dtype, shape of an element, elements]`.
+A batch stays where it was received, and rows are read from there: by the clients of this machine in place (`extents.py`
+has the form), by others through messages.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
-from distflow.data.column_buffers import buffers_of, elements_of, form_of
-from distflow.data.row_copies import ScatteredRuns, raw
+from distflow.data.row_copies import ScatteredRuns
 from distflow.dock.errors import DockError
+from distflow.dock.extents import ElementForm, Extents, Schema, copy_bytes, joined, read_payload
 from distflow.dock.index import SHOWN, Intervals
-from distflow.dock.selection import Ids
+from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
+from distflow.rpc.shared_heap import SharedHeap
 
-_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-Spans = tuple["RecordBatch", Ids, Ids]  # rows starts[i]…stops[i] of a batch, for all i
-Schema = list[list[Any]]
 Message = tuple[dict[str, Any], list[Any]]
-LiveRows = dict[int, tuple[int, list[str]]]
-"""Rows of a batch that can still be read, by index: id and columns (none: a saved turn)."""
-
-
-class StoredColumn:
-    """Column as raw buffers with element sizes and row bounds; a ragged one's first has the rows' lengths."""
-
-    def __init__(self, column: ColumnData):
-        self.form = form_of(column)
-        self.buffers = [(buffer.data, width, buffer.bounds)
-                       for buffer, width in zip(buffers_of(column), self.form.widths, strict=True)]
-        if self.form.depth:
-            self.buffers.insert(0, (raw(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
-        self.nbytes = sum(len(data) for data, *_ in self.buffers)
-
-    def append_rows(self, starts: Ids, stops: Ids, into: list[list[Any]]) -> int:
-        """Append rows starts[i]…stops[i] to `into`, a list for each buffer; return the count of elements."""
-        elements = 0
-        for part, (data, width, bounds) in zip(into, self.buffers):
-            begins, ends = bounds[starts], bounds[stops]
-            elements = int((ends - begins).sum())
-            part.append(ScatteredRuns(data, begins, ends, width) if len(starts) > 1 else
-                        data.data[int(begins[0]) * width : int(ends[0]) * width])
-        return elements
-
-
-class RecordBatch:
-    """Rows of one message as they came. `base` is the position of the first one among all rows of the shard."""
-
-    def __init__(self, batch: Batch, base: int = 0):
-        self.batch, self.base, self.nbytes = batch, base, 0
-        self.live = len(batch)  # rows that still have a column here
-        self._columns: dict[str, StoredColumn] = {}
-
-    def column(self, name: str) -> StoredColumn:
-        if name not in self._columns:
-            self._columns[name] = StoredColumn(self.batch[name])
-        return self._columns[name]
-
-    def all_rows(self) -> Spans:
-        return self, numpy.array([0]), numpy.array([len(self.batch)])
-
-
-def tokens_of(batch: Batch) -> Ids:
-    """Return each row's weight in balancing, [rows] int64: the elements of its longest ragged column but text."""
-    result = numpy.zeros(len(batch), numpy.int64)
-    for column in batch.columns.values():
-        form = form_of(column)
-        if form.depth and form.dtype != "uint8":
-            result = numpy.maximum(result, elements_of(column))
-    return result
-
-
-def pack(ids: Ids, columns: Iterable[tuple[str, Sequence[Spans]]]) -> tuple[Schema, list[Any]]:
-    """Return schema and buffers of a message with rows `ids`. Raises `ColumnError`: a column's spans differ in form."""
-    buffers: list[Any] = [ids.data.cast("B") if len(ids) else b""]
-    return [_pack_column(name, spans, buffers) for name, spans in columns], buffers
-
-
-def _pack_column(name: str, spans: Sequence[Spans], buffers: list[Any]) -> list[Any]:
-    first = spans[0][0].column(name)
-    parts: list[list[Any]] = [[] for _ in first.buffers]
-    elements = 0
-    for records, starts, stops in spans:
-        held = records.column(name)
-        if held is not first and held.form != first.form:
-            raise ColumnError(f"the rows of column `{name}` do not fit together: some are {first.form}, some "
-                              f"{held.form}. Their producers differ")
-        elements += held.append_rows(starts, stops, parts)
-    for part in parts:
-        buffers += part
-        buffers.append(bytes(-sum(map(len, part)) % 8))
-    return [name, *first.form, elements]
-
-
-def unpack(rows: int, schema: Schema, data: Tensor) -> Batch:
-    """Return a message's batch: views of `data` [bytes] uint8. Raises `ColumnError`: schema and bytes do not fit."""
-    take = functools.partial(_take, data, position := [0])
-    ids = take("ids", "int64", [rows])
-    columns: dict[str, ColumnData] = {}
-    for name, depth, dtype, shape, elements in schema:
-        lengths: list[Tensor] = []
-        for _ in range(depth):
-            part = take(name, "int64", [int(lengths[-1].sum()) if lengths else rows])
-            if len(part) and int(part.min()) < 0:
-                raise ColumnError(f"column `{name}` arrived with a row of negative length")
-            lengths.append(part)
-        columns[name] = of_levels(lengths, take(name, dtype, [elements, *shape]))
-    if position[0] != len(data):
-        raise ColumnError(f"a batch of {position[0]} bytes came as {len(data)} bytes")
-    return Batch(ids, columns)
-
-
-def _take(data: Tensor, position: list[int], name: str, dtype: str, shape: list[int]) -> Tensor:
-    kind = _DTYPES.get(dtype)
-    if kind is None:
-        raise ColumnError(f"column `{name}` is of type {dtype}, which torch {torch.__version__} does not have")
-    if min(shape) < 0:
-        raise ColumnError(f"column `{name}` arrived with the impossible shape {shape}")
-    size = math.prod(shape) * kind.itemsize
-    part = data[position[0] : position[0] + size]
-    if len(part) < size:
-        raise ColumnError(f"a batch of {len(data)} bytes ends within column `{name}`, which has {size} bytes")
-    position[0] += size + -size % 8
-    if part.storage_offset() % kind.itemsize:  # complex128 may lie between two of its own
-        part = part.clone()
-    return part.view(kind).reshape(shape)
-
-
-def pack_live(records: RecordBatch, turns: Mapping[int | None, list[int]], versions: Ids) -> Iterator[Message]:
-    """Yield puts of the live rows of a batch, given by turn (None: finished). `versions`: of all rows of the batch."""
-    for turn, local in turns.items():
-        ids, spans = records.batch.ids.numpy()[local], spans_of(numpy.array(local), [0], [records])
-        schema, buffers = pack(ids, [(name, spans) for name in records.batch.columns])
-        yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": turn,
-               "versions": versions[local].tobytes()}, buffers
-
-
-def spans_of(positions: Ids, bases: Sequence[int], batches: Sequence[RecordBatch]) -> list[Spans]:
-    """Return the rows at `positions` of a shard, in that order, as spans of batches; `bases` are those of the batches,
-    ascending. Between the positions of two batches there is always an unused one, so consecutive positions are in one
-    batch."""
-    if not len(positions):
-        return []
-    edges = numpy.flatnonzero(numpy.diff(positions) != 1) + 1
-    starts = positions[numpy.concatenate([[0], edges])]
-    stops = positions[numpy.concatenate([edges, [len(positions)]]) - 1] + 1
-    numbers = numpy.searchsorted(bases, starts, side="right") - 1
-    ends = [*(numpy.flatnonzero(numpy.diff(numbers)) + 1).tolist(), len(starts)]
-    spans = []
-    for begin, end in zip([0, *ends], ends):
-        number = int(numbers[begin])
-        spans.append((batches[number], starts[begin:end] - bases[number], stops[begin:end] - bases[number]))
-    return spans
-
-
-def order_of(wanted: Ids, there: Ids) -> Ids:
-    """Return the positions in `there` of those of `wanted` that it has."""
-    sorter = numpy.argsort(there)
-    positions = numpy.searchsorted(there, wanted, sorter=sorter).clip(max=max(len(there) - 1, 0))
-    found = sorter[positions] if len(there) else positions[:0]
-    return found[there[found] == wanted] if len(there) else found
-
-
-@dataclass(slots=True)
-class StoredRow:
-    """Metadata of a row in its shard; see `RowState`."""
-
-    columns: frozenset[str] = frozenset()
-    tokens: int = 0
-    version: int = 0
-    turn: int = -1
-    saved: int = -1  # position of that turn's row
-    consumed: frozenset[str] = frozenset()
+Columns = dict[str, Extents]
+_COMPACT_FROM = 256 << 10  # bytes of a batch that is worth copying when half of its rows are gone
 
 
 def read_ids(data: bytes) -> Ids:
     return numpy.frombuffer(data, numpy.int64)
-
-
-def read_tensor(data: bytes) -> Tensor:
-    """Read [rows] int64 that may be changed."""
-    return torch.from_numpy(read_ids(data).copy())
 
 
 def read_table(data: bytes) -> Ids:
@@ -203,145 +39,277 @@ def read_table(data: bytes) -> Ids:
     return read_ids(data).reshape(4, -1)
 
 
-_COMPACT_FROM = 256 << 10  # bytes of a batch that is worth copying when half of its rows are gone
+def tokens_of(columns: Columns, rows: int) -> Ids:
+    """Return each row's weight in balancing, [rows] int64: the elements of its longest ragged column but text."""
+    result = numpy.zeros(rows, numpy.int64)
+    for extents in columns.values():
+        if extents.form.depth and extents.form.dtype != "uint8":
+            result = numpy.maximum(result, extents.count[-1])
+    return result
+
+
+def pack(ids: Ids, columns: Columns, memory: numpy.ndarray) -> tuple[Schema, list[Any]]:
+    """Return schema and parts of a message with rows `ids`, which lie in `memory`."""
+    schema: Schema = []
+    parts: list[Any] = [ids.data.cast("B") if len(ids) else b""]
+    for name, (form, begin, count) in columns.items():
+        if form.depth:
+            parts.append(numpy.ascontiguousarray(count[0]).data.cast("B") if len(ids) else b"")
+        for begins, counts, width in zip(begin, count, form.widths):
+            sizes = counts * width
+            starts, _, sizes = joined(begins, sizes.cumsum() - sizes, sizes)
+            parts.append(ScatteredRuns(memory, starts, starts + sizes, 1))
+            parts.append(bytes(-len(parts[-1]) % 8))
+        schema.append([name, *form, int(count[-1].sum())])
+    return schema, parts
+
+
+class StoredRows(SlotTable):
+    """Metadata of a shard's rows. turns: of the saved turn, or -1."""
+
+    def __init__(self) -> None:
+        super().__init__("tokens", "versions", "turns")
+        self.consumers: set[str] = set()  # that have committed rows
+
+    def add(self, ids: Ids) -> Ids:
+        slots = super().add(ids)
+        self["turns"][slots] = -1
+        return slots
+
+    def consumed_by(self, consumer: str) -> numpy.ndarray:
+        """Return by slot whether a consumer has committed a row, to be read and changed."""
+        if consumer not in self.consumers:
+            self.consumers.add(consumer)
+            self.add_array(f"consumed by {consumer}")
+        return self[f"consumed by {consumer}"]
+
+
+class ColumnTable:
+    """Where the rows of one column lie in the heap, by slot. batch: number of the batch, -1: the row lacks the column.
+    form: number among `forms`."""
+
+    def __init__(self) -> None:
+        self.forms: list[ElementForm] = []
+        self.rows = 0
+        self.batch, self.form = numpy.empty(0, numpy.int64), numpy.empty(0, numpy.int64)
+        self.begin, self.count = numpy.empty((0, 0), numpy.int64), numpy.empty((0, 0), numpy.int64)
+
+    def has(self, slots: Ids) -> numpy.ndarray:
+        """Return which rows have the column, [slots] bool; slots may be -1."""
+        return self.batches_of(slots) >= 0
+
+    def batches_of(self, slots: Ids) -> Ids:
+        """Return the numbers of the batches that rows are of, or -1; slots may be -1."""
+        found = numpy.full(len(slots), -1)
+        known = (slots >= 0) & (slots < len(self.batch))
+        found[known] = self.batch[slots[known]]
+        return found
+
+    def put(self, slots: Ids, batch: int, extents: Extents) -> None:
+        """Note where rows lie; none of them has the column."""
+        if (last := int(slots.max(initial=-1))) >= len(self.batch):
+            size = max(last + 1, 2 * len(self.batch))
+            self.batch, self.form = grown(self.batch, size, -1), grown(self.form, size)
+            self.begin, self.count = grown(self.begin, size), grown(self.count, size)
+        if (more := len(extents.begin) - len(self.begin)) > 0:
+            self.begin, self.count = (numpy.concatenate([each, numpy.zeros((more, each.shape[1]), numpy.int64)])
+                                      for each in (self.begin, self.count))
+        if extents.form not in self.forms:
+            self.forms.append(extents.form)
+        self.batch[slots], self.form[slots] = batch, self.forms.index(extents.form)
+        self.begin[: len(extents.begin), slots] = extents.begin
+        self.count[: len(extents.count), slots] = extents.count
+        self.rows += len(slots)
+
+    def get(self, name: str, slots: Ids) -> Extents:
+        """Return where rows lie, which have the column. Raises `ColumnError`: they differ in form."""
+        numbers = numpy.unique(self.form[slots]).tolist() if len(self.forms) > 1 else [0]
+        form = self.forms[numbers[0]]
+        buffers = len(form.widths)
+        found = Extents(form, self.begin[:buffers, slots], self.count[:buffers, slots])
+        for number in numbers[1:]:
+            found.check_form(name, self.forms[number])
+        return found
+
+    def remove(self, slots: Ids) -> Ids:
+        """Forget rows; return the numbers of the batches that those which had the column are of."""
+        batches = self.batches_of(slots)
+        there = batches >= 0
+        self.batch[slots[there]] = -1
+        self.rows -= int(there.sum())
+        return batches[there]
+
+
+@dataclass(eq=False)
+class StoredBatch:
+    """Rows of one put, in a part of the heap. live: cells (row and column) that are still read. slots: of its rows when
+    they came; each may have another row by now. turn: of saved rows, or None."""
+
+    memory: numpy.ndarray
+    slots: Ids
+    names: tuple[str, ...]
+    turn: int | None
+    live: int
+    nbytes: int
+
+    @property
+    def cells(self) -> int:
+        return len(self.slots) * len(self.names)
 
 
 class StorageShard:
     """Rows of shard `number` of `count`. The rows of a group live in one shard (`DockLayout.shard_of`), and come in one
     put: so a group never has rows of two producers, and all of them become visible together."""
 
-    def __init__(self, number: int = 0, count: int = 1, group_size: int = 1):
+    def __init__(self, number: int = 0, count: int = 1, group_size: int = 1, heap: SharedHeap | None = None):
         self.number, self.count, self.group_size = number, count, group_size
-        self.rows: dict[int, StoredRow] = {}
-        self.positions: dict[str, dict[int, int]] = {}  # by column and row id
-        self.batches: list[RecordBatch] = []
-        self.bases: list[int] = []
-        self.next_base = self.nbytes = 0
-        self.thinned: dict[int, RecordBatch] = {}  # batches that have lost rows since the last `_compact`, by base
+        self.heap = heap or SharedHeap()
+        self.rows = StoredRows()
+        self.columns: dict[str, ColumnTable] = {}
+        self.saved_columns: dict[str, ColumnTable] = {}  # of saved turns
+        self.batches: dict[int, StoredBatch] = {}
+        self.thinned: set[int] = set()  # batches that have lost rows since the last `_compact`
+        self.next_batch = self.nbytes = 0
         self.gone = Intervals()  # rows that all consumers have committed, by `_local`
 
-    def put(self, batch: Batch, versions: Ids | None = None, turn: int | None = None) -> Ids:
-        """Store rows, and return the ids of those that were new; repeated ones are dropped.
+    def put(self, ids: Ids, schema: Schema, payload: numpy.ndarray, versions: Ids | None = None,
+            turn: int | None = None) -> Ids:
+        """Store rows of a message, and return the ids of those that were new; repeated ones are dropped.
 
         Args:
+            payload: [bytes] uint8, taken from the `heap`; it stays there.
             versions: of the weights, one for each row; none, or an empty list, leaves what is known of a row.
             turn: of unfinished rows: they replace those of an earlier turn, and only `saved` returns them.
 
         Raises:
+            ColumnError: schema and payload do not fit together.
             DockError: rows have some of these columns already, but not all; a group is not whole; or there are no
                 columns.
         """
-        names = frozenset(batch.columns)
-        ids = batch.ids.tolist()
-        self._check(batch.ids.numpy(), names, turn)
-        gone = self.gone.among(self._local(batch.ids.numpy()))
-        fresh = numpy.flatnonzero(~gone).tolist()
-        if not self.rows.keys().isdisjoint(ids):
-            fresh = [local for local in fresh if self._wants(ids[local], names, turn)]
-        if not fresh:
-            return numpy.empty(0, numpy.int64)
-        records = self._append(batch, len(fresh))
-        self._note(records, fresh, names, turn, None if versions is None else versions.tolist())
-        if turn is None:
-            rows = ids if len(fresh) == len(ids) else [ids[local] for local in fresh]
-            for name in names:
-                self.positions.setdefault(name, {}).update(zip(rows, (records.base + numpy.array(fresh)).tolist()))
+        columns = read_payload(len(ids), schema, payload)
+        self._check(ids, columns, turn)
+        slots = self.rows.find(ids)
+        wanted = ~self.gone.among(self._local(ids)) & self._wanted(ids, slots, columns, turn)
+        if not wanted.any():
+            return ids[:0]
+        fresh = slice(None) if wanted.all() else numpy.flatnonzero(wanted)
+        there, ids = slots[fresh], ids[fresh]
+        if (new := there < 0).any():
+            there[new] = self.rows.add(ids[new])
+        self._forget_turns(there if turn is not None else self._resumed(there, columns))
+        tokens = tokens_of(columns, len(slots))[fresh]
+        self.rows["tokens"][there] = numpy.maximum(self.rows["tokens"][there], tokens)
+        if versions is not None and len(versions):
+            self.rows["versions"][there] = versions[fresh]
+        if turn is not None:
+            self.rows["turns"][there] = turn
+        at = self.heap.offset_of(payload)
+        self._append(payload, there, {name: Extents(form, begin[:, fresh] + at, count[:, fresh])
+                                      for name, (form, begin, count) in columns.items()}, turn)
         self._compact()
-        return batch.ids.numpy()[fresh]
+        return ids
 
-    def _note(self, records: RecordBatch, fresh: list[int], names: frozenset[str], turn: int | None,
-              versions: list[int] | None) -> None:
-        """Note the metadata of those rows of a batch that are `fresh`."""
-        ids, tokens = records.batch.ids.tolist(), tokens_of(records.batch).tolist()
-        for local in fresh:
-            stored = self.rows.get(ids[local])
-            if stored is None:
-                stored = self.rows[ids[local]] = StoredRow()
-            if turn is not None or not names.isdisjoint(self._saved_columns(stored)):  # others do not finish a turn
-                self._forget_turn(stored)
-            stored.tokens = max(stored.tokens, tokens[local])
-            if versions:
-                stored.version = versions[local]
-            if turn is None:
-                stored.columns = stored.columns | names if stored.columns else names
-            else:
-                stored.turn, stored.saved = turn, records.base + local
-
-    def read(self, ids: Ids, names: Sequence[str]) -> tuple[Schema, list[Any]]:
-        """Return the schema and the buffers of rows `ids`, in that order; a `ColumnError` names what is missing."""
-        columns = []
+    def read(self, ids: Ids, names: Sequence[str]) -> tuple[Columns, list[numpy.ndarray]]:
+        """Return where columns of rows lie in the heap, and the parts of it that must be held as long as they are read.
+        Raises `ColumnError`, which names what is missing."""
+        slots, columns, batches = self.rows.find(ids), {}, list[Ids]()
         for name in names:
-            by_row = self.positions.get(name, {})
-            try:
-                positions = numpy.fromiter(map(by_row.__getitem__, ids.tolist()), numpy.int64, len(ids))
-            except KeyError:
-                raise ColumnError(self._absent(ids, name)) from None
-            columns.append((name, spans_of(positions, self.bases, self.batches)))
-        return pack(ids, columns)
+            table = self.columns.get(name, ColumnTable())
+            batches.append(table.batches_of(slots))
+            if len(missing := ids[batches[-1] < 0]):
+                raise ColumnError(self._absent(missing, name))
+            columns[name] = table.get(name, slots)
+        return columns, self._memories(batches)
 
-    def saved(self, ids: Ids) -> tuple[Ids, Ids, Schema, list[Any]]:
-        """Return those of `ids` that have a saved turn, the turns, and the rows' schema and buffers."""
-        found = [row for row in ids.tolist() if row in self.rows and self.rows[row].saved >= 0]
-        ids = numpy.array(found, numpy.int64)
-        turns = numpy.array([self.rows[row].turn for row in found], numpy.int64)
-        positions = numpy.array([self.rows[row].saved for row in found], numpy.int64)
-        spans = spans_of(positions, self.bases, self.batches)
-        names = list(spans[0][0].batch.columns) if spans else []
-        return ids, turns, *pack(ids, [(name, spans) for name in names])
+    def saved(self, ids: Ids) -> tuple[Ids, Ids, Columns, list[numpy.ndarray]]:
+        """Return those of `ids` that have a saved turn, the turns, and where the rows lie as `read` does."""
+        slots = self.rows.here(ids)
+        slots = slots[self.rows["turns"][slots] >= 0]
+        ids, columns, batches = self.rows["ids"][slots], {}, list[Ids]()
+        for name, table in self.saved_columns.items():
+            found = table.batches_of(slots)
+            if len(found) and found[0] >= 0:
+                if (found < 0).any():
+                    raise ColumnError(f"not all saved turns of rows {ids[:SHOWN].tolist()} have a "
+                                      f"column `{name}`. Their producers differ")
+                batches.append(found)
+                columns[name] = table.get(name, slots)
+        return ids, self.rows["turns"][slots], columns, self._memories(batches)
 
-    def retire(self, consumer: str, ids: Iterable[int], all_consumers: frozenset[str]) -> None:
+    def retire(self, consumer: str, ids: Ids, all_consumers: frozenset[str]) -> None:
         """Mark rows as committed by a consumer: no process goes on with their saved turns. They leave once all have
         committed them."""
-        left = []
-        for row in ids:
-            stored = self.rows.get(row)
-            if stored is None:
-                continue
-            stored.consumed |= {consumer}
-            self._forget_turn(stored)
-            if stored.consumed >= all_consumers:
-                left.append(row)
-        self._remove(list(dict.fromkeys(left)))
+        slots = numpy.unique(self.rows.here(ids))
+        self.rows.consumed_by(consumer)[slots] = True
+        self._forget_turns(slots)
+        marks = [self.rows.consumed_by(each)[slots] for each in all_consumers]
+        self._remove(slots[numpy.logical_and.reduce(marks)])
         self._compact()
 
-    def table(self, ids: Iterable[int]) -> Ids:
+    def mark_written(self, consumer: str, names: Sequence[str]) -> None:
+        """Mark rows that have all these columns as committed by the consumer that writes them."""
+        slots = self.rows.all()
+        has = [self.columns.get(name, ColumnTable()).has(slots) for name in names]
+        self.rows.consumed_by(consumer)[slots[numpy.logical_and.reduce(has)]] = True
+
+    def consumed(self, consumer: str) -> Ids:
+        """Return the ids of rows that a consumer has committed."""
+        slots = self.rows.all()
+        return self.rows["ids"][slots[self.rows.consumed_by(consumer)[slots] > 0]]
+
+    def forms(self, ids: Ids) -> Iterator[tuple[list[str], Ids]]:
+        """Yield (columns, ids) of rows for each set of columns that some of them have."""
+        slots, names = self.rows.here(ids), sorted(self.columns)
+        kind = numpy.zeros(len(slots), numpy.int64)
+        for name in names:  # rows of one set have one number
+            _, kind = numpy.unique(2 * kind + self.columns[name].has(slots), return_inverse=True)
+        for number in range(int(kind.max(initial=-1)) + 1):
+            alike = slots[kind == number]
+            yield [name for name in names if self.columns[name].has(alike[:1])[0]], self.rows["ids"][alike]
+
+    def table(self, ids: Ids) -> Ids:
         """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
-        known = [row for row in ids if row in self.rows]
-        rows = [self.rows[row] for row in known]
-        return numpy.array([known, [row.tokens for row in rows], [row.version for row in rows],
-                            [row.turn for row in rows]], numpy.int64)
+        slots = self.rows.here(ids)
+        return numpy.stack([self.rows[name][slots] for name in ("ids", "tokens", "versions", "turns")])
 
     def copies(self) -> list[Iterator[Message]]:
-        """Return puts of all rows. They may be packed later: batches never change."""
+        """Return puts of all rows. They may be packed later: what they are packed from does not change."""
         found = []
-        for records in self.batches:
-            turns: dict[int | None, list[int]] = {}
-            for local, (row, names) in self.live_rows(records).items():
-                turns.setdefault(None if names else self.rows[row].turn, []).append(local)
-            versions = [self.rows[row].version if row in self.rows else 0 for row in records.batch.ids.tolist()]
-            found.append(pack_live(records, turns, numpy.array(versions, numpy.int64)))
+        for number, batch in self.batches.items():
+            slots, columns = self._live(number, batch)
+            ids, versions = self.rows["ids"][slots], self.rows["versions"][slots]
+            found.append(_put_of(ids, columns, versions, batch, self.heap.memory))
         return found
 
-    def _wants(self, row: int, names: frozenset[str], turn: int | None) -> bool:
-        stored = self.rows.get(row)
-        if stored is None:
-            return True
-        there = stored.columns & names
+    def _wanted(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
+        """Return which rows are not here yet in this form, [rows] bool."""
+        if (slots < 0).all():
+            return numpy.ones(len(ids), bool)
+        has = [self.columns.get(name, ColumnTable()).has(slots) for name in columns]
+        some, every, known = numpy.logical_or.reduce(has), numpy.logical_and.reduce(has), slots >= 0
         if turn is not None:
-            return not there and turn > stored.turn and not stored.consumed
-        if there and there != names:
-            raise DockError(f"row {row} has {listing(sorted(there), 'already')} but not {', '.join(names - there)}: "
-                            "columns that are made together must be put together, or those of two attempts would mix")
-        return not there
+            wanted = ~some
+            wanted[known] &= turn > self.rows["turns"][slots[known]]
+            for consumer in self.rows.consumers:
+                wanted[known] &= self.rows.consumed_by(consumer)[slots[known]] == 0
+            return wanted
+        if len(torn := numpy.flatnonzero(some & ~every)):
+            row = int(ids[torn[0]])
+            there = [name for name, table in self.columns.items() if table.has(slots[torn[:1]])[0]]
+            lacks = sorted(columns.keys() - there)
+            there = sorted(columns.keys() & there)
+            raise DockError(f"row {row} has {listing(there, 'already')} but not {', '.join(lacks)}: columns that are "
+                            "made together must be put together, or those of two attempts would mix")
+        return ~some
 
-    def _check(self, ids: Ids, names: frozenset[str], turn: int | None) -> None:
-        if not names:
+    def _check(self, ids: Ids, columns: Columns, turn: int | None) -> None:
+        if not columns:
             raise DockError("a batch without columns has nothing to store; put rows together with a column of theirs")
         groups = ids // self.group_size
         if len(away := ids[groups % self.count != self.number]):
             raise DockError(f"row {away[0]} does not live in shard {self.number} of {self.count}; "
                             "this process has another layout than the dock")
-        if len(numpy.unique(ids)) < len(ids):
+        if (ids[1:] <= ids[:-1]).any() and len(numpy.unique(ids)) < len(ids):
             raise DockError("a batch has a row twice; row ids must be unique in the run")
         if self.group_size == 1 or turn is not None:
             return
@@ -357,78 +325,97 @@ class StorageShard:
         ranges of them are few."""
         return row // (self.group_size * self.count) * self.group_size + row % self.group_size
 
-    def _append(self, batch: Batch, live: int) -> RecordBatch:
-        records = RecordBatch(batch, self.next_base)
-        records.nbytes = batch.ids.nbytes + sum(records.column(name).nbytes for name in batch.columns)
-        records.live = live
-        self.next_base += len(batch) + 1
-        self.batches.append(records)
-        self.bases.append(records.base)
-        self.nbytes += records.nbytes
-        return records
+    def _append(self, memory: numpy.ndarray, slots: Ids, columns: Columns, turn: int | None) -> None:
+        batch = StoredBatch(memory, slots, tuple(columns), turn, len(slots) * len(columns), len(memory))
+        self.batches[self.next_batch] = batch
+        tables = self.columns if turn is None else self.saved_columns
+        for name, extents in columns.items():
+            tables.setdefault(name, ColumnTable()).put(slots, self.next_batch, extents)
+        self.next_batch += 1
+        self.nbytes += batch.nbytes
 
-    def _remove(self, ids: list[int]) -> None:
-        for row in ids:
-            for position in {self.positions[name].pop(row) for name in self.rows.pop(row).columns}:
-                self._release(position)
-        self.gone.update(self._local(numpy.array(ids, numpy.int64)))
+    def _remove(self, slots: Ids) -> None:
+        for table in self.columns.values():
+            self._release(table.remove(slots))
+        self.gone.update(self._local(self.rows["ids"][slots]))
+        self.rows.remove(slots)
 
-    def _forget_turn(self, stored: StoredRow) -> None:
-        if stored.saved >= 0:
-            self._release(stored.saved)
-            stored.turn = stored.saved = -1
+    def _resumed(self, slots: Ids, columns: Columns) -> Ids:
+        """Return those rows whose saved turn is finished by these columns; others do not finish it."""
+        ended = [self.saved_columns[name].has(slots) for name in columns if name in self.saved_columns]
+        return slots[numpy.logical_or.reduce(ended)] if ended else slots[:0]
 
-    def _saved_columns(self, stored: StoredRow) -> Iterable[str]:
-        return self._batch_at(stored.saved).batch.columns if stored.saved >= 0 else ()
+    def _forget_turns(self, slots: Ids) -> None:
+        slots = slots[self.rows["turns"][slots] >= 0]
+        if len(slots):
+            for table in self.saved_columns.values():
+                self._release(table.remove(slots))
+            self.rows["turns"][slots] = -1
 
-    def _batch_at(self, position: int) -> RecordBatch:
-        return self.batches[bisect_right(self.bases, position) - 1]
-
-    def _release(self, position: int) -> None:
-        records = self._batch_at(position)
-        records.live -= 1
-        self.thinned[records.base] = records
+    def _release(self, batches: Ids) -> None:
+        """Note cells that are gone, by the numbers of their batches."""
+        for number, cells in zip(*(each.tolist() for each in numpy.unique(batches, return_counts=True))):
+            self.batches[number].live -= cells
+            self.thinned.add(number)
 
     def _compact(self) -> None:
         """Drop empty batches, and copy the live rows of large ones that are half empty."""
-        for base, records in self.thinned.items():
-            if records.live and (records.nbytes < _COMPACT_FROM or 2 * records.live > len(records.batch)):
+        for number in self.thinned:
+            batch = self.batches[number]
+            if batch.live and (batch.nbytes < _COMPACT_FROM or 2 * batch.live > batch.cells):
                 continue
-            live = self.live_rows(records) if records.live else {}
-            at = bisect_right(self.bases, base) - 1
-            self.batches.pop(at)
-            self.bases.pop(at)
-            self.nbytes -= records.nbytes
-            if live:
-                self._copy(records, live)
-        self.thinned = {}
+            if batch.live:
+                self._copy(number, batch)
+            self.nbytes -= batch.nbytes
+            del self.batches[number]
+        self.thinned = set()
 
-    def _copy(self, records: RecordBatch, live: LiveRows) -> None:
-        smaller = self._append(records.batch.select(torch.tensor(list(live))), len(live))
-        for new, (row, names) in enumerate(live.values()):
-            if not names:
-                self.rows[row].saved = smaller.base + new
-            for name in names:
-                self.positions[name][row] = smaller.base + new
+    def _copy(self, number: int, batch: StoredBatch) -> None:
+        """Copy the live rows of a batch into one of their own; what was read before stays where it was."""
+        slots, columns = self._live(number, batch)
+        memory = self.heap.take(sum(extents.nbytes + 8 * len(extents.begin) for extents in columns.values()))
+        at, offset, moved = 0, self.heap.offset_of(memory), {}
+        for name, (form, begin, count) in columns.items():
+            begins = numpy.empty_like(begin)
+            for buffer, width in enumerate(form.widths):
+                sizes = count[buffer] * width
+                begins[buffer] = at + sizes.cumsum() - sizes
+                copy_bytes(self.heap.memory, memory, begin[buffer], begins[buffer], sizes)
+                at += int(sizes.sum())
+                at += -at % 8
+            moved[name] = Extents(form, begins + offset, count)
+        tables = self.columns if batch.turn is None else self.saved_columns
+        for name in batch.names:
+            tables[name].remove(slots)
+        self._append(memory, slots, moved, batch.turn)
 
-    def live_rows(self, records: RecordBatch) -> LiveRows:
-        result = {}
-        for local, row in enumerate(records.batch.ids.tolist()):
-            position = records.base + local
-            names = [name for name in records.batch.columns if self.positions.get(name, {}).get(row) == position]
-            if names or (row in self.rows and self.rows[row].saved == position):
-                result[local] = (row, names)
-        return result
+    def _live(self, number: int, batch: StoredBatch) -> tuple[Ids, Columns]:
+        """Return the slots of a batch's rows that are still read, and where they lie."""
+        tables = self.columns if batch.turn is None else self.saved_columns
+        slots = batch.slots[tables[batch.names[0]].batches_of(batch.slots) == number]
+        return slots, {name: tables[name].get(name, slots) for name in batch.names}
 
-    def _absent(self, ids: Ids, name: str) -> str:
-        by_row = self.positions.get(name, {})
-        missing = [row for row in ids.tolist() if row not in by_row]
-        gone = [row for row in missing if self._local(row) in self.gone]
-        unknown = [row for row in missing if row not in self.rows]
+    def _memories(self, batches: Sequence[Ids]) -> list[numpy.ndarray]:
+        numbers: set[int] = set()
+        for found in batches:
+            numbers.update(found[:1].tolist() if (found == found[:1]).all() else numpy.unique(found).tolist())
+        return [self.batches[number].memory for number in numbers]
+
+    def _absent(self, missing: Ids, name: str) -> str:
+        gone = missing[self.gone.among(self._local(missing))].tolist()
+        unknown = missing[self.rows.find(missing) < 0].tolist()
         if gone:
             return f"rows {gone[:SHOWN]} were committed by all consumers and have left shard {self.number}"
         if unknown:
             return f"shard {self.number} has never seen rows {unknown[:SHOWN]}"
-        there = self.rows[missing[0]].columns
-        return (f"rows {missing[:SHOWN]} in shard {self.number} have no column `{name}` yet. "
-                f"{listing(sorted(there), 'They have')}")
+        slot = self.rows.find(missing[:1])
+        there = sorted(each for each, table in self.columns.items() if table.has(slot)[0])
+        return (f"rows {missing[:SHOWN].tolist()} in shard {self.number} have no column `{name}` yet. "
+                f"{listing(there, 'They have')}")
+
+
+def _put_of(ids: Ids, columns: Columns, versions: Ids, batch: StoredBatch, memory: numpy.ndarray) -> Iterator[Message]:
+    """Yield the put of a batch's rows. `batch` is kept until then, and its memory with it."""
+    schema, parts = pack(ids, columns, memory)
+    yield {"op": "put", "ids": ids.tobytes(), "columns": schema, "turn": batch.turn,
+           "versions": versions.tobytes()}, parts

@@ -16,15 +16,15 @@ Report = dict[str, Any]
 def shortage(state: ShardState, index: ConsumerIndex, request: dict[str, Any], now: float) -> tuple[str, Report]:
     """Return the message and the report of a lease request that timed out, as far as the index knows."""
     missing: dict[tuple[str, ...], list[int]] = {}
-    for row in index.rows.values():
-        columns = tuple(sorted(index.reads - row.columns))
-        if columns and not row.held:
-            missing.setdefault(columns, []).append(row.id)
+    slots = index.rows.all()
+    for slot in slots[(index.rows["held"][slots] == 0) & ~index.rows.complete(slots)].tolist():
+        columns = tuple(sorted(index.rows.reads - index.rows.columns_of(slot)))
+        missing.setdefault(columns, []).append(int(index.rows["ids"][slot]))
     report = {
         "consumer": index.consumer.name, "waited": request["wait"], "wanted": request["least"],
         "ready": len(index.ready), "known": len(index.rows), "committed": len(index.done),
         "missing": [[list(columns), ids[:SHOWN], len(ids)] for columns, ids in missing.items()],
-        "leased": [[len(granted.rows), _holder(state, granted, now)] for granted in index.leases.values()],
+        "leased": [[len(granted.ids), _holder(state, granted, now)] for granted in index.leases.values()],
         "unreachable": _unreachable(state)}
     return f"`{index.consumer.name}` waited {request['wait']:g} s for rows", report
 
@@ -33,17 +33,17 @@ def describe_rows(state: ShardState, index: ConsumerIndex, ids: Iterable[int], n
     """Return the state of rows at the consumer that writes their missing columns, a line for all rows of one state."""
     found: dict[str, list[int]] = {}
     for number in ids:
-        row = index.rows.get(number)
+        slot, rows = index.rows.slots.get(number), index.rows
         if number in index.done:
             description = "were committed without it"
-        elif row is None:
+        elif slot is None:
             description = "have not arrived in any shard that its index hears from"
-        elif row.held:
-            description = f"are leased by {_holder(state, index.leases[row.lease], now)}"
-        elif number in index.ready:
+        elif rows["held"][slot]:
+            description = f"are leased by {_holder(state, index.leases[int(rows['lease'][slot])], now)}"
+        elif rows["ready"][slot]:
             description = f"are ready, {_why_not_leased(state, index)}"
         else:
-            description = f"lack {', '.join(sorted(index.reads - row.columns))} themselves"
+            description = f"lack {', '.join(sorted(rows.reads - rows.columns_of(slot)))} themselves"
         found.setdefault(description, []).append(number)
     return [f"rows {numbers} {description}" for description, numbers in found.items()]
 

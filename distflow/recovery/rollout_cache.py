@@ -9,7 +9,7 @@ that: in the other modes the dock has these rows.
     8     n, the length of the header
     8     the length of the header and what follows
     16    xxh3 of both
-    n     msgpack: step, key, report, rows, columns as in `distflow.dock.storage`
+    n     msgpack: step, key, report, rows, columns as in `distflow.dock.extents`
     …     the rows as a `RecordBatch` is sent
 """
 
@@ -19,11 +19,11 @@ import mmap
 from typing import Any
 
 import msgpack
-import torch
+import numpy
 import xxhash
 
 from distflow.data.batch import Batch
-from distflow.dock.storage import RecordBatch, pack, unpack
+from distflow.dock.record_batch import RecordBatch, unpack
 from distflow.recovery.snapshots import Slot
 
 _WORD, _CHECKSUM_SIZE, _ENTRY_HEAD = 8, 16, 32
@@ -45,8 +45,7 @@ class RolloutCache:
 
     def add(self, step: int, key: str, rows: Batch, report: bytes) -> None:
         """Store sampled rows and their metrics under a key."""
-        parts = [RecordBatch(rows).all_rows()]
-        heads, buffers = pack(rows.ids.numpy(), [(name, parts) for name in rows.columns])
+        heads, buffers = RecordBatch(rows).pack()
         header = msgpack.packb({"step": step, "key": key, "rows": len(rows), "columns": heads, "report": report}) or b""
         size = len(header) + sum(map(len, buffers))
         memory = self.slot.reserve(_WORD)
@@ -69,7 +68,7 @@ class RolloutCache:
         while offset < end and (entry := _read_entry(memory, offset, end)) is not None:
             header, body, offset = entry
             if header["step"] == step:
-                data = torch.frombuffer(body, dtype=torch.uint8) if body else torch.empty(0, dtype=torch.uint8)
+                data = numpy.frombuffer(body, numpy.uint8)
                 found[header["key"]] = unpack(header["rows"], header["columns"], data), header["report"]
         return found
 

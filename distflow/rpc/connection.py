@@ -11,13 +11,13 @@ import contextlib
 import hmac
 import math
 import secrets
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-from torch import Tensor
+import numpy
 
 from distflow.rpc.errors import Refused, RpcError, Unreachable
 from distflow.rpc.messages import (
@@ -31,7 +31,7 @@ from distflow.rpc.messages import (
     read_lengths,
     write_parts,
 )
-from distflow.rpc.shared_payloads import MappedSegments, Segments
+from distflow.rpc.shared_payloads import MappedHeap, ServedHeap
 
 _NONCE, _PROOF = 32, 32
 _SEGMENTS = 1024  # buffers in one sendmsg, at most (IOV_MAX of Linux)
@@ -55,7 +55,7 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str):
         self.sock, self.peer = sock, peer
         self.sent = self.received = 0  # bytes
-        self.memory: Segments | MappedSegments | None = None  # for payloads, if both ends are on one machine
+        self.memory: MappedHeap | ServedHeap | None = None
         self.in_shared_memory = 0  # bytes of the next payload that are there
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
         self.patience, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
@@ -64,8 +64,8 @@ class Connection:
         """Send a message. Parts that are small on average are joined first; else only scattered ones are copied."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
-        if self.memory is not None:
-            header, parts = self.memory.write(header, parts, total)
+        if isinstance(self.memory, MappedHeap):
+            header, parts = self.memory.write(self.ask, header, parts, total)
             size = total if parts else 0
         if len(parts) > 8 and size < _SMALL * len(parts):
             buffers = [_joined(parts)]
@@ -88,8 +88,8 @@ class Connection:
             header = read_header(self._exactly(length))
         except ValueError as error:
             raise Refused(f"{self.peer} sent {error}") from None
-        if self.memory is not None:
-            self.in_shared_memory = self.memory.locate(header, payload)
+        if isinstance(self.memory, ServedHeap):
+            self.in_shared_memory = self.memory.locate(header)
         return header, payload + self.in_shared_memory
 
     def ask(self, header: Header, buffers: Iterable[Part] = ()) -> Header:
@@ -97,14 +97,15 @@ class Connection:
         self.send(header, buffers)
         return self.receive(most=0)[0]
 
-    def payload(self, size: int) -> Tensor:
-        """Take a payload; returns [size] uint8."""
-        if self.in_shared_memory and self.memory is not None:
+    def payload(self, size: int) -> numpy.ndarray:
+        """Take a payload; returns [size] uint8, in the heap if this end has one."""
+        heap = self.memory if isinstance(self.memory, ServedHeap) else None
+        if self.in_shared_memory and heap is not None:
             self.received += size
             self.in_shared_memory = 0
-            return self.memory.payload(size)
-        result = torch.empty(size, dtype=torch.uint8)
-        self.take(result.numpy().data)
+            return heap.payload()
+        result = numpy.empty(size, numpy.uint8) if heap is None else heap.heap.take(size)
+        self.take(result.data)
         return result
 
     def take(self, buffer: memoryview, moved: Callable[[int], None] | None = None) -> None:
@@ -126,6 +127,12 @@ class Connection:
         seconds; an `OSError` that it raises ends the wait."""
         self.patience, self.on_silence = patience, on_silence
         self.sock.settimeout(min(patience, look))
+
+    def is_open(self) -> bool:
+        """Return whether the other side has not ended the connection. No message of it may be on its way."""
+        ended = select.poll()
+        ended.register(self.sock, select.POLLIN)
+        return not ended.poll(0)
 
     def hang_up(self) -> None:
         """End the connection from another thread; its own closes it."""

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy
 
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
-from distflow.rpc.errors import Unreachable
-from distflow.rpc.shared_payloads import Segments
+from distflow.rpc.errors import Refused, Unreachable
+from distflow.rpc.shared_payloads import LEAST, MappedHeap
 
 _CONNECT = 5.0  # seconds within which a process must take a connection
 _PAUSE = 0.05  # seconds between attempts to reach a process that may be starting again
 Header = dict[str, Any]
 Request = tuple[Address, Header, Sequence[Any]]
-Reply = tuple[Header, Tensor]
+Reply = tuple[Header, numpy.ndarray]
 
 
 class RetryPolicy:
@@ -76,6 +75,7 @@ class ConnectionPool:
         before it replies; else what `error_from` makes of the first reply that reports an error.
         """
         requests = list(requests)
+        self._ask_for_room(requests)
         replies: dict[int, Reply] = {}
         retry = RetryPolicy(self.patience)
         while len(replies) < len(requests):
@@ -106,16 +106,48 @@ class ConnectionPool:
             with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
                 self._connection(address)
 
-    def allocator(self, address: Address) -> Callable[..., Tensor]:
-        """Return what gives memory, as `torch.empty`, out of that for a process' replies: it was used before."""
-        connection = self.connections.get(address)
-        memory = connection.memory if connection is not None else None
-        return memory.allocate if isinstance(memory, Segments) else torch.empty
+    def memory_of(self, address: Address) -> numpy.ndarray | None:
+        """Return the memory in which a process that has replied holds rows, [bytes] uint8; None if it is elsewhere."""
+        memory = self.connections[address].memory
+        return memory.memory if isinstance(memory, MappedHeap) else None
+
+    def release(self, addresses: Iterable[Address]) -> bool:
+        """Tell processes that what they hold has been read. Return whether they have held it until now: else one has
+        ended its connection, and others' rows may have been read."""
+        held = True
+        for address in addresses:
+            try:
+                if not self.connections[address].is_open():
+                    raise ConnectionEnded
+                self.connections[address].send({"op": "release"})
+            except (OSError, ConnectionEnded):
+                self._drop(address)
+                held = False
+        return held
 
     def close(self) -> None:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+
+    def _ask_for_room(self, requests: Sequence[Request]) -> None:
+        """Ask several processes for room for large requests at once; one that gives none is asked with its request."""
+        asked = list[tuple[Address, Connection, MappedHeap, int]]()
+        try:
+            for address, _, buffers in requests:
+                connection, size = self.connections.get(address), sum(map(len, buffers))
+                if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
+                    asked.append((address, connection, connection.memory, size))
+                    connection.send({"op": "reserve", "size": size})
+            while asked:
+                _, connection, memory, size = asked[0]
+                memory.take_room(connection.receive(most=0)[0], size)
+                asked.pop(0)
+        except (OSError, ConnectionEnded, Refused):
+            pass  # the request itself connects again, and says what is wrong
+        finally:
+            for address, *_ in asked:
+                self._drop(address)
 
     def _sent(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
         """Send; return False if the connection broke and there is time for another attempt."""
@@ -159,10 +191,8 @@ class ConnectionPool:
         if address not in self.connections:
             at = self.located[address] = self.locate(address)
             connection = connect(at, self.token, min(self.patience, _CONNECT), self.look, partial(self._check, address))
-            memory = Segments(self.token)
-            hello = {"op": "hello", "who": self.who, "session": self.session, "memory": memory.offer()}
-            answer = connection.ask(hello)
-            connection.memory = memory if answer["memory"] else None
+            answer = connection.ask({"op": "hello", "who": self.who, "session": self.session})
+            connection.memory = MappedHeap.of_server(answer["memory"], self.token)
             self.connections[address] = connection
             if at != self.served.setdefault(address, at):
                 self.served[address] = at

@@ -1,120 +1,99 @@
 """Payloads through shared memory, for a connection whose two ends are on one machine.
 
-The memory is the client's. A request's header says in which buffer its payload is, and offers one for the reply, as
-large as recent replies; the client uses the reply in place. Headers go over the socket, and so do payloads that are
-small or do not fit.
+The memory is the server's heap. A client asks for room, writes a request's payload there once, and the server keeps it
+where it is. What a server has stored, clients read in place: the server holds it until the client says that it has read
+it, or asks for anything else, or its connection ends. Headers go over the socket, and so do small payloads.
 
-Buffers belong to one connection: a server that was stopped may still write into them. That both ends share a machine
-is proved by opening the memory that the client offers: only a process with the run's token can have made it.
+That both ends share a machine is proved by opening the heap, under a name that only a process with the run's token can
+have given it. No process writes anywhere but where it was given room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
-import torch
-from torch import Tensor
 
 from distflow.rpc.errors import Refused
-from distflow.rpc.messages import write_parts
-from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, machine_name, memory_name
+from distflow.rpc.messages import MACHINE_MEMORY, write_parts
+from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, machine_name, memory_name
 
 LEAST = 256 << 10
 """Bytes from which on shared memory costs less than the socket: as much at 200 kB, a third less at 3 MB."""
-_SLACK, _SMALLEST, _SPARE = 1.25, 1 << 20, 4
 Header = dict[str, Any]
 Parts = Sequence[Any]
 
 
-class Segments:
-    """Client's end: the owner of the memory."""
+class MappedHeap:
+    """Client's end: the server's heap, mapped here."""
 
-    def __init__(self, token: bytes) -> None:
-        self.pool = SharedMemoryPool(_name(token), _SMALLEST, _SPARE, _SLACK)
-        self.largest = 0
-        self.sent = self.offered = numpy.empty(0, numpy.uint8)
-
-    def offer(self) -> Header | None:
-        machine = machine_name()
-        return {"machine": machine, "address": self.pool.add(_SMALLEST)} if machine else None
-
-    def write(self, header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
-        """Write a request's payload into memory if it is large; return the header and the parts for the socket."""
-        if size >= LEAST:
-            self.sent = self.pool.take(size)
-            write_parts(self.sent.data, parts)
-            header, parts = header | {"payload_at": self.pool.address_of(self.sent), "payload_size": size}, []
-        if self.largest >= LEAST:
-            self.offered = self.pool.take(int(self.largest * _SLACK), whole=True)
-            header = header | {"reply_at": self.pool.address_of(self.offered)}
-        return header, parts
-
-    def locate(self, header: Header, on_wire: int) -> int:
-        """Return the bytes of a reply's payload that are in memory; the server has read the request's."""
-        size = header.pop("payload_size", 0)
-        if size + on_wire >= LEAST:
-            self.largest = max(size + on_wire, self.largest * 3 // 4)
-        if not 0 <= size <= len(self.offered):
-            raise Refused(f"a reply of {size} bytes does not fit into the {len(self.offered)} that were offered for it")
-        self.sent = numpy.empty(0, numpy.uint8)
-        self.offered = self.offered[:size] if size else numpy.empty(0, numpy.uint8)
-        return size
-
-    def payload(self, size: int) -> Tensor:
-        """Return the payload in place, [size] uint8; the buffer is used again when the last view of it is gone."""
-        found, self.offered = torch.from_numpy(self.offered), numpy.empty(0, numpy.uint8)
-        return found
-
-    def allocate(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return [size] uint8 for rows out of several replies: fresh memory costs many times what a copy does."""
-        return torch.from_numpy(self.pool.take(size)) if size >= LEAST else torch.empty(size, dtype=dtype)
-
-
-class MappedSegments:
-    """Server's end: the memory of a client that it has mapped."""
-
-    def __init__(self, token: bytes) -> None:
-        self.mapped = MappedMemory(_name(token), writable=True)
-        self.payload_bytes = numpy.empty(0, numpy.uint8)
-        self.reply_at: MemoryAddress | None = None
+    def __init__(self, memory: numpy.ndarray):
+        self.whole, self.room = memory, (0, 0)  # where the server has given room, and how much
+        self.memory = memory.view()
+        self.memory.flags.writeable = False
 
     @classmethod
-    def of_client(cls, offer: Header | None, token: bytes) -> MappedSegments | None:
-        """Map the memory that a client offers; None if it is on another machine, or cannot be opened."""
+    def of_server(cls, offer: Header | None, token: bytes) -> MappedHeap | None:
+        """Map the heap that a server offers; None if it is on another machine, or cannot be opened."""
         if offer is None or offer["machine"] != machine_name():
             return None
-        found = cls(token)
         try:
-            found.mapped.open(MemoryAddress.of(offer["address"]))
+            return cls(MappedMemory(heap_name(token), writable=True).open(MemoryAddress.of(offer["address"])))
         except OSError:
             return None
+
+    def write(self, ask: Callable[[Header], Header], header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
+        """Write a request's payload into the heap if it is large, and the server, which `ask` asks, has room; return
+        the header, and the parts for the socket."""
+        if size >= LEAST and self.room[1] != size:
+            self.take_room(ask({"op": "reserve", "size": size}), size)
+        (at, given), self.room = self.room, (0, 0)  # a request that does not use it has given it up
+        if size < LEAST:
+            return header | {"in_place": True}, parts
+        if given != size:
+            return header, parts
+        write_parts(self.whole[at : at + size].data, parts)
+        return header | {"reserved": True}, []
+
+    def take_room(self, reply: Header, size: int) -> None:
+        """Take the reply to a request for room, which may be an error: then the payload goes over the socket."""
+        at = reply.get("at")
+        if at is not None and not 0 <= at <= len(self.whole) - size:
+            raise Refused(f"a server gave room for {size} bytes at {at}, but its memory has {len(self.whole)}")
+        self.room = (0, 0) if at is None else (at, size)
+
+
+class ServedHeap:
+    """Server's end: its heap, and what it has promised to one connection."""
+
+    def __init__(self, heap: SharedHeap):
+        self.heap = heap
+        self.reserved = heap.memory[:0]
+        self.held: list[numpy.ndarray] = []  # that the client reads in place
+
+    def offer(self) -> Header | None:
+        return {"machine": machine_name(), "address": self.heap.address} if self.heap.address else None
+
+    def reserve(self, size: int) -> int:
+        """Give the client room for its next request's payload; return where that is."""
+        if not LEAST <= size <= MACHINE_MEMORY:
+            raise Refused(f"a payload of {size} bytes, where at most {MACHINE_MEMORY} are expected")
+        self.reserved = self.heap.take(size)
+        return self.heap.offset_of(self.reserved)
+
+    def locate(self, header: Header) -> int:
+        """Return the bytes of a request's payload that are in the heap. The client has read what was held for it."""
+        self.held = []
+        if not header.pop("reserved", False):
+            self.reserved = self.heap.memory[:0]
+        return len(self.reserved)
+
+    def payload(self) -> numpy.ndarray:
+        found, self.reserved = self.reserved, self.heap.memory[:0]
         return found
 
-    def write(self, header: Header, parts: Parts, size: int) -> tuple[Header, Parts]:
-        """Write a reply's payload into the offered buffer if it fits; return header and parts for the socket."""
-        if self.reply_at is None or not LEAST <= size <= self.reply_at.size:
-            return header, parts
-        write_parts(self.mapped.open(self.reply_at).data, parts)
-        return header | {"payload_size": size}, []
 
-    def locate(self, header: Header, on_wire: int) -> int:
-        """Return the bytes of a request's payload that are in memory."""
-        reply_at, at, size = header.pop("reply_at", None), header.pop("payload_at", None), header.pop("payload_size", 0)
-        self.reply_at = MemoryAddress.of(reply_at) if reply_at else None
-        if at is not None:
-            self.payload_bytes = self.mapped.open(MemoryAddress.of(at))[:size]
-        if not 0 <= size <= len(self.payload_bytes):
-            raise Refused(f"a payload of {size} bytes does not fit into the memory that holds it")
-        return size
-
-    def payload(self, size: int) -> Tensor:
-        result = torch.empty(size, dtype=torch.uint8)
-        result.numpy()[:] = self.payload_bytes
-        return result
-
-
-def _name(token: bytes) -> str:
+def heap_name(token: bytes) -> str:
     return memory_name("dock", token)
-

@@ -21,11 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
-
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distflow.store.interface import Store, StoreUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _VALIDATE, _SET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _DELETE, _MULTI_GET, _CANCEL_WAIT, _PING, _LIST = (
     bytes([number]) for number in (0, 1, 2, 4, 5, 6, 8, 10, 12, 13, 17))
@@ -244,6 +245,8 @@ def _text(text: str) -> bytes:
 
 def store_on(host: str, port: int = 0) -> TCPStore:
     """Host a TCPStore at one address of the machine. `port` 0: the system chooses. Raises OSError: it cannot listen."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - clients do without torch
+
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family, backlog=_BACKLOG) as listening:
         port = listening.getsockname()[1]

@@ -155,7 +155,7 @@ class SourceClient:
         """Return a part's manifest, if the source has it and its digest is right."""
         self.connection.send({"op": "manifest", "key": self.key, "part": part})
         header, size = self.connection.receive()
-        found = self.connection.payload(size).numpy().tobytes() if size else b""
+        found = self.connection.payload(size).tobytes() if size else b""
         if "error" in header:
             raise SourceGone(header["error"])
         return found if header["has"] and digest(found) == self.head.shares[part].digest else None
@@ -190,7 +190,7 @@ class SourceClient:
         if "codes" in header:
             if old is None:
                 raise ConnectionError(f"{self.who} sent {size} bytes as a delta that was not asked for")
-            decode(old, header["codes"], self.connection.payload(size).numpy(), into)
+            decode(old, header["codes"], self.connection.payload(size), into)
             moved(len(into), size)
         else:
             self.puller_end.take(self.connection, size, part, span, into, moved)

@@ -49,8 +49,7 @@ def column(name, rows):
 def test_the_plan_expects_what_the_dock_counts(grpo, dock, shards):
     spec, plan, _ = grpo
     volume, fans = through_dock(spec, plan, shards), RowLineage(plan.tasks, plan.source)
-    at = dock(shards, tuple(Consumer(task.node, ("never",), home=number % shards)
-                                for number, task in enumerate(plan.tasks)))
+    at = dock(shards, tuple(Consumer(task.node, ("never",)) for task in plan.tasks))
     ids = {}
     for edge in volume.edges:
         if not edge.reader:

@@ -25,7 +25,16 @@ def index_of(ready=range(4), consumer=UPDATE):
 
 
 def ids(granted):
-    return sorted(row.id for row in granted.rows)
+    return sorted(granted.ids.tolist())
+
+
+
+def ready(made):
+    """Return the ids of the rows that may be leased, or could if their group were whole."""
+    slots = made.rows.all()
+    found = made.rows["ids"][slots[made.rows["ready"][slots] > 0]]
+    assert len(found) == len(made.ready)
+    return sorted(found.tolist())
 
 
 def test_a_row_is_ready_when_it_has_all_columns():
@@ -45,7 +54,7 @@ def test_a_lease_that_is_not_renewed_goes_back():
     assert made.lease(4, 9.9, "b") is None
     assert ids(made.lease(4, 10.0, "b")) == [0, 1, 2, 3]
     with pytest.raises(LeaseLost, match="given to another lease"):
-        made.commit(first.number, None, ids(first), 10.5)
+        made.commit(first.number, None, first.ids, 10.5)
     with pytest.raises(LeaseLost):
         made.renew(first.number, 10.5, "a")
     assert not len(made.done)
@@ -66,7 +75,7 @@ def test_a_late_holder_whose_rows_nobody_took_may_go_on():
     made.renew(first.number, 21.0, "a")
     assert made.lease(4, 22.0, "b") is None
     made.expire(99.0)
-    assert made.commit(first.number, None, ids(first), 99.0)
+    assert made.commit(first.number, None, first.ids, 99.0)
     assert made.lease(4, 99.0, "b") is None
 
 
@@ -75,19 +84,19 @@ def test_one_row_given_to_another_spoils_the_whole_commit():
     first = made.lease(4, 0.0, "a")
     other = made.lease(1, 50.0, "b")
     with pytest.raises(LeaseLost, match=r"Its rows \[0\]"):
-        made.commit(first.number, None, ids(first), 51.0)
-    assert made.commit(other.number, None, ids(other), 51.0)
+        made.commit(first.number, None, first.ids, 51.0)
+    assert made.commit(other.number, None, other.ids, 51.0)
     with pytest.raises(LeaseLost, match="committed by another"):
-        made.commit(first.number, None, ids(first), 52.0)
+        made.commit(first.number, None, first.ids, 52.0)
     assert made.done.ranges == [(0, 1)]
 
 
 def test_a_commit_may_be_repeated():
     made = index_of()
     first = made.lease(2, 0.0, "a", step=7)
-    assert made.commit(first.number, 7, ids(first), 1.0)
-    assert not made.commit(first.number, 7, ids(first), 1.0)
-    assert not made.commit(first.number, 7, ids(first), 999.0)
+    assert made.commit(first.number, 7, first.ids, 1.0)
+    assert not made.commit(first.number, 7, first.ids, 1.0)
+    assert not made.commit(first.number, 7, first.ids, 999.0)
     with pytest.raises(DockError, match="step 7 of `update` is committed already"):
         made.lease(2, 1.0, "a", step=7)
 
@@ -96,13 +105,12 @@ def test_a_step_is_committed_once_whoever_comes():
     made = index_of()
     first = made.lease(2, 0.0, "a", step=0)
     made.dropped("a", 1.0)
-    made.rows[0].columns = frozenset()  # so that the second draw has other rows
-    made.ready.discard(0)
+    made.relearn([(["tokens"], numpy.array([0]))], lambda rows: rows == 0)  # so that the second draw has other rows
     second = made.lease(2, 2.0, "b", step=0)
     assert ids(second) == [1, 2]
-    assert made.commit(second.number, 0, ids(second), 3.0)
+    assert made.commit(second.number, 0, second.ids, 3.0)
     with pytest.raises(LeaseLost, match="step 0 is committed with other rows"):
-        made.commit(first.number, 0, ids(first), 3.0)
+        made.commit(first.number, 0, first.ids, 3.0)
 
 
 def test_the_ranks_of_a_group_share_one_draw():
@@ -117,6 +125,20 @@ def test_the_ranks_of_a_group_share_one_draw():
     assert ids(made.lease(6, 3.0, "other", step=4)) == [6, 7]
     with pytest.raises(DockError, match="leased in 2 shares"):
         made.lease(6, 3.0, "rank 2", step=3, share=2, shares=4)
+
+
+@pytest.mark.parametrize("order", [[4, 1, 3, 0, 2], [3, 2, 1, 0, 4]])
+def test_the_same_groups_are_dealt_alike_in_whatever_order_they_came(order):
+    def dealt(groups):
+        made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), group_size=2, step_rows=10))
+        for group in groups:
+            made.learn(table([2 * group + 1, 2 * group], tokens=3 + group), ["tokens", "rewards"])
+        granted = made.lease(10, 0.0, "a", step=0, shares=2)
+        slots = made.rows.find(granted.ids)
+        assert made.rows["birth"][slots].tolist() == granted.births.tolist()
+        return [share.tolist() for share in granted.shares]
+
+    assert dealt(order) == dealt(range(5))
 
 
 def test_the_same_request_gets_the_same_lease():
@@ -146,11 +168,11 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     update, reward = index_of(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
     reward.learn(table(range(6)), ["tokens"])
     scored = reward.lease(6, 0.0, "a")
-    reward.commit(scored.number, None, ids(scored), 0.0)
-    listed = {1: ["tokens"], 5: ["tokens", "rewards"]}
-    update.relearn(listed, lambda row: row % 2 == 1)
-    assert sorted(update.ready.rows) == [0, 2, 4, 5]
-    reward.relearn(listed, lambda row: row % 2 == 1)
+    reward.commit(scored.number, None, scored.ids, 0.0)
+    listed = [(["tokens"], numpy.array([1])), (["tokens", "rewards"], numpy.array([5]))]
+    update.relearn(listed, lambda rows: rows % 2 == 1)
+    assert ready(update) == [0, 2, 4, 5]
+    reward.relearn(listed, lambda rows: rows % 2 == 1)
     reward.learn(table([1]), ["tokens"])
     reward.learn(table([5]), ["tokens", "rewards"])
     assert ids(reward.lease(6, 1.0, "b")) == [1], "its reward is made again"
@@ -161,7 +183,7 @@ def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     made = index_of(range(2))
     first = made.lease(2, 0.0, "a")
     made.expire(10.0)
-    made.relearn({}, lambda row: True)
+    made.relearn([], lambda rows: rows >= 0)
     made.learn(table(range(2)), ["tokens", "rewards"])
     with pytest.raises(LeaseLost):
         made.renew(first.number, 11.0, "a")
@@ -175,15 +197,15 @@ def test_a_commit_names_the_rows_that_its_lease_holds():
     for step, rows, wrong in ((3, [0, 1, 2], r"commits other rows than it holds: \[2\]"), (3, [0], ".*1"),
                               (4, [0, 1], "is of step 3, not 4"), (None, [0, 1], "is of step 3, not None")):
         with pytest.raises(DockError, match=f"lease {first.number} of `update` {wrong}.* Nothing is committed"):
-            made.commit(first.number, step, rows, 0.1)
+            made.commit(first.number, step, numpy.array(rows), 0.1)
     with pytest.raises(LeaseLost):
-        made.commit(other.number + 1, None, [0, 1], 0.1)  # which nobody was given
+        made.commit(other.number + 1, None, first.ids, 0.1)  # which nobody was given
     made.dropped("b", 0.2)
     with pytest.raises(DockError, match="other rows than it holds"):
-        made.commit(other.number, None, [3], 0.3)
+        made.commit(other.number, None, numpy.array([3]), 0.3)
     assert not len(made.done)
-    assert made.commit(first.number, 3, ids(first), 0.4)
-    assert made.commit(other.number, None, ids(other), 0.4), "it ended, but no other holder was given its rows"
+    assert made.commit(first.number, 3, first.ids, 0.4)
+    assert made.commit(other.number, None, other.ids, 0.4), "it ended, but no other holder was given its rows"
 
 
 def test_a_rollback_ends_the_leases_of_the_attempt_before():
@@ -192,7 +214,7 @@ def test_a_rollback_ends_the_leases_of_the_attempt_before():
     for step in (0, 1):
         made.lease(2, 0.0, "old", step=step)
     done, late = made.by_step[0], made.by_step[1]
-    made.commit(done.number, 0, ids(done), 0.0)
+    made.commit(done.number, 0, done.ids, 0.0)
     assert made.lease(2, 1.0, "new", step=1, share=1, shares=2, attempt=1) is None, "it waits"
     assert not made.has_rows(2, 1, attempt=1)
     assert made.rollback(0, attempt=1) == 2
@@ -206,7 +228,7 @@ def test_a_rollback_ends_the_leases_of_the_attempt_before():
         made.lease(2, 2.0, "old", step=1)
     assert made.has_rows(2, 5, attempt=0), "a request of attempt 0 that waits is woken to be told"
     for step, granted in enumerate(again):
-        assert made.commit(granted.number, step, ids(granted), 3.0)
+        assert made.commit(granted.number, step, granted.ids, 3.0)
 
 
 def test_where_there_is_no_room_only_rows_that_others_wait_for_are_begun():
@@ -218,11 +240,11 @@ def test_where_there_is_no_room_only_rows_that_others_wait_for_are_begun():
     assert made.lease(2, 0.0, "a") is None
     assert made.lacks_room()
     room.note(0, 40, 2)
-    made.commit(first[0].number, None, [0, 1], 1.0)
+    made.commit(first[0].number, None, first[0].ids, 1.0)
     assert made.lease(2, 1.0, "a") is None, "40 bytes are stored, 20 are expected of a row: four more take 120"
     room.note(0, 30, 2)
     assert ids(made.lease(2, 1.0, "a")) == [4, 5]
-    made.commit(first[1].number, None, [2, 3], 2.0)
+    made.commit(first[1].number, None, first[1].ids, 2.0)
     room.note(0, 1000, 4)
     assert made.lease(2, 2.0, "a") is None
     made.required = 1
@@ -279,7 +301,7 @@ class Interleaving(RuleBasedStateMachine):
     def commit(self, data):
         number, step, rows, _ = data.draw(st.sampled_from(self.held))
         try:
-            new = self.made.commit(number, step, rows, self.now)
+            new = self.made.commit(number, step, numpy.array(rows), self.now)
         except LeaseLost:
             return
         if new:
@@ -309,11 +331,11 @@ class Interleaving(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
-        held = {row.id for granted in self.made.leases.values() for row in granted.rows}
+        held = {row for granted in self.made.leases.values() for row in granted.ids.tolist()}
         assert set(self.trained) == {row for row in range(self.next) if row in self.made.done}
-        assert set(self.trained) | held | set(self.made.ready.rows) == set(range(self.next))
-        assert not held & set(self.made.ready.rows)
-        assert not (held | set(self.made.ready.rows)) & set(self.trained)
+        assert set(self.trained) | held | set(ready(self.made)) == set(range(self.next))
+        assert not held & set(ready(self.made))
+        assert not (held | set(ready(self.made))) & set(self.trained)
 
     def teardown(self):
         """In the end, everything can still be had."""

@@ -173,3 +173,18 @@ def test_a_signal_to_all_processes_of_a_run_is_not_for_the_dock(children):
         child.process.signal(number)
     child.stop()
     assert child.process.status == 0
+
+
+def test_it_handles_rows_without_torch(children, token):
+    """Which would take a second to load, and 200 MB."""
+    child = children()
+    with DockClient([child.address], token, "test") as dock:
+        dock.configure((Consumer("update", ("tokens",)),))
+        dock.put(tokens(range(4)), turn=1)
+        dock.put(tokens(range(4)), version=3)
+        lease = dock.lease("update", 4)
+        assert len(dock.fetch(lease)) == 4
+        assert dock.commit(lease)
+        assert "libtorch" not in Path(f"/proc/{child.process.pid}/maps").read_text()
+        dock.put(tokens(range(4, 8)))
+        assert sum(len(dock.lease("update", 4, step=0, share=rank, shares=2)) for rank in range(2)) == 4

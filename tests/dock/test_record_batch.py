@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.dock.storage import RecordBatch, pack, spans_of, tokens_of, unpack
+from distflow.dock.extents import Extents, read_payload
+from distflow.dock.extents import joined as joined_runs
+from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
+from distflow.dock.storage import tokens_of
 from distflow.errors import ColumnError
 from distflow.rpc.messages import write_parts
 
@@ -27,9 +30,9 @@ def random_batch(ids, dtype, seed):
 
 def joined(buffers):
     """Return a payload's parts as they arrive, [bytes] uint8."""
-    wire = bytearray(sum(map(len, buffers)))
-    write_parts(memoryview(wire), buffers)
-    return torch.frombuffer(wire, dtype=torch.uint8)
+    wire = numpy.empty(sum(map(len, buffers)), numpy.uint8)
+    write_parts(wire.data, buffers)
+    return wire
 
 
 def same(ours, theirs):
@@ -46,62 +49,72 @@ def same(ours, theirs):
             assert raw(ours[name]) == raw(column)
 
 
+def sent(batch, rows=None):
+    """Return rows of a batch as their message has them."""
+    schema, parts = RecordBatch(batch).pack(rows)
+    return len(batch) if rows is None else len(rows), schema, joined(parts)
+
+
 @QUIET
 @given(st.data(), st.sampled_from(DTYPES))
 def test_any_rows_of_any_batches(data, dtype):
+    """Rows of several messages in any order, read from where they lie, and those of one sent again."""
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    record_batches, batches, base, first = [], [], 0, 0
-    for seed, size in enumerate(sizes):
-        batches.append(random_batch(list(range(first, first + size)), dtype, seed))
-        record_batches.append(RecordBatch(batches[-1], base))
-        base, first = base + size + 1, first + size
+    batches = [random_batch(list(range(sum(sizes[:at]), sum(sizes[: at + 1]))), dtype, at) for at in range(len(sizes))]
     everything = Batch.concat(batches)
-    chosen = data.draw(st.lists(st.integers(0, first - 1), unique=True))
-    position_of = [records.base + local for records in record_batches for local in range(len(records.batch))]
-    positions = numpy.array([position_of[row] for row in chosen], numpy.int64)
-    spans = spans_of(positions, [records.base for records in record_batches], record_batches)
-    if not chosen:
-        assert spans == []
-        return
-    schema, buffers = pack(numpy.array(chosen), [(name, spans) for name in everything.columns])
-    same(unpack(len(chosen), schema, joined(buffers)), everything.select(torch.tensor(chosen)))
+    chosen = numpy.array(data.draw(st.lists(st.integers(0, len(everything) - 1), unique=True, min_size=1)), numpy.int64)
+    parts = []
+    for batch in batches:
+        there = numpy.flatnonzero(numpy.isin(chosen, batch.ids.numpy()))
+        rows, schema, wire = sent(batch)
+        columns = {name: Extents(each.form, *(part[:, chosen[there] - int(batch.ids[0])] for part in each[1:]))
+                   for name, each in read_payload(rows, schema, wire).items()}
+        parts.append(ReadRows(wire, columns, there))
+    back = gather(torch.from_numpy(chosen), parts, lambda size: numpy.empty(size, numpy.uint8))
+    same(back, everything.select(torch.from_numpy(chosen)))
+    same(unpack(*sent(everything, chosen)), back)
 
 
-def test_consecutive_rows_are_one_span():
-    record_batches = [RecordBatch(random_batch(ids, torch.int64, 0), base)
-                      for ids, base in (([0, 1, 2], 0), ([3, 4], 4))]
-    spans = spans_of(numpy.array([0, 1, 2, 4, 5, 1]), [0, 4], record_batches)
-    assert [(records.base, starts.tolist(), stops.tolist()) for records, starts, stops in spans] == [
-        (0, [0], [3]), (4, [0], [2]), (0, [1], [2])]
-
-
-def test_runs_of_one_batch_are_one_span():
-    records = RecordBatch(random_batch(list(range(6)), torch.int64, 0), 10)
-    (_, starts, stops), = spans_of(numpy.array([10, 12, 13, 15]), [10], [records])
-    assert (starts.tolist(), stops.tolist()) == ([0, 2, 5], [1, 4, 6])
+def test_rows_that_stay_together_are_copied_at_once():
+    runs = joined_runs(numpy.array([0, 8, 40, 48]), numpy.array([8, 16, 24, 32]), numpy.array([8, 8, 8, 8]))
+    assert [each.tolist() for each in runs] == [[0, 40], [8, 24], [16, 16]]
+    assert [len(each) for each in joined_runs(*[numpy.empty(0, numpy.int64)] * 3)] == [0, 0, 0]
 
 
 def test_what_arrives_is_a_view():
     batch = random_batch([0, 1, 2], torch.int64, 0)
-    schema, buffers = pack(batch.ids.numpy(), [(name, [RecordBatch(batch).all_rows()]) for name in batch.columns])
-    wire = joined(buffers)
-    back = unpack(3, schema, wire)
+    rows, schema, wire = sent(batch)
+    back = unpack(rows, schema, wire)
     for part in (back.ids, back["dense"], back["ragged"].values):
-        assert part.untyped_storage().data_ptr() == wire.untyped_storage().data_ptr()
+        assert wire.ctypes.data <= part.data_ptr() < wire.ctypes.data + len(wire)
+
+
+def read_rows(batch, there):
+    rows, schema, wire = sent(batch)
+    return ReadRows(wire, read_payload(rows, schema, wire), numpy.array(there))
 
 
 def test_rows_of_different_form_do_not_mix():
     one, two = Batch(torch.tensor([0]), {"x": torch.zeros(1)}), Batch(torch.tensor([1]), {"x": torch.zeros(1, 2)})
     with pytest.raises(ColumnError, match="column `x` do not fit together"):
-        pack(numpy.array([0, 1]), [("x", [RecordBatch(one).all_rows(), RecordBatch(two, 2).all_rows()])])
+        gather(torch.arange(2), [read_rows(one, [0]), read_rows(two, [1])], lambda size: numpy.empty(size, numpy.uint8))
+
+
+@pytest.mark.parametrize("change", [(0, -8), (0, 1 << 40), (1, -1), (1, 1 << 40)])
+def test_rows_outside_of_the_memory_that_holds_them_are_refused(change):
+    part = read_rows(Batch(torch.arange(2), {"x": torch.arange(2)}), [0, 1])
+    (part.columns["x"].begin, part.columns["x"].count)[change[0]][0, 1] = change[1]
+    with pytest.raises(ColumnError, match="column `x` do not lie within the memory"):
+        gather(torch.arange(2), [part], lambda size: numpy.empty(max(size, 0) % (1 << 20), numpy.uint8))
 
 
 @pytest.mark.parametrize("schema", [
-    [["x", 0, "float32", [], 5]], [["x", 0, "float32", [], -1]], [["x", 0, "float1", [], 4]],
-    [["x", 1, "int64", [], 2]], [["x", 0, "float32", [], 1]],
+    [["x", 0, "float32", [], 4, 5]], [["x", 0, "float32", [], 4, -1]], [["x", 0, "float1", [], 8, 2]],
+    [["x", 1, "int64", [], 8, 2]], [["x", 0, "float32", [], 4, 1]], [["x", 0, "float32", [], -4, 2]],
+    [["x", 0, "float32", [], 8, 2]], [["x", 0, "float32", [-1], 8, 2]],
 ])
 def test_a_header_that_does_not_fit_is_refused(schema):
-    wire = torch.frombuffer(bytearray(numpy.array([0, 1, -3, 5], numpy.int64).tobytes()), dtype=torch.uint8)
+    wire = numpy.array([0, 1, -3, 5], numpy.int64).view(numpy.uint8)
     with pytest.raises(ColumnError):
         unpack(2, schema, wire)
 
@@ -110,17 +123,17 @@ def test_tokens_are_the_longest_ragged_column_that_is_not_text():
     batch = Batch(torch.arange(2), {"text": Ragged(torch.zeros(9, dtype=torch.uint8), torch.tensor([9, 0])),
                                     "tokens": Ragged(torch.arange(5), torch.tensor([2, 3])),
                                     "short": Ragged(torch.arange(3), torch.tensor([3, 0])), "score": torch.zeros(2)})
-    assert tokens_of(batch).tolist() == [3, 3]
+    rows, schema, wire = sent(batch)
+    assert tokens_of(read_payload(rows, schema, wire), rows).tolist() == [3, 3]
 
 
 def test_rows_of_turns_of_tokens():
     """Two rows of two turns, one of one, one of none; any of them can be asked for."""
     turns = Ragged(torch.arange(9), torch.tensor([1, 2, 3, 0, 3]))
     batch = Batch(torch.arange(4), {"turns": Ragged(turns, torch.tensor([2, 2, 0, 1]))})
-    assert tokens_of(batch).tolist() == [3, 3, 0, 3]
-    records = RecordBatch(batch)
-    schema, buffers = pack(numpy.array([3, 0]), [("turns", spans_of(numpy.array([3, 0]), [0], [records]))])
-    back = unpack(2, schema, joined(buffers))["turns"]
+    rows, schema, wire = sent(batch)
+    assert tokens_of(read_payload(rows, schema, wire), rows).tolist() == [3, 3, 0, 3]
+    back = unpack(*sent(batch, numpy.array([3, 0])))["turns"]
     assert back.lengths.tolist() == [1, 2]
     assert back.values.lengths.tolist() == [3, 1, 2]
     assert back.values.values.tolist() == [6, 7, 8, 0, 1, 2]

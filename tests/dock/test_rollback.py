@@ -129,11 +129,11 @@ def test_eviction_elsewhere_is_requested_once_however_often_a_rollout_asks(dock)
     at = dock(1, BOTH)
     state, asked = at.services[0].state, []
     with state.lock:
-        state._post = lambda home, update: asked.append(update["kind"])
+        state.retire = lambda consumer, ids: asked.append(consumer)
         for _ in range(5):
             assert not state.evict(100.0)
-        del state._post
-    assert asked == ["memory_pressure"]
+        del state.retire
+    assert asked == ["rollout", "trainer"]
 
 
 def test_peers_that_reconnect_do_not_drop_retained_rows(dock, token):

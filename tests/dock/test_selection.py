@@ -3,82 +3,92 @@
 import math
 import random
 
+import numpy
 import pytest
 
 from distflow.dock import Consumer, DockError
-from distflow.dock.selection import DockLayout, ReadyRows, Room, RowState, deal
+from distflow.dock.selection import DockLayout, ReadyRows, Room, deal
 
 ADDRESSES = (("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3))
 
 
-def rows(*meta):
-    return [RowState(id, {"tokens"}, **each) for id, each in enumerate(meta)]
-
-
 def ready(ids, **settings):
+    """Rows that come one by one."""
     made = ReadyRows(Consumer("update", ("tokens",), **settings))
     for row in ids:
-        made.add(RowState(row, {"tokens"}))
+        made.add(numpy.array([row]))
     return made
 
 
-def ids(made, step=None):
-    return [[row.id for row in group] for group in made.groups(step)]
+def groups(made, step=None):
+    return [group for each in made.steps(step) for group in made.first(each, made.counts[each]).tolist()]
 
 
 def test_rows_come_in_the_order_in_which_they_became_ready():
     made = ready([4, 2, 9])
-    made.add(RowState(7, {"tokens"}), first=True)
-    assert ids(made) == [[7], [4], [2], [9]]
+    made.add(numpy.array([7, 1]), first=True)
+    made.add(numpy.array([5, 3]))
+    assert groups(made) == [7, 1, 4, 2, 9, 5, 3]
+    made.pop(0, 4)
+    assert made.first(0, 2).tolist() == [9, 5]
+    assert len(made) == made.count(None) == 3
 
 
 def test_whole_groups_only():
     made = ready([5, 0, 2, 4, 1], group_size=2)
-    assert ids(made) == [[5, 4], [0, 1]]
-    assert (made.count(None), len(made), 2 in made) == (4, 5, True)
-    made.discard(5)
-    assert ids(made) == [[0, 1]]
-    made.add(RowState(3, {"tokens"}))
-    made.add(RowState(5, {"tokens"}))
-    assert ids(made) == [[0, 1], [2, 3], [4, 5]]
+    assert groups(made) == [2, 0]
+    assert (made.count(None), len(made)) == (4, 5)
+    made.discard(numpy.array([5]))
+    assert groups(made) == [0]
+    made.add(numpy.array([3]))
+    made.add(numpy.array([5]))
+    assert groups(made) == [0, 1, 2]
+    made.add(numpy.array([13, 10, 12, 9, 8, 11, 15]))
+    assert groups(made) == [0, 1, 2, 6, 4, 5], "in the order of their last rows"
+    assert made.rows_of(numpy.array([2, 0])).tolist() == [4, 5, 0, 1]
 
 
 def test_a_step_has_its_own_rows_and_the_oldest_comes_first():
     made = ready(range(7, -1, -1), group_size=2, step_rows=4)
-    assert ids(made, 1) == [[7, 6], [5, 4]]
-    assert ids(made) == [[3, 2], [1, 0], [7, 6], [5, 4]]
+    assert groups(made, 1) == [3, 2]
+    assert groups(made) == [1, 0, 3, 2]
     assert (made.count(0), made.count(1), made.count(2), made.count(None)) == (4, 4, 0, 8)
+    made = ready([], group_size=2, step_rows=4)
+    made.add(numpy.arange(12))
+    assert [groups(made, step) for step in range(3)] == [[0, 1], [2, 3], [4, 5]], "rows of several steps in one put"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_counts_agree_with_the_groups_whatever_comes_and_goes(seed):
     draw, made, there = random.Random(seed), ready([], group_size=3, step_rows=12), set()
     for _ in range(300):
-        row = draw.randrange(36)
+        some = draw.sample(range(36), draw.randrange(1, 5))
+        new, gone = [row for row in some if row not in there], [row for row in some if row in there]
         if draw.random() < 0.6:
-            made.add(RowState(row, {"tokens"}), first=draw.random() < 0.2)
-            there.add(row)
-        else:
-            made.discard(row)
-            there.discard(row)
+            made.add(numpy.array(new, numpy.int64), first=draw.random() < 0.2)
+            there.update(new)
+        elif draw.random() < 0.8:
+            made.discard(numpy.array(gone, numpy.int64))
+            there.difference_update(gone)
+        elif step := made.steps(None)[:1]:
+            there.difference_update(made.rows_of(made.first(step[0], 2)).tolist())
+            made.pop(step[0], min(2, made.counts[step[0]]))
         whole = {group for group in range(12) if {3 * group, 3 * group + 1, 3 * group + 2} <= there}
         for step in (0, 1, 2):
-            assert {group[0].id // 3 for group in made.groups(step)} == {each for each in whole if each // 4 == step}
+            assert sorted(groups(made, step)) == sorted(each for each in whole if each // 4 == step)
             assert made.count(step) == 3 * sum(group // 4 == step for group in whole)
-        assert set(made.rows) == there
+        assert len(made) == len(there)
 
 
 def test_rows_under_way_count_with_the_mean_of_those_that_have_come():
     room = Room(limit=1000)
-    assert room.fits(2, longest=500)
-    assert not room.fits(3, longest=500), "none has come: each may become as long as that"
+    assert room.rows(longest=500) == 2, "none has come: each may become as long as that"
     room.note(0, 200, 4)
     room.note(1, 0, 0)
-    assert room.fits(16, longest=500)
-    assert not room.fits(17, longest=500)
+    assert room.rows(longest=500) == 16
     room.note(0, 0, 0)
-    assert room.fits(20, longest=500), "they have left, and their mean is still the best estimate"
-    assert Room().fits(10**9, longest=10**9)
+    assert room.rows(longest=500) == 20, "they have left, and their mean is still the best estimate"
+    assert Room().rows(longest=10**9) == math.inf
     assert Room().limit == math.inf
 
 
@@ -90,13 +100,11 @@ def test_the_rows_of_a_group_live_in_one_shard():
 
 
 def test_dealt_by_tokens():
-    groups = [[row] for row in rows({"tokens": 9}, {"tokens": 5}, {"tokens": 4}, {"tokens": 1})]
-    assert [sum(row.tokens for row in share) for share in deal(groups, 2)] == [10, 9]
+    shares = deal(numpy.arange(4), numpy.array([9, 5, 4, 1]), 1, 2)
+    assert [sum([9, 5, 4, 1][row] for row in share.tolist()) for share in shares] == [10, 9]
 
 
-def test_the_same_groups_are_dealt_alike_in_whatever_order_they_came():
-    groups = [[RowState(2 * number + half, {"x"}, tokens=3) for half in (0, 1)] for number in range(5)]
-    first = [sorted(row.id for row in share) for share in deal(groups, 2)]
-    for order in ([4, 1, 3, 0, 2], [3, 2, 1, 0, 4]):
-        came = [list(reversed(groups[number])) for number in order]
-        assert [sorted(row.id for row in share) for share in deal(came, 2)] == first
+def test_groups_are_dealt_whole():
+    shares = deal(numpy.arange(10), numpy.full(10, 3), 2, 2)
+    assert all(row ^ 1 in share for share in shares for row in share.tolist())
+    assert sorted(numpy.concatenate(shares).tolist()) == [*range(10)]

@@ -19,7 +19,7 @@ from distflow.dock.process import ShardProcess
 from distflow.dock.selection import DockLayout
 from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
-from distflow.rpc.shared_payloads import Segments
+from distflow.rpc.shared_payloads import MappedHeap
 from distflow.telemetry.processes import stopped
 from workers.rollout_channel import RolloutChannel, taken_over
 
@@ -194,7 +194,7 @@ def test_a_standby_that_stands_still_holds_up_no_put_for_long(dock, children, di
 def test_a_request_goes_on_with_the_process_that_has_taken_the_shards_place(children, token, directory, monkeypatch,
                                                                             place):
     """It waits for a reply of the silent one, or to be connected, or for its bytes to be taken."""
-    monkeypatch.setattr(Segments, "offer", lambda self: None)  # all bytes go through the connection
+    monkeypatch.setattr(MappedHeap, "of_server", lambda offer, token: None)  # all bytes go through the connection
     first = children(directory=directory)
     with DockClient([first.address], token, "rollout", 300, directory=directory) as at, ThreadPoolExecutor(1) as pool:
         at.configure(CONSUMERS)
