@@ -1,7 +1,7 @@
-"""Kinds of faults, of every unit, in every phase of a step, in every mode: does the run end as one without any?
+"""Kinds of faults, of every group, in every phase of a step, in every mode: does the run end as one without any?
 
 A kind is an exception, SIGKILL, SIGSTOP, a pause, the kernel's end for lack of memory, or the loss of a whole machine,
-where each rank is one (modes sync and async) and another comes for each that is lost. A unit is all ranks of mode
+where each rank is one (modes sync and async) and another comes for each that is lost. A group is all ranks of mode
 sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, in async the relay of a second one. Each
 cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
 reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
@@ -41,7 +41,7 @@ KINDS = {"raise": True, "kill": True, "stop": True, "slow": False, "oom": True}
 
 @dataclass(frozen=True)
 class Course:
-    """A run: of its ranks so many are rollouts; its phases by unit. `talks`: with a tool."""
+    """A run: of its ranks so many are rollouts; its phases by group. `talks`: with a tool."""
 
     mode: str
     ranks: int
@@ -90,28 +90,28 @@ SETTINGS = ("validation=null", "data.batch=6", "checkpoint={every: 1, keep: 2}",
 
 @dataclass(frozen=True)
 class Cell:
-    """One fault: of which unit, in which phase."""
+    """One fault: of which group, in which phase."""
 
     kind: str
-    unit: str
+    group: str
     phase: str
 
     def fault(self, step: int) -> dict[str, Any]:
-        return {"kind": self.kind, "group": self.unit, "phase": self.phase, "step": step, "seconds": 1.0}
+        return {"kind": self.kind, "group": self.group, "phase": self.phase, "step": step, "seconds": 1.0}
 
 
 def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
-    for unit, phases in course.phases.items():
-        yield from (Cell(kind, unit, phase) for phase in phases for kind in kinds)
+    for group, phases in course.phases.items():
+        yield from (Cell(kind, group, phase) for phase in phases for kind in kinds)
 
 
 def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Path | None,
                store: str = "") -> tuple[set[Cell], list[str]]:
     """The cells whose fault has happened, and what is wrong with the run in which they did. store: of machines."""
-    again = [cell for cell in wanted if cell.unit == "rollout"]
+    again = [cell for cell in wanted if cell.group == "rollout"]
     tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
     for cell in tried:
-        due.append(due[-1] + (2 if cell.unit == "rollout" else 1))
+        due.append(due[-1] + (2 if cell.group == "rollout" else 1))
     apart = (f"mode={course.mode}", f"groups.rollout={course.rollouts}") if course.rollouts else ()
     dag = write_dag(scratch, course.talks)
     faults = json.dumps([cell.fault(step) for step, cell in zip(due, tried)])
@@ -175,12 +175,12 @@ def trouble(calm: Path, stormy: Path) -> list[str]:
 
 
 def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
-    """A row for each phase of each unit."""
+    """A row for each phase of each group."""
     kinds = list(dict.fromkeys(cell.kind for cell in wanted))
-    for unit, phase in dict.fromkeys((cell.unit, cell.phase) for cell in wanted):
-        told = ", ".join(f"{kind} {'happened' if Cell(kind, unit, phase) in happened else 'NOT REACHED'}"
+    for group, phase in dict.fromkeys((cell.group, cell.phase) for cell in wanted):
+        told = ", ".join(f"{kind} {'happened' if Cell(kind, group, phase) in happened else 'NOT REACHED'}"
                          for kind in kinds)
-        print(f"{course}, {unit}, {phase}: {told}")
+        print(f"{course}, {group}, {phase}: {told}")
 
 
 def flags(arguments: list[str] | None) -> Namespace:
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
             wrong += [f"{course}: {each}" for each in found]
             reached, asked = reached + len(happened), asked + len(wanted)
     print("\n".join(wrong) or "each run has ended as the one without faults")
-    conclude(f"cells of {asked} (kind, unit, phase, mode) whose fault has happened in a run that ended as one without",
+    conclude(f"cells of {asked} (kind, group, phase, mode) whose fault has happened in a run that ended as one without",
              Spread.of([0.0 if wrong else reached / asked]), 1.0, unit="share", holds=not wrong)
 
 

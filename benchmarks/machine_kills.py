@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
             except RunLost as error:
                 print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
                 continue
-            failures = Counter(event["unit"] for event in read(run) if event["event"] == "failure")
+            failures = Counter(event["group"] for event in read(run) if event["event"] == "failure")
             wrong = trouble(calm[mode], run)
             good += 0 if wrong else given.kills
             print(f"seed {seed}, {mode}: {given.kills} machines killed in {steps} steps, failures seen "

@@ -87,14 +87,14 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     run.eventually(lambda: "has taken its place" in str(run.events("failure")))
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
-    assert not [event for event in run.events("failure") if event["unit"] == "the machines"]
+    assert not [event for event in run.events("failure") if event["group"] == "the machines"]
     assert run.board.wait(60) == 0
 
 
 def kept(run: Cluster) -> float:
     """The share of the seconds in which machines that are left had sampled, for steps that were not trained when rank 0
     was lost, of what was not sampled again. What rank 0 itself had sampled and not put was lost with it."""
-    lost = next(event for event in run.events("failure") if event["unit"] == "trainer")
+    lost = next(event for event in run.events("failure") if event["group"] == "trainer")
     at, done = lost["time"] - lost["seen_after"], run.events("state restored")[-1]["of_step"]
     prompts = [span for span in read(run.run).spans if span.track == PROMPTS and span.step > done]
     again = {span.name for span in prompts if span.start > at}
@@ -117,7 +117,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     run.lose(lost)
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
-    assert {event["unit"] for event in run.events("failure")} == {"trainer"}
+    assert {event["group"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state restored")
     assert restored["source"] == "neighbour"
     assert restored["of_step"] >= 1
@@ -137,7 +137,7 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     run.lose(lost)
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
-    assert [event["unit"] for event in run.events("failure")][-1] == "the machines"
+    assert [event["group"] for event in run.events("failure")][-1] == "the machines"
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
     restored = run.events("state restored")
     assert len(restored) == training
@@ -172,7 +172,7 @@ def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspac
         assert lost != first
         assert "do not reach each other, though all reach the store" in (workspace / f"{lost}.log").read_text()
         assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
-        cause, = [event["what"] for event in run.events("failure") if event["unit"] == "the machines"]
+        cause, = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
         assert "(ranks 2 to 2) and 1 of 2 others that train do not reach each other" in cause
 
 
@@ -186,7 +186,7 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     run.lose("one")
     assert run.ends() == {"two": 0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
-    said = [event["what"] for event in run.events("failure") if event["unit"] == "the machines"]
+    said = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
     assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]
     assert {event["source"] for event in run.events("state restored")} == {"disk"}, "the pieces were of other ranks"
 

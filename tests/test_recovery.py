@@ -221,7 +221,7 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
     assert "validation/held" in lines_of(stormy, "metrics")[-1], "of the last step, for which the run waits"
     # Of a rank's first worker it depends on timing whether there is a folder yet to record that it started.
     workers = Counter(event["rank"] for event in lines_of(stormy, "events")
-                      if event["event"] == "worker started" and event["life"])
+                      if event["event"] == "worker started" and event["attempt"])
     assert workers[0] == workers[1] == sum(fault["kind"] != "corrupt" for fault in TRAINER)
     assert workers[2] == deadly - workers[0]
 

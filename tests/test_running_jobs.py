@@ -63,7 +63,7 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     assert sorted(metrics_of(run)) == list(range(1, 61))
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     failures = [event for event in events if event["event"] == "failure"]
-    assert [(event["unit"], event["verdict"]) for event in failures] == [("trainer", "starts again")]
+    assert [(event["group"], event["verdict"]) for event in failures] == [("trainer", "starts again")]
     assert [event["rank"] for event in events if event["event"] == "worker rests"] == [2]
     assert [event["rank"] for event in events if event["event"] == "hook failed"] == [0]
     told = [json.loads(line) for line in (workspace / "hooks.jsonl").read_text().splitlines()]
@@ -105,6 +105,6 @@ def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
         with RunFolder.created(tmp_path / name, spec, plan(spec, 3), []):
             pass
         (tmp_path / name / "events.jsonl").write_text(
-            json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "life": 0}) + "\n")
+            json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "attempt": 0}) + "\n")
     assert main(line) == 2
     assert said in capsys.readouterr().err

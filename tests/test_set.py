@@ -66,7 +66,7 @@ def test_each_setting_restarts_the_group_that_it_concerns(launch, workspace):
 def require_events(run) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event for event in events if event["event"] == "failure"] == []
-    changed = [(event["unit"], event["settings"]) for event in events if event["event"] == "settings changed"]
+    changed = [(event["group"], event["settings"]) for event in events if event["event"] == "settings changed"]
     assert [settings for unit, settings in changed if unit == "trainer"] == [
         {"roles.actor.micro_batch_tokens": [16384, 64]},
         {"roles.actor.learning_rate": [1e-3, 5e-4], "checkpoint.every": [2, 4]}]

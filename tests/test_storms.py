@@ -104,7 +104,7 @@ def test_the_docks_process_may_be_killed(launch, workspace):
         assert ours[step]["response/fingerprint"] == line["response/fingerprint"], step
         assert ours[step]["loss"] == pytest.approx(line["loss"], abs=1e-5), step
     events = [json.loads(line) for line in (workspace / "runs/stormy/events.jsonl").read_text().splitlines()]
-    lost = [event for event in events if event["event"] == "failure" and event["unit"] == "trainer"]
+    lost = [event for event in events if event["event"] == "failure" and event["group"] == "trainer"]
     assert len(lost) == 2
     assert all("what it held is sampled again" in event["what"] for event in lost)
 

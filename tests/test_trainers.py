@@ -41,5 +41,5 @@ def test_a_critic_may_train_apart(ppo, workspace):
         assert apart[step].keys() >= {"seconds/values", "waiting/node/values", "critic/waiting/node/advantage"}
     events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
     failure, = (event for event in events if event["event"] == "failure")
-    assert (failure["unit"], failure["ranks"], failure["verdict"]) == ("trainer critic", [2, 3], "starts again")
-    assert {event["rank"] for event in events if event["event"] == "worker started" and event["life"]} == {2, 3}
+    assert (failure["group"], failure["ranks"], failure["verdict"]) == ("trainer critic", [2, 3], "starts again")
+    assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {2, 3}

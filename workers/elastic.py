@@ -167,8 +167,8 @@ class ElasticAgent:
             print(f"the machines begin again: {self.rendezvous.why}", flush=True)
             events = Events()
             events.open(folder / "events.jsonl", 0)
-            events.record("failure", unit="the machines", ranks=[0, self.rendezvous.blocks * self.local - 1], life=-1,
-                          phase="waiting", failed_step=0, what=self.rendezvous.why, details="",
+            events.record("failure", group="the machines", ranks=[0, self.rendezvous.blocks * self.local - 1],
+                          attempt=-1, phase="waiting", failed_step=0, what=self.rendezvous.why, details="",
                           seen_after=self.rendezvous.silent,
                           verdict=STARTS_AGAIN)
 

@@ -68,7 +68,7 @@ def _recoveries(recoveries: list[Recovery]) -> list[str]:
     return table([(f"{each.began:.1f}", each.group, str(each.rank), str(each.step), each.phase,
                    *(_seconds(getattr(each, part)) for part in _PARTS), f"{_shortened(each.what)} → {each.verdict}")
                   for each in recoveries],
-                 head=("at", "unit", "rank", "step", "phase", *_PARTS, "what"), right=(0, 2, 3, 5, 6, 7, 8, 9))
+                 head=("at", "group", "rank", "step", "phase", *_PARTS, "what"), right=(0, 2, 3, 5, 6, 7, 8, 9))
 
 
 def _shortened(what: str) -> str:

@@ -289,7 +289,7 @@ class Supervisor:
         number = self.live_config.newest() if self.live_config else 0
         reports = not self.context.first and self.rank == self.group.ranks.start
         if self.live_config and number > self.context.config_change and reports:
-            self._record("settings changed", unit=self.group.name, life=attempt.number,
+            self._record("settings changed", group=self.group.name, attempt=attempt.number,
                          settings=self.live_config.since(self.context.config_change))
         self.context = replace(self.context, config_change=number)
 
@@ -312,14 +312,14 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.context = replace(self.context, first=False)
         os.close(writable)
-        self._record("worker started", life=attempt.number, pid=self.worker.pid)
+        self._record("worker started", attempt=attempt.number, pid=self.worker.pid)
         with contextlib.closing(os.fdopen(readable, "rb")) as pipe, contextlib.closing(self.stack):
             end = self._watch(self.worker, attempt)
             if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD) and len(self.group.ranks) > 1:
                 self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
             status = self._end_worker()
             seconds, report = round(time.monotonic() - began, 3), read_exit_report(pipe.fileno())
-            self._record("worker ended", life=attempt.number, status=status, seconds=seconds)
+            self._record("worker ended", attempt=attempt.number, status=status, seconds=seconds)
             if end is _WorkerEnd.DONE and report == RELOAD:
                 end = _WorkerEnd.RELOAD
             elif end is _WorkerEnd.DONE and status:
@@ -451,14 +451,14 @@ class Supervisor:
         if cause is None or cause.rank != self.rank:
             return
         name, ranks = self.group.name, self.group.ranks
-        self._record("failure", unit=name, ranks=[ranks.start, ranks.stop - 1], life=attempt.number, phase=cause.phase,
-                     failed_step=cause.step, what=cause.what, details=cause.details, seen_after=round(cause.silent, 3),
-                     verdict=following.end or STARTS_AGAIN)
+        self._record("failure", group=name, ranks=[ranks.start, ranks.stop - 1], attempt=attempt.number,
+                     phase=cause.phase, failed_step=cause.step, what=cause.what, details=cause.details,
+                     seen_after=round(cause.silent, 3), verdict=following.end or STARTS_AGAIN)
         where = f"rank {cause.rank} failed in step {cause.step} ({cause.phase})" if cause.step else \
             f"rank {cause.rank} failed as it started"
         self._call_hooks("on_failure", following)
         if left_out:
-            self._record("left out", unit=name, why=following.end)
+            self._record("left out", group=name, why=following.end)
             text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:

@@ -109,14 +109,15 @@ def _close_intervals(result: FailureCosts, ranks: Iterable[int], end: float) -> 
 
 def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
     seen = failure["seen_after"]
-    found = Recovery(failure["unit"], failure["rank"], failure["failed_step"], failure["phase"], failure["what"],
+    found = Recovery(failure["group"], failure["rank"], failure["failed_step"], failure["phase"], failure["what"],
                      failure["verdict"], now - seen, seen)
     first, last = failure["ranks"]
     mine = []
     for event in (event for event in later if first <= event["rank"] <= last):
-        if event["event"] == "failure" or (event["event"] == "worker ready" and not event["life"] > failure["life"]):
+        again = event["event"] == "worker ready" and event["attempt"] <= failure["attempt"]
+        if again or event["event"] == "failure":
             break  # later events are of another attempt, or of another start of the task
-        mine += [event] if event.get("life") == failure["life"] + 1 else []
+        mine += [event] if event.get("attempt") == failure["attempt"] + 1 else []
     started, ready, useful = ([event for event in mine if event["event"] == f"worker {kind}"]
                               for kind in ("started", "ready", "useful"))
     if started:

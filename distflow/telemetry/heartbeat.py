@@ -82,8 +82,8 @@ class Heartbeat:
     def ready(self, **seconds: float) -> None:
         """Record that the worker is ready; `seconds` of each part of its start."""
         self.enter("waiting")
-        record("worker ready", life=self.attempt, pid=os.getpid(), began=began(os.getpid()), host=socket.gethostname(),
-               seconds={name: round(each, 3) for name, each in seconds.items()})
+        record("worker ready", attempt=self.attempt, pid=os.getpid(), began=began(os.getpid()),
+               host=socket.gethostname(), seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase, which counts as progress."""
@@ -116,7 +116,7 @@ class Heartbeat:
         """Finish the step: it will not be repeated."""
         self.page.finished += 1
         if self.page.finished == 1:
-            record("worker useful", life=self.attempt)
+            record("worker useful", attempt=self.attempt)
 
     def set_gpu(self, gpu: str) -> None:
         """Set this worker's GPU, by its NVML name: GPU-…."""

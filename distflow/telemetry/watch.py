@@ -60,7 +60,7 @@ class RunView:
                 curve.append((line["step"], value))
             self.step = max(self.step, line["step"]) if is_validation(line) else line["step"]
         self.events.extend(event for event in self.event_lines.new() if event["event"] in _SHOWN and (
-            event["event"] != "worker started" or event.get("life")))
+            event["event"] != "worker started" or event.get("attempt")))
         self.ranks = timeline.newest(self.folder, _RANKS)
         self.versions |= {number: rank.version for number, rank in self.ranks.items() if rank.version is not None}
 

@@ -182,7 +182,7 @@ def dead(reader: RunReader, complete: Callable[[Path], Sequence[Path]]) -> Itera
         yield "It has no failure in events.jsonl: torchrun was ended with it, by SIGKILL or with its machine."
     for event in failures[-3:]:
         yield (f"  {time.strftime('%H:%M:%S', time.localtime(event['time']))}  rank {event['rank']} of group "
-               f"`{event['unit']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
+               f"`{event['group']}`, step {event['failed_step']}, {event['phase']}: {event['what']}")
         yield f"    then: {event['verdict']}"
     if failures and failures[-1].get("details"):
         yield "The traceback of the last failure:"

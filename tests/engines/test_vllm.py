@@ -246,7 +246,7 @@ def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(work
         assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
     events = [json.loads(line) for line in (workspace / "runs/split/events.jsonl").read_text().splitlines()]
     failed = [event for event in events if event["event"] == "failure"]
-    assert [(event["unit"], event["ranks"], event["verdict"]) for event in failed] == \
+    assert [(event["group"], event["ranks"], event["verdict"]) for event in failed] == \
         [("rollout 0", [1, 2], "starts again")]
-    lives = [event["life"] for event in events if event["event"] == "worker ready" and event["rank"] == 0]
+    lives = [event["attempt"] for event in events if event["event"] == "worker ready" and event["rank"] == 0]
     assert lives == [0]

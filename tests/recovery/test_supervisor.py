@@ -160,7 +160,7 @@ def test_a_worker_that_dies_is_started_again_and_its_exit_report_is_kept(run, tm
         assert failure["what"].startswith(what)
         assert (failure["phase"], failure["failed_step"]) == ("training", number + 1)
         assert ("Traceback" in failure["details"]) == ("Error" in what or "sys.exit" in what)
-    assert [event["life"] for event in events_of(tmp_path, "worker started")] == list(range(len(ENDS) + 1))
+    assert [event["attempt"] for event in events_of(tmp_path, "worker started")] == list(range(len(ENDS) + 1))
     assert {event["verdict"] for event in events_of(tmp_path, "failure")} == {"starts again"}
 
 
@@ -582,7 +582,7 @@ def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, ca
     assert code == 0, said
     found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
     assert found == {*called, *(["on_leave 1"] if "on_leave 2" in called else [])}
-    assert [event["life"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
+    assert [event["attempt"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
     assert len(events_of(tmp_path, "failure")) == 1
 
 
@@ -629,10 +629,10 @@ def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts)
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     for rank in range(2):
-        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        numbers = [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
         assert numbers == list(range(restarts))
     verdicts = events_of(tmp_path, "failure")
-    assert [event["life"] + 1 for event in verdicts] == list(range(1, restarts)), "one supervisor speaks for all"
+    assert [event["attempt"] + 1 for event in verdicts] == list(range(1, restarts)), "one supervisor speaks for all"
     if "the cause" in body:
         assert events_of(tmp_path, "failure")[0]["what"] == "ValueError: the cause"
     assert os.path.exists(tmp_path / f"1 in {restarts - 1}")
@@ -650,7 +650,7 @@ def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start,
     assert [(supervisor.returncode, words) for supervisor, words in zip(supervisors, said)] == [(0, ""), (0, "")]
     assert events_of(tmp_path, "failure") == []
     for rank in range(2):
-        numbers = [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        numbers = [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
         assert numbers == [0, 1, 2, 3]
 
 
@@ -677,7 +677,7 @@ def should_run():
     assert events_of(tmp_path, "failure") == []
     assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
     for rank in range(2):
-        assert [event["life"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
+        assert [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
 
 
 @pytest.mark.parametrize(("renews", "code"), [("None", 1), ("lambda: write('renewed') or {}", 0)])

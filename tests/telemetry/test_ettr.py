@@ -13,25 +13,25 @@ def event(time: float, rank: int, kind: str, **more) -> dict:
     return {"time": 1000.0 + time, "rank": rank, "step": 0, "event": kind, **more}
 
 
-def ready(time: float, rank: int, life: int = 0) -> dict:
-    return event(time, rank, "worker ready", life=life, seconds={"connect": 0.25, "load": 0.5 + rank})
+def ready(time: float, rank: int, attempt: int = 0) -> dict:
+    return event(time, rank, "worker ready", attempt=attempt, seconds={"connect": 0.25, "load": 0.5 + rank})
 
 
 def failure(time: float, rank: int, ranks: list[int], seen_after: float = 0.0, verdict: str = STARTS_AGAIN) -> dict:
-    return event(time, rank, "failure", unit="trainer", ranks=ranks, life=0, phase="training", failed_step=3,
+    return event(time, rank, "failure", group="trainer", ranks=ranks, attempt=0, phase="training", failed_step=3,
                  what="gone", seen_after=seen_after, verdict=verdict)
 
 
 def test_a_run_without_failures_is_effective_from_ready_to_end():
-    found = account([ready(0, 0), ready(0, 1), event(10, 0, "worker ended", life=0)])
+    found = account([ready(0, 0), ready(0, 1), event(10, 0, "worker ended", attempt=0)])
     assert (found.total, found.ettr, found.recoveries) == (10.0, 1.0, [])
 
 
 def test_while_the_trainer_starts_again_rollouts_count():
     """Two of four ranks are gone for 4 of 16 seconds."""
     events = [*(ready(0, rank) for rank in range(4)), failure(4, 1, [0, 1]),
-              *(event(4.5, rank, "worker started", life=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
-              event(9, 0, "worker useful", life=1), event(9.5, 1, "worker useful", life=1),
+              *(event(4.5, rank, "worker started", attempt=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
+              event(9, 0, "worker useful", attempt=1), event(9.5, 1, "worker useful", attempt=1),
               event(16, 0, "worker ended")]
     found = account(events)
     assert found.ettr == pytest.approx(1 - 2 * 4 / (4 * 16))

@@ -193,7 +193,7 @@ def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace
 
 def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) -> None:
     """Failures that it has survived are not what ended it; one after its resumption is."""
-    failure = {"event": "failure", "rank": 1, "time": 0, "unit": "rollout 0", "failed_step": 3, "phase": "generating",
+    failure = {"event": "failure", "rank": 1, "time": 0, "group": "rollout 0", "failed_step": 3, "phase": "generating",
                "what": "it was ended by SIGKILL", "verdict": "starts again"}
     rows = [failure, {"event": "worker started"}, {"event": "run stopped", "after_step": 4},
             {"event": "worker ended"}]
