@@ -392,6 +392,11 @@ def _from_trl(done: Conversion) -> None:
     _trl_schedule(done)
     _trl_loss(done)
     done.put("roles.actor.rollout", "vllm" if done.get("use_vllm") else None)
+    if done.get("push_to_hub", False):
+        name = done.get("hub_model_id") or "OWNER/NAME"
+        private = " --private" * bool(done.get("hub_private_repo", False))
+        done.notes.append(f"to have the model on the hub, after the run:  distflow export RUN FOLDER --push {name}"
+                          f"{private}")
     if done.get("reward_funcs"):
         done.notes.append("your reward functions go into a module under @reward, which the DAG imports: "
                           "docs/own_algorithm.md")

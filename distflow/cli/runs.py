@@ -9,6 +9,7 @@ from pathlib import Path
 from distflow.cli import slurm
 from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_count, rank_count
 from distflow.cli.launcher import torchrun
+from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
 from distflow.errors import InvalidInput
 from distflow.launch import apply_plan_option, load_spec
@@ -88,18 +89,29 @@ def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to; default: the run's own folder")
+    parser.add_argument("--push", metavar="OWNER/NAME",
+                        help="upload the model to the Hugging Face hub too; of several, each as OWNER/NAME-ROLE")
+    parser.add_argument("--private", action="store_true", help="in a repository that others do not see, if it is new")
     add_ranks(parser)
     parser.set_defaults(overrides=[])
 
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
+    if options.push:
+        check_push(options.push)
+    elif options.private:
+        raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
     plan(load_spec(options), ranks)
     folder = Path(options.folder or options.resume)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
-    if not code:
-        print("\n".join(f"wrote {path}" for path in sorted(folder.glob("model*")) if path.is_dir()))
+    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir()]
+    print("\n".join(f"wrote {path}" for path in models), flush=True)
+    for path in models if options.push else ():
+        name = options.push + path.name.removeprefix("model")
+        address = push(path, name, options.private, f"Model of {Path(options.resume).name}")
+        print(f"uploaded {path} to {address}")
     return code
 
 

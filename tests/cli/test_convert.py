@@ -204,6 +204,12 @@ def test_what_to_dict_of_trl_has() -> None:
     assert (run["steps"], run["data"]["batch"], run["output"]) == (100, 4, "trainer_output")
 
 
+def test_a_push_of_trl_is_a_command_after_the_run(capsys) -> None:
+    _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
+    assert left == []
+    assert "distflow export RUN FOLDER --push me/tuned --private" in capsys.readouterr().out
+
+
 def test_mini_batches_of_trl_that_are_no_whole_number_are_listed() -> None:
     dag, _, left = trl(gradient_accumulation_steps=4, steps_per_generation=6)
     assert "mini_batches" not in dag["nodes"]["update"]["with"]

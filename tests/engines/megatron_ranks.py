@@ -71,6 +71,7 @@ def share(batch: Batch, index: int, count: int) -> Batch:
 def train(engine: Any, batch: Batch, updates: int = 3) -> dict[str, Any]:
     """Log-probabilities before, the loss and norm of each update, and the weights after."""
     before = engine.logprobs(batch["prompts"], batch["responses"], 0.7)
+    entropies = engine.entropies(batch["prompts"], batch["responses"], 0.7)
     losses, norms, entropy = [], [], 0.0
 
     def loss_of(logprobs: Tensor, entropies: Tensor, micro: Batch) -> Tensor:
@@ -83,8 +84,8 @@ def train(engine: Any, batch: Batch, updates: int = 3) -> dict[str, Any]:
     for step in range(updates):
         losses.append(0.0)
         norms.append(engine.update(batch, loss_of, 0.7, step)["grad_norm"])
-    return {"logprobs": before.values.numpy(), "losses": losses, "norms": norms, "entropy": entropy,
-            "weights": exported(engine), "version": engine.version}
+    return {"logprobs": before.values.numpy(), "entropies": entropies.values.numpy(), "losses": losses, "norms": norms,
+            "entropy": entropy, "weights": exported(engine), "version": engine.version}
 
 
 def exported(engine: Any) -> dict[str, ndarray]:

@@ -42,8 +42,9 @@ def agree(results: list[dict], expected: dict, weights: float = 1e-4) -> None:
         worst = max(float(np.abs(tensor - expected["weights"][name]).max())
                     for name, tensor in result["weights"].items())
         assert worst < weights
-    logprobs = np.concatenate([by_share[index]["logprobs"] for index in sorted(by_share)])
-    assert np.abs(logprobs - expected["logprobs"]).max() < 1e-5
+    for kind in ("logprobs", "entropies"):
+        values = np.concatenate([by_share[index][kind] for index in sorted(by_share)])
+        assert np.abs(values - expected[kind]).max() < 1e-5, kind
     shares = by_share.values()
     assert np.sum([result["losses"] for result in shares], 0) == pytest.approx(expected["losses"], abs=1e-4)
     assert sum(result["entropy"] for result in shares) == pytest.approx(expected["entropy"], rel=1e-5)

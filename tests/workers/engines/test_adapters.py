@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines import fsdp
 from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
@@ -98,9 +99,8 @@ def role_of(lora: Lora | None, **settings) -> RoleEngines:
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
     spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
-    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh),
-                       spec,
-                       stream=0)
+    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
+                       Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, stream=0)
 
 
 def sampled() -> None:

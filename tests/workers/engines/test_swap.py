@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distflow.config.run import Data, Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
+from distflow.plan import Layout
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
 
@@ -26,8 +27,8 @@ def role_of(swap: bool, lora: Lora | None) -> RoleEngines:
     roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
     spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=1e-2, swap=swap, generation={"max_new_tokens": 6})
-    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings, Meshes(mesh, mesh),
-                       spec, 0)
+    return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
+                       Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, 0)
 
 
 def steps(role: RoleEngines) -> list[Tensor]:
