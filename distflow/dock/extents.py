@@ -101,11 +101,13 @@ class _PayloadReader:
             lengths.cumsum(out=ends[1:])
             if len(lengths) and min(lengths.min(), ends.min()) < 0:  # a sum that is too large turns negative
                 raise ColumnError(f"column `{name}` arrived with a row of negative length")
-            bounds = ends[bounds]
+            bounds = ends[bounds] if level else ends
         if int(bounds[-1]) != elements:
             raise ColumnError(f"column `{name}` arrived with {elements} elements, and lengths of {bounds[-1]}")
         begin.append(self.take(name, form.width * elements) + form.width * bounds[:-1])
         count.append(numpy.diff(bounds))
+        if len(begin) == 1:  # the usual case: nothing is copied
+            return Extents(form, begin[0][None], count[0][None])
         return Extents(form, numpy.stack(begin), numpy.stack(count))
 
 

@@ -1,6 +1,6 @@
 """Storage shard: rows by (id, column), kept until every consumer has committed them.
 
-    StoredRows       metadata of rows, in arrays; each row has a slot, which is used again when it has left
+    StoredRows     metadata of rows, in arrays; each row has a slot, which is used again when it has left
     ColumnTable    where the rows of a column lie in the heap, by slot, and of which batch they are
     StoredBatch    rows of one put: a part of the heap, with the bytes as they came
     StorageShard   all of these; empty batches are dropped, half-empty large ones are copied

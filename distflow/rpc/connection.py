@@ -1,8 +1,8 @@
 """Authenticated connection: both ends prove that they know the run's token, then exchange messages (`messages.py`).
 
 Each end answers the other's random challenge (HMAC-SHA256); the token is never sent. What follows is neither encrypted
-nor signed: servers belong on loopback or on a private interface. Within a machine, payloads go through shared memory
-(`shared_payloads.py`).
+nor signed: servers belong on loopback or on a private interface. Within a machine, payloads may go through shared
+memory (`shared_payloads.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Memory shared within a machine: one pool of it, and one proof of what another process may be asked to open.
 
-    SharedMemoryPool    memory of this process: a buffer is spare again when the last view of it is gone
+    SharedMemoryPool    memory of this process: a buffer is spare again when the last view of it is gone; for parts of
+                        any size within one file see `shared_heap.py`
     MappedMemory        memory of other processes, mapped here
     open_memory         the only way to memory of another process; open_proven: to any other descriptor
 
