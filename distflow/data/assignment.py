@@ -451,7 +451,9 @@ def _merged(table: np.ndarray, machines: np.ndarray) -> tuple[np.ndarray, np.nda
     """Merge rows of equal (level, unit), ascending: tokens are added, the machine is that of the most tokens. `table`:
     [rows, (level, unit, tokens, owner)]; `machines`: [rows]."""
     numbers = table[:, 0] * (table[:, 1].max(initial=0) + 1) + table[:, 1]
-    order = _ascending(numbers)
+    if (numbers[1:] > numbers[:-1]).all():
+        return table, machines
+    order = np.argsort(numbers)
     repeated = np.diff(numbers[order]) == 0
     if not repeated.any():
         return np.take(table, order, axis=0), machines[order]

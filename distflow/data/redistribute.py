@@ -367,7 +367,7 @@ class Redistributor:
                 copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
         self._count(edge, route, sent, homes, machines)
-        if route.crosses(machines, homes):
+        if not self.host_group.on_one_machine and route.crosses(machines, homes):
             self._send(buffers, route, sent, homes, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here)
