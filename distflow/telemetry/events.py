@@ -37,17 +37,18 @@ def add(path: Path, *texts: str) -> None:
 
 
 def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
-    """Append each line, or drop it where it cannot be written, at first with a warning; return whether all are."""
-    before = _dropped[path]
-    for text in texts:
-        try:
-            add(path, text)
-        except OSError as error:
-            if not _dropped[path]:
-                show(f"warning: {path} cannot be written: {error.strerror}. Until it can, its lines are dropped; the "
-                     "run goes on.", sys.stderr)
-            _dropped[path] += 1
-    return _dropped[path] == before
+    """Append lines at once, or drop them where they cannot be written, at first with a warning; return whether they
+    are."""
+    lines = [*texts]
+    try:
+        add(path, *lines)
+    except OSError as error:
+        if not _dropped[path]:
+            show(f"warning: {path} cannot be written: {error.strerror}. Until it can, its lines are dropped; the run "
+                 "goes on.", sys.stderr)
+        _dropped[path] += len(lines)
+        return False
+    return True
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:

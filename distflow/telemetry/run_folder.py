@@ -387,8 +387,7 @@ def finite(value: Any) -> Any:
 
 
 def write_samples(path: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    lines = [json.dumps({"step": step, **finite(row)}, ensure_ascii=False) for row in rows]
-    events.add_or_drop(path, ["\n".join(lines)] if lines else [])
+    events.add_or_drop(path, [json.dumps({"step": step, **finite(row)}, ensure_ascii=False) for row in rows])
 
 
 def forget_after(path: Path, step: int, validation: bool = False) -> None:
