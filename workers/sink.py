@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.config.loggers import loggers_of
+from distflow.data.batch import Ragged, plain
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.plan import REWARD_PARTS, ROW, Plan
@@ -40,7 +41,8 @@ _MOMENT = 0.2  # seconds between two looks at validations that are awaited
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
-_BESIDE = (ROW, "group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages", *_LOGPROBS)
+_WHOLE = ("group", "responses", "turns", "environment_rewards", REWARD_PARTS, "advantages")
+_BESIDE = (ROW, *_WHOLE, *_LOGPROBS)
 """Columns whose rows are in `samples.jsonl`; the second ones if they have the same layout as the first."""
 _LONGEST = 200  # characters of a column of the user's own
 _TOKENS = 512  # first tokens of a response that are there one by one
@@ -128,12 +130,10 @@ class Sink:
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
                    "tokens_per_second_per_device": speed / self.devices}
         if self.run.all_samples:
-            own = self.run.data.columns
-            write_samples(self.part, done, _samples(buffer.all_readable((*_SHOWN, *_BESIDE, *own)), own, None))
+            write_samples(self.part, done, _all_samples(buffer, self.run.data.columns))
         if self.folder and self.progress:
             tokenizer = next((role.tokenizer for role in self.trained.values()), None)
-            columns = buffer.readable(_SHOWN, self.run.samples, (*_BESIDE, *self.run.data.columns))
-            self.folder.write_samples(done, _samples(columns, self.run.data.columns, tokenizer))
+            self.folder.write_samples(done, _samples(buffer, self.run.samples, self.run.data.columns, tokenizer))
             self._write_metrics_of_others()
             self.folder.write_step(done, values)
             self.progress.step(values)
@@ -304,10 +304,30 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _samples(columns: dict[str, list[Any]], own: Sequence[str],
+def _all_samples(buffer: Databuffer, own: Sequence[str]) -> list[dict[str, Any]]:
+    """Return all rows of this rank, of responses only the lengths and the mean advantages; with several nodes that
+    sample side by side, each row says its `node`."""
+    found, rows = buffer.all_rows((*_SHOWN, *_WHOLE, *own)), []
+    for node, columns in found.items():
+        values = {name: plain(column) for name, column in columns.items() if name not in ("responses", "advantages")}
+        if isinstance(responses := columns.get("responses"), Ragged):
+            values["length"] = responses.lengths.tolist()
+        if isinstance(each := columns.get("advantages"), Ragged):
+            sums = torch.zeros(len(each)).index_add(0, each.row_of, each.values.float())
+            each = sums / each.lengths.clamp(min=1)
+        if each is not None:
+            values["advantage"] = each.tolist()
+        if REWARD_PARTS in values:
+            values[REWARD_PARTS] = [json.loads(text) for text in values[REWARD_PARTS]]
+        said = {"node": node} if len(found) > 1 else {}
+        rows += [said | dict(zip(values, row)) for row in zip(*values.values())]
+    return rows
+
+
+def _samples(buffer: Databuffer, count: int, own: Sequence[str],
              tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
-    """Return rows as samples.jsonl has them; `own`: the user's columns of the dataset, as where a record comes from.
-    Without a tokenizer nothing is said of single tokens."""
+    """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
+    columns = buffer.readable(_SHOWN, count, (*_BESIDE, *own))
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
     rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
     for name in (name for name in own if name in columns):

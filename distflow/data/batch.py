@@ -250,6 +250,14 @@ class Batch:
         return _with_ids(columns, table.num_rows)
 
 
+def plain(column: ColumnData) -> list[Any]:
+    """Return a column as Python values, one for each row; of text, strings."""
+    if not isinstance(column, Ragged):
+        return column.tolist()
+    is_text = isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
+    return decode_text(column) if is_text else [plain(row) for row in column.rows]
+
+
 def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
     """Return the lengths of each level of raggedness, outermost first, and the elements themselves [T, …]."""
     lengths = []

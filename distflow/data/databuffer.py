@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
-from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
+from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, plain
 from distflow.data.load_balance import LoadBalance
 from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
@@ -129,37 +129,42 @@ class Databuffer:
         best: dict[str, list[Any]] = {}
         for fan, batch in (pair for pairs in held.values() for pair in pairs if len(pair[0]) == deepest):
             ids = batch.ids[:: max(1, len(batch) // max(count, 1))][:count]
-            best = max(best, self._columns_of(held, fan, ids), key=lambda columns: (
+            found = {name: plain(column) for name, column in self._columns_of(held, fan, ids).items()}
+            found = {ROW: ids.tolist(), **found} if ROW in held else found
+            best = max(best, found, key=lambda columns: (
                 len(names & columns.keys()), max(map(len, columns.values()), default=0), len(columns)))
         return best if count else {}
 
-    def all_readable(self, names: Iterable[str]) -> dict[str, list[Any]]:
-        """Return this rank's part of all rows of the step, as Python values by column: those of the layout of the first
-        task that has the step's most repeated rows. Each row is on one rank, with the columns that this rank has of all
-        its rows."""
-        tasks = self.lineage.tasks.values()
-        first = max(tasks, key=lambda task: len(task.out_fan))
-        key = (first.node, first.layout) if first.out_fan else (SOURCE, self.source_layout)
-        batch = self.step_columns.get(key, _NOTHING)
-        if not key[1].leads(self.rank) or not len(batch):
-            return {}
-        return self._columns_of(self._held_by_name(names), first.out_fan, batch.ids)
+    def all_rows(self, names: Iterable[str]) -> dict[str, dict[str, ColumnData]]:
+        """Return this rank's part of all rows of the step by the node that repeated them last ("": none did), of each
+        the columns `names` that this rank has of all of these rows. A row is on one rank: the first one of its share in
+        the layout of that node."""
+        fans = {task.out_fan: (task.node, task.layout) for task in reversed(self.lineage.tasks.values())}
+        last = {fan: key for fan, key in fans.items() if not any(
+            len(other) > len(fan) and other[: len(fan)] == fan for other in fans)}
+        held, found = self._held_by_name(names), {}
+        for fan, key in last.items():
+            key = key if fan else (SOURCE, self.source_layout)
+            batch = self.step_columns.get(key, _NOTHING)
+            if key[1].leads(self.rank) and len(batch):
+                found[fan[-1] if fan else ""] = {ROW: batch.ids, **self._columns_of(held, fan, batch.ids)}
+        return found
 
     def _held_by_name(self, names: Iterable[str]) -> dict[str, list[tuple[Lineage, Batch]]]:
         return {name: [(self.lineage.of(producer), batch) for (producer, _), batch in self.step_columns.items()
                        if name in batch.columns and len(batch)] for name in names}
 
     def _columns_of(self, held: dict[str, list[tuple[Lineage, Batch]]], fan: Lineage, ids: Tensor) -> \
-            dict[str, list[Any]]:
-        found = {name: values for name, pairs in held.items()
-                 if (values := self._readable(name, pairs, fan, ids)) is not None}
-        return {ROW: ids.tolist(), **found} if ROW in held else found
+            dict[str, ColumnData]:
+        return {name: column for name, pairs in held.items()
+                if (column := self._column_of(name, pairs, fan, ids)) is not None}
 
-    def _readable(self, name: str, pairs: list[tuple[Lineage, Batch]], fan: Lineage, ids: Tensor) -> list[Any] | None:
+    def _column_of(self, name: str, pairs: list[tuple[Lineage, Batch]], fan: Lineage, ids: Tensor) -> \
+            ColumnData | None:
         for shorter, batch in pairs:
             index, lost = _positions(batch.ids, ids // self.lineage.times(fan[len(shorter) :]))
             if not len(lost) and fan[: len(shorter)] == shorter:
-                return _plain(batch.only([name]).select(index)[name])
+                return batch.only([name]).select(index)[name]
         return None
 
     def _fetch(self, transfer: Transfer, task: Task) -> Batch:
@@ -283,13 +288,6 @@ def _positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros(0, dtype=torch.int64), wanted
     index = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
     return index, wanted[ids[index] != wanted]
-
-
-def _plain(column: ColumnData) -> list[Any]:
-    if not isinstance(column, Ragged):
-        return column.tolist()
-    is_text = isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
-    return decode_text(column) if is_text else [_plain(row) for row in column.rows]
 
 
 def _empty(form: str) -> ColumnData:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from stores import client
 from walk import Builder, Walk, check_run, contents
 
-from distflow.data.batch import Batch, Ragged, decode_text, encode_text
+from distflow.data.batch import Batch, Ragged, decode_text, encode_text, plain
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.errors import ColumnError, RankMissing
@@ -271,12 +271,27 @@ def test_all_rows_are_on_one_rank_each():
     for rank, own in ((0, torch.arange(4)), (1, torch.arange(4, 6))):
         buffer = Databuffer(plan, rank, Metrics())
         buffer.start(Batch(own[:len(own) // 2], {}))
-        buffer.put(rollout, {"t_completion": encode_text("uvwxyz"[own[0]:own[-1] + 1])}, own)
+        texts = list("uvwxyz"[own[0]:own[-1] + 1])
+        buffer.put(rollout, {"t_completion": encode_text(texts)}, own)
         every = torch.arange(6 if rank == 0 else 0)
         buffer.put(reward, {"d_reward": every.float()}, every)
         rewards = {"d_reward": [0.0, 1.0, 2.0, 3.0]} if rank == 0 else {}
-        assert buffer.all_readable(("t_completion", "d_reward")) == {
-            "t_completion": list("uvwxyz"[own[0]:own[-1] + 1]), **rewards}
+        (node, found), = buffer.all_rows(("t_completion", "d_reward")).items()
+        assert node == "rollout"
+        assert {name: plain(column) for name, column in found.items()} == {
+            "row": own.tolist(), "t_completion": texts, **rewards}
+
+
+def test_rows_of_nodes_that_repeat_side_by_side():
+    plan = (Builder(1, ONE).node("one", "r_prompt", "t_one", ONE, repeats=2)
+            .node("other", "r_prompt", "t_other", ONE, repeats=3)).plan()
+    buffer = Databuffer(plan, 0, Metrics())
+    buffer.start(Batch(torch.arange(1), {}))
+    for task, texts in zip(plan.tasks, ("ab", "cde")):
+        buffer.put(task, {f"t_{task.node}": encode_text(texts)}, torch.arange(len(texts)))
+    found = buffer.all_rows(("t_one", "t_other"))
+    assert {node: {name: plain(column) for name, column in columns.items()} for node, columns in found.items()} == {
+        "one": {"row": [0, 1], "t_one": ["a", "b"]}, "other": {"row": [0, 1, 2], "t_other": ["c", "d", "e"]}}
 
 
 def test_a_nested_column_is_readable():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow import Ragged, node
 from distflow.contracts.decorators import Reward
-from distflow.data.batch import ColumnData, decode_text
+from distflow.data.batch import ColumnData, plain
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.functions.aggregation import trained_mask
@@ -66,13 +66,7 @@ def _scorer(scope: str, settings: str) -> Scorer:
 
 
 def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
-    if isinstance(column, list):
-        return column
-    if isinstance(column, Tensor):
-        return column.tolist()
-    if isinstance(column.values, Tensor) and column.values.dtype == torch.uint8:
-        return decode_text(column)
-    return [as_list(each) for each in column.rows]
+    return column if isinstance(column, list) else plain(column)
 
 
 def _note(scores: Scores, names: list[int]) -> None:
