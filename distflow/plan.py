@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Layout:
     rows: tuple[int, ...] | str = ()
     early: bool = False
     order: RankOrder = SHARES_OUTERMOST
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = field(default=(), compare=False)  # no matter for rows
 
     @property
     def measured(self) -> bool:

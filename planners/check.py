@@ -181,6 +181,9 @@ def _check_use(spec: Spec, unknown: bool) -> list[Diagnostic]:
         if "MODEL_TRAIN" in types:
             what += " that has a vocabulary to answer with"
         return [Diagnostic(what, spec.run_source.location(("validation",), key=True), "Take `validation` out.")]
+    if spec.run.training_api and spec.run.all_samples:
+        return [Diagnostic("`all_samples` has no effect with `training_api`, whose client gets the samples",
+                           spec.run_source.location(("all_samples",), key=True), "Take `all_samples` out.")]
     if spec.run.training_api and spec.run.roles:
         for name, settings in spec.run.roles.items():
             if settings.generation.routing_replay:

@@ -64,7 +64,11 @@ prompts of its own."""
 
 _OF_RESPONSES = {"responses", "completions", "response_mask", "versions", "importance", "values", "returns",
                  "token_rewards", FINISHED, ROUTED_EXPERTS}
-"""Parameters about a response's tokens, as are `…_logprobs`. All that a node reads must be of the same responses."""
+"""Parameters about a response's tokens, as are `…_logprobs` and `…_entropies`. All that a node reads must be of the
+same responses."""
+
+SHOWN = ("completions", "rewards", "turns")
+"""Columns that samples.jsonl shows, whether or not a node reads them."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class _Tracer:
                         self._unordered(column, first, second)
 
     def _is_read(self, column: str) -> bool:
-        return any(self.spec.dag.nodes[node].reads.get(read.name, read.name) == column
+        return column in SHOWN or any(self.spec.dag.nodes[node].reads.get(read.name, read.name) == column
                    for node, contract in self.bound.items() for read in contract.reads)
 
     def _unordered(self, column: str, first: str, second: str) -> None:
@@ -356,4 +360,4 @@ class _Tracer:
 
 
 def _is_of_responses(parameter: str) -> bool:
-    return parameter in _OF_RESPONSES or parameter.endswith("_logprobs")
+    return parameter in _OF_RESPONSES or parameter.endswith(("_logprobs", "_entropies"))

@@ -22,13 +22,13 @@ from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.check import refused_role
-from planners.columns import NodeColumns
+from planners.columns import SHOWN, NodeColumns
 from planners.inference import InferenceCut, check_on_rollouts, cut_inference, why_not
 from planners.resampling import draws_of
 from planners.trainers import TrainerCut, cut_trainers
 from planners.transfers import row_bytes
 
-_READABLE = ("completions", "rewards", REWARD_PARTS, "turns")
+_READABLE = (*SHOWN, REWARD_PARTS)
 """Columns for samples.jsonl, whether or not the trainer reads them."""
 
 

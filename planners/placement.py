@@ -35,12 +35,16 @@ class _LayoutRequest:
     measured: bool = False
     order: RankOrder = SHARES_OUTERMOST
     layers: tuple[int, ...] = ()
-    """Of each stage; empty if they have equally many."""
+
+    @property
+    def unequal(self) -> tuple[int, ...]:
+        """Layers of each stage; empty if they have equally many."""
+        return self.layers if len({*self.layers}) > 1 else ()
 
     @property
     def model(self) -> tuple[dict[str, int] | None, RankOrder, tuple[int, ...]]:
         """How the engine's model is split."""
-        return self.split, self.order, self.layers
+        return self.split, self.order, self.unequal
 
 
 def place_nodes(spec: Spec, ranks: int, sampling: set[str],
@@ -66,7 +70,7 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         found = _check_node(spec, request, leader, ranks)
         if leader is request and request.split and request.engine and not found:
             found = check_split(spec, request.node, request.engine, split, request.layers)
-        layout = replace(Layout(1), **split, order=leader.order, layers=leader.layers) if not found else Layout(1)
+        layout = replace(Layout(1), **split, order=leader.order, layers=leader.unequal) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
@@ -135,7 +139,7 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
                           tuple(asked.rows) if asked and asked.rows != "measured" else (),
                           asked is not None and asked.rows == "measured",
                           asked.order if asked else SHARES_OUTERMOST,
-                          tuple(asked.layers) if asked and len({*asked.layers}) > 1 else ())
+                          tuple(asked.layers) if asked else ())
 
 
 def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ranks: int) -> list[Diagnostic]:
@@ -238,7 +242,7 @@ def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> l
 
 def _said_of(request: _LayoutRequest) -> str:
     said = _said(request.split or {}, request.order)
-    return f"{said}, layers: {[*request.layers]}" if request.layers else said
+    return f"{said}, layers: {[*request.unequal]}" if request.unequal else said
 
 
 def _said(split: dict[str, int], order: str = SHARES_OUTERMOST) -> str:

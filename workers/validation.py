@@ -152,9 +152,9 @@ class Validator(Validations):
         count = self.settings.samples
         rows = [row for row in share.rows for _ in range(count)]
         columns = {key: [text for text in texts for _ in range(count)] for key, texts in share.columns.items()}
-        own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens),
-               FINISHED: as_list(samples.finished)}
-        scores = self.scorer.score({**columns, **own}, rows)
+        own = {"completions": self.role.decode(samples.tokens), "responses": as_list(samples.tokens)}
+        # a field of the data called so goes before it: the node that samples gives its column another name then
+        scores = self.scorer.score({FINISHED: as_list(samples.finished), **columns, **own}, rows)
         report_failures(scores, rows)
         self.answers[name] = [
             {"row": row, "questions": question, "answers": answer, "completions": text, "rewards": reward}

@@ -50,9 +50,7 @@ def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ())
     best = _enumerated(spec, costed)
     faster = sorted((each for each in found if best is None or each.seconds < best.seconds),
                     key=lambda each: each.seconds)
-    problem = costed.problem
-    return next((each for each in faster if not refused(spec, written(problem, each, digests_of(spec, problem),
-                                                                      "runnable", 0.0))), best)
+    return next((each for each in faster if _is_accepted(spec, costed, each)), best)
 
 
 def refused(spec: Spec, plan: PlacedPlan) -> str:
@@ -66,16 +64,22 @@ def refused(spec: Spec, plan: PlacedPlan) -> str:
 
 
 def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest enumerated plan. Groups are tried by the least seconds that they may take, until those
-    left cannot be faster than what is found."""
+    """Return the fastest enumerated plan that ranks can run. Groups are tried by the least seconds that they may take,
+    until those left cannot be faster than what is found."""
     groups = enumerate(run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec)))
-    found: list[tuple[float, int, Placement]] = []
-    for least, number, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
-        if found and least > min(found)[0]:
+    best: Placement | None = None
+    for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
+        if best and least > best.seconds:
             break
-        if placement := _placement(spec, costed, *each):
-            found.append((placement.seconds, number, placement))
-    return min(found)[2] if found else None
+        placement = _placement(spec, costed, *each)
+        if placement and (best is None or placement.seconds < best.seconds) and _is_accepted(spec, costed, placement):
+            best = placement
+    return best
+
+
+def _is_accepted(spec: Spec, costed: CostedProblem, placement: Placement) -> bool:
+    problem = costed.problem
+    return not refused(spec, written(problem, placement, digests_of(spec, problem), "runnable", 0.0))
 
 
 def run_groups(problem: Problem, roles: Sequence[str] = (),
@@ -131,10 +135,11 @@ def _parts(hardware: Hardware) -> Iterator[DeviceSubset]:
 
 
 def _divisions(hardware: Hardware, used: DeviceSubset) -> Iterable[DeviceSubset]:
-    """Return ways to take some of the devices in use: the first ones, or all of some kinds and zones."""
+    """Return ways to take some of the devices in use: the first ones, or all of some kinds and zones that no earlier
+    division has cut."""
     parts = (tuple(min(count, limit) for count, limit in zip(part, used)) for part in _parts(hardware))
     whole = (part for part in parts if part != used and any(part)
-             and all(count in (0, every) for count, every in zip(part, used)))
+             and all(count in (0, group.devices) for count, group in zip(part, hardware.device_groups)))
     return dict.fromkeys((*_beginnings(hardware, used), *whole))
 
 

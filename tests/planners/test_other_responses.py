@@ -34,6 +34,20 @@ def test_an_optional_column_of_other_responses_is_not_there(tmp_path):
     assert "actor_logprobs" not in read["train_reviser"]
 
 
+def test_entropies_of_other_responses_are_not_taken(tmp_path):
+    def change(nodes):
+        nodes["entropies"] = {"role": "actor", "type": "MODEL_INFERENCE", "function": "entropies",
+                              "dependencies": ["solve"]}
+        for train in ("train_solver", "train_reviser"):
+            nodes[train]["dependencies"].append("entropies")
+            nodes[train]["with"] = {**nodes[train].get("with", {}), "entropy_quantile": 0.8}
+
+    with pytest.raises(InvalidInput) as caught:
+        planned(tmp_path, change)
+    (mistake,) = caught.value.mistakes
+    assert "node `train_reviser`: setting `entropy_quantile` needs column `actor_entropies`" in mistake.what
+
+
 def test_a_reward_that_also_reads_tokens_must_read_those_of_its_text(tmp_path):
     reward = {"reward": {"math": 1.0, "length": {"cap": 20}}}
     with pytest.raises(InvalidInput) as caught:

@@ -145,6 +145,8 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
     ({"learn": {"layers": [2, 1]}}, {}, "node `learn` says the layers of stages, and has one", "or set `pp`"),
     ({"learn": {"pp": 2, "layers": [3, 2]}}, {"engine": "megatron"}, "node `learn` says 5 layers in 2 stages, and has "
      "4 in 2 (pp)", "As in  layers: [2, 2]"),
+    ({"learn": {"pp": 2, "layers": [3, 3]}}, {"engine": "megatron"}, "node `learn` says 6 layers in 2 stages, and has "
+     "4 in 2 (pp)", "As in  layers: [2, 2]"),
     ({"learn": {"pp": 2, "layers": [3, 1]}, "judged": {"pp": 2}}, {"engine": "megatron"}, "split its model "
      "differently: pp: 2, layers: [3, 1] and pp: 2", "layouts: {judged: {pp: 2, layers: [3, 1]}}"),
     ({"learn": {"tp": 2}, "judged": {"dp": 3}}, {}, "node `judged` wants dp 3 of 2 ranks each, but there are only 4",

@@ -132,15 +132,19 @@ def test_several_answers_have_a_mean_and_pass_at_k(spec, mesh):
     assert values["validation_low/easy"] < 0.75 < values["validation_high/easy"]
 
 
-def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, request):
+def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, tmp_path, request):
     @reward(in_rank=True)
     def ended_in_validation(completion, finished: bool = True):
-        return 1.0 if finished is True else 0.0 if finished is False else 0.5
+        return 1.0 if finished is True else 0.0 if finished is False else 0.25
 
     request.addfinalizer(lambda: REWARDS.pop("ended_in_validation"))
     spec.run.validation = Validation(data={"hard": "hard.jsonl"}, reward="ended_in_validation")
     spec.rewards["ended_in_validation"] = reward_contract(ended_in_validation)
     assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == pytest.approx(1 / 3)
+    lines = [json.dumps({"question": text, "answer": text, "finished": "early"}) for text in ("12345", "3")]
+    (tmp_path / "hard.jsonl").write_text("\n".join(lines))
+    spec.run.data = Data(train="", max_prompt_tokens=4, columns=["finished"])
+    assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == 0.25, "the data's own goes before it"
 
 
 def test_samples_that_cannot_differ_are_refused():
