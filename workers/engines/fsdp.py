@@ -132,10 +132,6 @@ class FSDPEngine(Trainer):
         with contextlib.suppress(KeyError):  # of a family with other names of sizes
             self.shape = shape_of(model.config.to_dict())
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
-        if not trained:
-            model.requires_grad_(False)
-        elif settings.freeze:
-            _freeze(model, settings.freeze)
         parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), parameters <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
@@ -145,6 +141,10 @@ class FSDPEngine(Trainer):
         # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
         self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
         self._split(model)
+        if not trained:  # not before: styles of tensor parallelism make new parameters, which would be trained
+            model.requires_grad_(False)
+        elif settings.freeze:
+            _freeze(model, settings.freeze)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
         # Choices are replayed in the order of packed tokens, and one chunk is always packed.
