@@ -5,11 +5,11 @@ Weights are mixed shard by shard, where they lie: the two roles are on the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from distflow.config.load import Spec
 from distflow.config.models import adapted
-from distflow.contracts.signature import Contract
+from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import Layout
 
@@ -65,9 +65,10 @@ def follow_notes(spec: Spec) -> Iterator[str]:
                    f"{spec.run.steps}: it stays as it is")
 
 
-def check_layouts(spec: Spec, layouts: Mapping[tuple[str, bool], Layout]) -> list[Diagnostic]:
+def check_layouts(spec: Spec, layouts: Mapping[tuple[str, bool], Layout],
+                  sampling: Collection[str]) -> list[Diagnostic]:
     """Return a mistake for each role that follows one whose model lies otherwise on the ranks. `layouts`: of the
-    engines that train and infer, by role and False."""
+    engines that train and infer, by role and False; `sampling`: the nodes that sample, whose layouts are others."""
     mistakes = []
     for name, role in spec.dag.roles.items():
         copied = role.copy_of or ""
@@ -76,12 +77,23 @@ def check_layouts(spec: Spec, layouts: Mapping[tuple[str, bool], Layout]) -> lis
         own, other = spec.settings_of(name), spec.settings_of(copied)
         what = f"role `{name}` follows `{copied}`, whose shards it must have"
         if layouts[name, False] != layouts[copied, False]:
-            node = next((node for node in spec.run.layouts if spec.dag.nodes[node].role in (name, copied)), "")
+            path = _size(spec, (name, copied), layouts[name, False], layouts[copied, False], sampling)
             mistakes.append(Diagnostic(f"{what}, and `layouts` splits the two otherwise",
-                                       spec.run_source.location(("layouts", node)),
+                                       spec.run_source.location(path, key=True),
                                        f"Give the nodes of `{name}` and `{copied}` the same tp, cp and pp."))
         elif own and other and own.replicas != other.replicas:
             mistakes.append(Diagnostic(f"{what}, and it has replicas: {own.replicas}, the other {other.replicas}",
                                        spec.run_source.location(("roles", name, "replicas")),
                                        f"Instead:  roles: {{{name}: {{…, replicas: {other.replicas}}}}}"))
     return mistakes
+
+
+def _size(spec: Spec, roles: tuple[str, str], own: Layout, other: Layout, sampling: Collection[str]) -> tuple[str, ...]:
+    """Return the path in the run file of a size that one role's nodes have and the other's have not."""
+    differing = [key for key in ("tp", "pp", "cp", "ep", "order", "layers", "dp", "rows")
+                 if getattr(own, key) != getattr(other, key)]
+    named = [(role, node, key) for node, asked in spec.run.layouts.items() for key in differing
+             if key in asked.model_fields_set and node not in sampling
+             and (item := spec.dag.nodes[node]).type in ENGINE_TYPES and (role := item.role) in roles]
+    found = min(named, key=lambda each: roles.index(each[0]), default=None)
+    return ("layouts", *found[1:]) if found else ("layouts",)

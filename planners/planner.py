@@ -124,8 +124,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
         nodes = [spec.dag.nodes[node] for node in draft.chain]
         validated = prompted_role(spec, nodes) if samples and spec.run.rollouts_validate else None
         items = memory.estimate(spec, roles, generating, engines, not samples, validated)
-    mistakes = [*draft.mistakes, *mistakes, *check_layouts(spec, engines), *memory.refuse_overflow(spec, items)]
-    if mistakes:
+    if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
+                    *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
     first = next(layouts[node] for node in draft.chain if node in own)
     if samples:  # the first rank of a rollout runs all of its chain

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.freeze import check_loaded
 from distflow.config.load import Spec
 from distflow.config.models import base_of, odd_token
 from distflow.errors import EngineError
@@ -29,6 +30,8 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
         assert model_of, "the planner refuses roles without a model"
         assert settings
         model, tokenizer = load_model(spec, model_of, spec.dag.roles[name].head)
+        if spec.dag.roles[name].trained:
+            check_loaded(spec, name, [parameter for parameter, _ in model.named_parameters()])
         meshes = _meshes(plan, name, device, training or name not in sampling)
         roles[name] = RoleEngines(name, model, tokenizer, settings, meshes, spec, streams.get(name))
     for name, owner in sharing.items():

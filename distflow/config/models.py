@@ -172,8 +172,9 @@ def _features(spec: Spec, role: str) -> list[str]:
               "other tokens": any(node.role == role and node.function in ("top_logprobs", "distillation_update")
                                   for node in spec.dag.nodes.values()),
               "narrow heads": (model := settings.model) is not None and not model.path and model.head_dim < 32,
-              "freeze": bool(settings.freeze), "follow": any(item.follow and spec.settings_of(name) is settings
-                            for name, item in spec.dag.roles.items()),
+              "freeze": bool(settings.freeze),
+              "follow": any(spec.settings_of(each) is settings for name, item in spec.dag.roles.items() if item.follow
+                            for each in (name, item.copy_of or "")),
               "offload": settings.offload, "recompute": settings.recompute, "compile": settings.compile}
     return [feature for feature, wanted in features.items() if wanted]
 

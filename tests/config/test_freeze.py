@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distflow.config.freeze import frozen_names, parameter_sizes
+from distflow.config.freeze import _RENAMED, frozen_names, parameter_sizes
 from distflow.config.load import load, load_for_planning
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
@@ -38,6 +38,99 @@ def test_the_parameters_of_tiny_architectures_are_known_before_they_are_built(ar
     built = with_value_head(built) if head == "value" else built
     known = parameter_sizes(spec, "critic" if head == "value" else "actor")
     assert known == {name: parameter.numel() for name, parameter in built.named_parameters()}
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+         "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": 2}
+MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2,
+          "out_hidden_size": 32, "patch_size": 8, "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+          "fullatt_block_indexes": [0]}
+
+
+def written(folder, family: str, tied: bool = False):
+    """A tiny model of a family in a folder, as transformers loads it from there."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from workers.engines.embedded import build_tokenizer
+
+    sizes = SIZES | (MIXTURE if family.endswith("moe") else {})
+    kind, config = AutoModelForCausalLM, {**sizes, "tie_word_embeddings": tied}
+    if "_vl" in family:
+        kind, config = AutoModelForImageTextToText, {"text_config": sizes, "vision_config": VISION}
+    kind.from_config(AutoConfig.for_model(family, **config)).save_pretrained(folder)
+    build_tokenizer(["one"]).save_pretrained(folder)
+    return kind.from_pretrained(folder)
+
+
+def of_folder(folder, *patterns: str, dag: str = "grpo.yaml"):
+    (folder / "run.yaml").write_text(f"steps: 1\nroles:\n  actor:\n    model: {folder}\n    freeze:\n"
+                                     + "".join(f'      - "{each}"\n' for each in patterns)
+                                     + "data: {train: arithmetic/train.jsonl}\n")
+    return load_for_planning(dag, str(folder / "run.yaml"), [])
+
+
+@pytest.mark.parametrize("family", sorted(_RENAMED))
+def test_the_parameters_of_a_folder_are_named_as_in_the_loaded_model(tmp_path, family):
+    """transformers stacks the experts of files, and puts the language models of Qwen2-VL a level lower."""
+    loaded = {name: parameter.numel() for name, parameter in written(tmp_path, family).named_parameters()}
+    spec = of_folder(tmp_path, next(reversed(loaded)))
+    assert not spec.mistakes
+    assert parameter_sizes(spec, "actor") == loaded
+
+
+def test_a_tied_head_in_a_folder_is_no_parameter(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, file = written(tmp_path, "qwen3", tied=True), tmp_path / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": model.lm_head.weight.detach().clone()}, file, {"format": "pt"})
+    assert parameter_sizes(of_folder(tmp_path, "norm.weight"), "actor").keys() == dict(model.named_parameters()).keys()
+    assert "names `lm_head.*`" in str(of_folder(tmp_path, "lm_head.*").mistakes[0])
+
+
+@pytest.mark.parametrize(("family", "pattern", "near"), [
+    ("qwen3_moe", "experts.0.up_proj.weight", "model.layers.*.mlp.experts.gate_up_proj"),
+    ("qwen2_5_vl", "model.layers.0.*", "model.language_model.layers.*.self_attn.*")])
+def test_names_of_files_that_loading_changes_are_refused(tmp_path, family, pattern, near):
+    written(tmp_path, family)
+    (mistake,) = of_folder(tmp_path, "norm.weight", pattern).mistakes
+    assert str(mistake).startswith(f"{tmp_path}/run.yaml:7: role `actor`: `freeze` names `{pattern}`")
+    assert near in mistake.hint
+
+
+def test_a_family_that_is_not_known_is_checked_when_it_is_loaded(tmp_path):
+    from workers.roles import build_roles
+
+    written(tmp_path, "helium")
+    spec = of_folder(tmp_path, "norm.weight", "model.layers.0.mlps.*")
+    assert (spec.mistakes, spec.frozen) == ([], {"actor": 0})
+    planned = plan(spec, 1)
+    with pytest.raises(InvalidInput) as error:
+        build_roles(spec, planned, {"actor"}, {"actor"}, "cpu")
+    assert str(error.value).startswith(f"{tmp_path}/run.yaml:7: role `actor`: `freeze` names `model.layers.0.mlps.*`")
+    assert "Did you mean `model.layers.*.mlp.*`?" in str(error.value)
+    with pytest.raises(InvalidInput, match="names all 21 parameters"):
+        build_roles(of_folder(tmp_path, "*"), planned, {"actor"}, {"actor"}, "cpu")
+
+
+def test_a_few_patterns_are_proposed(tmp_path):
+    written(tmp_path, "qwen3_vl")
+    (mistake,) = of_folder(tmp_path, "layer.1.mlp.*").mistakes
+    likely, nearest = mistake.hint.split(" Nearest: ")
+    assert likely == "Did you mean `model.language_model.layers.*.mlp.*`?"
+    assert len(nearest.split(", ")) == 5
+
+
+def test_a_copy_says_whose_settings_it_has(tmp_path):
+    written(tmp_path, "qwen3")
+    (mistake,) = of_folder(tmp_path, "norm.weight", "lm_head.*", dag="ppo.yaml").mistakes
+    assert str(mistake).startswith(f"{tmp_path}/run.yaml:7: role `critic`, which has the settings of `actor` since it "
+                                   "copies it: `freeze` names `lm_head.*`, and its model has no such parameter")
+    assert mistake.hint == "Give it settings of its own:  roles: {critic: {…, freeze: []}}"
+    (mistake,) = of_folder(tmp_path, "lm_heads.*", dag="ppo.yaml").mistakes
+    assert "role `actor`: `freeze` names `lm_heads.*`" in str(mistake)
+    assert "Did you mean `lm_head.weight`?" in mistake.hint
 
 
 @pytest.mark.parametrize(("changes", "says"), [

@@ -68,9 +68,17 @@ def test_what_cannot_follow_is_refused_with_its_line(planned, replace, line, wha
     (3, ["mode=async", "groups.inference={reference: rollout}", "groups.rollout=1"], "whose weights these have",
      "--set groups.inference"),
     (2, ["layouts={update: {tp: 2}, reference: {tp: 1}}"], "splits the two otherwise", "--set layouts"),
+    (2, ["layouts.rollout.dp=1", "layouts.reference.tp=2"], "splits the two otherwise", "--set layouts.reference.tp"),
+    (2, ["layouts.update.tp=2", "roles.reference.dtype=float32"], "splits the two otherwise",
+     "--set layouts.update.tp"),
     (2, ["roles.reference.replicas=2"], "it has replicas: 2, the other 1", "--set roles.reference.replicas"),
     (2, ["roles.actor.engine=megatron"], "is one, which it cannot do", "--set roles.actor.engine"),
-], ids=["lora", "model", "own ranks", "rollout ranks", "layout", "replicas", "megatron"])
+    (2, ["roles.actor.engine=megatron", "roles.reference.engine=fsdp"], "role `actor` wants `engine: megatron` and has",
+     "--set roles.actor.engine"),
+    (2, ["roles.reference.engine=megatron"], "role `reference` wants `engine: megatron` and has",
+     "--set roles.reference.engine"),
+], ids=["lora", "model", "own ranks", "rollout ranks", "layout", "its size", "the size of the other", "replicas",
+        "megatron", "an actor in megatron", "a reference in megatron"])
 def test_what_lies_elsewhere_is_refused_with_its_line(planned, ranks, overrides, what, line):
     with pytest.raises(InvalidInput) as error:
         planned(ranks, *overrides)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
-from distflow.config.freeze import frozen_names, idle_pattern
+from distflow.config.freeze import frozen_names
 from distflow.config.models import TRAINERS, shape_of
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
@@ -59,17 +59,6 @@ def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: to
         for locals_ in parts.values():
             torch._foreach_mul_(locals_, most / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
     return norm
-
-
-def _freeze(model: nn.Module, patterns: list[str]) -> None:
-    parameters = dict(model.named_parameters())
-    if idle := idle_pattern(patterns, list(parameters)):
-        raise EngineError(f"`freeze` names `{patterns[idle[0]]}`, and the model has no such parameter. {idle[1]}")
-    names = frozen_names(patterns, parameters)
-    if len(names) == len(parameters):
-        raise EngineError(f"`freeze` names all {len(names)} parameters, so that nothing is left to be trained")
-    for name in names:
-        parameters[name].requires_grad_(False)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -132,12 +121,8 @@ class FSDPEngine(Trainer):
         with contextlib.suppress(KeyError):  # of a family with other names of sizes
             self.shape = shape_of(model.config.to_dict())
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
-        if not trained:
-            model.requires_grad_(False)
-        elif settings.freeze:
-            _freeze(model, settings.freeze)
-        parameters = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
-        layers, self.small = decoder_layers(model), parameters <= _SMALL
+        own = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
+        layers, self.small = decoder_layers(model), own <= _SMALL
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
         self.follows, self.partial = follows, trained and bool(settings.freeze)
@@ -145,6 +130,9 @@ class FSDPEngine(Trainer):
         # weights does: bfloat16 has 8 bits, and would lose each step that is below 1/256 of a weight.
         self.held = torch.bfloat16 if half and not (trained or follows) else torch.float32
         self._split(model)
+        parameters = dict(model.named_parameters())  # not of before: styles of tensor parallelism make new ones
+        for name in frozen_names(settings.freeze if trained else ["*"], parameters):
+            parameters[name].requires_grad_(False)
         context = ContextParallelCache(self.mesh.get_group("cp")) if dimension(self.mesh, "cp") > 1 else None
         self.routers = Routers(model) if settings.generation.routing_replay and trained and head == "lm" else None
         # Choices are replayed in the order of packed tokens, and one chunk is always packed.
