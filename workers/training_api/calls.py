@@ -363,7 +363,7 @@ class TrainingCalls:
         if damage := state.checkpoints.damage_in(path):
             raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
-        state.checkpoints.load({name: role.engine for name, role in state.roles.items()}, path)
+        state.load(path)
         events.record("state loaded", of_step=checkpoint)
         return {"checkpoint": checkpoint}
 
