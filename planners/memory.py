@@ -75,9 +75,17 @@ class ParameterBytes(NamedTuple):
     share computes with it, with its gradient. `distflow plan` and the solvers for mixed hardware count with these
     alike."""
 
-    whole: int
-    divided: int
-    gathered: int = 0
+    whole: float
+    divided: float
+    gathered: float = 0
+
+    def with_frozen(self, frozen: int, parameters: int) -> ParameterBytes:
+        """Return the mean of a trained model's parameters, of which `freeze` names `frozen`: those are float32 weights
+        alone, and where the model is gathered as a whole they have no gradient there."""
+        share = frozen / parameters
+        idle = share if parameters <= SMALL else 0
+        return ParameterBytes(self.whole, self.divided - share * (_TRAINING_STATE - _MASTER),
+                              self.gathered - idle * _GRADIENT)
 
 
 def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = False) -> ParameterBytes:
@@ -321,17 +329,17 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     name = "training state" if trained else "following weights" if follows else "weights"
     if settings.engine == "megatron":
         formula = f"{shape.parameters:,}{cut} × ({held.whole} B + {held.divided} B{_by(dp=shares)})"
-        return [MemoryItem(f"{role}: {name}", mine * held.whole + -(-mine * held.divided // shares), formula)]
+        return [MemoryItem(f"{role}: {name}", int(mine * held.whole - (-mine * held.divided // shares)), formula)]
     n, small = shape.parameters, shape.parameters <= SMALL
     own, idle, at_once = mine * (n - frozen) // n, frozen if small else 0, gathered_at_once(shape)
-    items = [] if settings.offload else [MemoryItem(f"{role}: {name}", -(-own * held.divided // shares),
+    items = [] if settings.offload else [MemoryItem(f"{role}: {name}", int(-(-own * held.divided // shares)),
                                                     f"{n - frozen:,} × {held.divided} B / dp {shares}{cut}")]
     if frozen and not settings.offload:
         items.append(MemoryItem(f"{role}: frozen weights", -(-(mine - own) * _MASTER // shares),
                                 f"{frozen:,} × {_MASTER} B / dp {shares}{cut}"))
     less = f" - {idle:,} frozen × {_GRADIENT} B" if idle else ""
     items.append(MemoryItem(f"{role}: weights while computing",
-                            -(-mine * at_once // n) * held.gathered - mine * idle // n * _GRADIENT,
+                            int(-(-mine * at_once // n) * held.gathered) - mine * idle // n * _GRADIENT,
                             f"{at_once:,} gathered at once × {held.gathered} B{less}{cut}"))
     if trained and not settings.offload and small:
         items.append(MemoryItem(f"{role}: gradients counted twice", -(own * _GRADIENT // shares),

@@ -29,6 +29,15 @@ def test_the_divergence_is_from_the_actor_of_the_step_that_it_follows(launch, wo
     assert follows[2] == stays[2] > 1e-6
 
 
+def test_a_run_goes_on_without_follow_only_with_the_weights_that_the_reference_has(launch, workspace):
+    launch(1, *FOLLOW, "--name", "follows", "--set", "steps=2", "--set", "checkpoint.every=1")
+    resumed = ("--resume", "runs/follows", "--set", "steps=3")
+    said = launch(1, *resumed, "--set", "roles.reference.follow=null", code=1)
+    assert "has weights of role `reference`, which changed in training when it was written" in said.stdout + said.stderr
+    launch(1, *resumed, "--set", "roles.reference.follow={every: 4, mix: 1.0}")
+    assert metrics_of(workspace / "runs/follows")[3]["policy/kl_reference"] < 1e-9, "that of the step before"
+
+
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_that_starts_again_has_the_same_reference(launch, workspace, mode):
     """Killed after the reference has moved, before any checkpoint: the snapshot has it."""

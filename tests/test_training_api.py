@@ -13,6 +13,7 @@ from harness import ROOT, environment
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import distflow
+from distflow.telemetry import timeline
 
 STEPS, MIRRORED, KILLED_IN = 12, 4, 2
 SMALL = 3e-5
@@ -97,3 +98,34 @@ def test_a_loop_learns_as_one_rank_would_though_a_worker_dies(workspace, monkeyp
     assert "was stopped after step 4" in "".join(one._said)
     with pytest.raises(distflow.CallRefused, match="has made its 12 steps"):
         client.client.optim_step().result()
+
+
+@pytest.mark.run
+def test_a_reference_follows_what_is_learnt_and_not_what_is_loaded(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    run = distflow.run("grpo.yaml", "tiny.yaml", ranks=1, name="follows", quiet=True, set={
+        "training_api": {}, "steps": 4, "roles.actor.learning_rate": 1e-2,
+        "roles.reference.follow": {"every": 1, "mix": 0.5}})
+    client = distflow.training_client(run)
+    row = {"prompt": client.prompts()[0].tokens, "response": [5, 6, 7]}
+    seen = []
+    for step in (1, 2, 3):
+        if step < 3:
+            client.forward_backward([row], "cross_entropy")
+            client.optim_step().result()
+            client.save_state().result()
+        else:
+            client.load_state(1).result()
+        seen.append(client.forward([row], role="reference").result())
+    client.forward_backward([row], "cross_entropy")
+    client.optim_step().result()
+    run.wait(120)
+    assert seen[0] != seen[1]
+    assert seen[2] == seen[0], "the reference of the checkpoint"
+    followed = run.events[run.events["event"] == "reference followed"]
+    assert followed[["role", "of_step"]].values.tolist() == [["reference", step] for step in (1, 2, 4)]
+    spans = [span for span in timeline.read(run.folder).spans if span.name == "follow"]
+    assert [(span.track, span.step, span.facts["role"]) for span in spans] == [
+        (timeline.WEIGHTS, step, "reference") for step in (1, 2, 4)]

@@ -54,7 +54,7 @@ def serve(ctx: TrainContext, calls: TrainingCalls) -> bool:
         if not calls.until_update(step):
             ctx.stopping = True
             return ctx.leave(step - 1)
-        ended = _ends(ctx, step)
+        ended = _ends(ctx, step, learnt=calls.learnt)
         calls.confirm(step)  # a client that has this answer may rely on the step
         if ended:
             break
@@ -63,11 +63,12 @@ def serve(ctx: TrainContext, calls: TrainingCalls) -> bool:
     return ctx.finish()
 
 
-def _ends(ctx: TrainContext, step: int) -> bool:
-    """Conclude a step. Return whether it is the last one."""
+def _ends(ctx: TrainContext, step: int, learnt: bool = True) -> bool:
+    """Conclude a step, which has trained a role unless it has not `learnt`. Return whether it is the last one."""
     with ctx.finishing():
         ctx.record(step)  # metrics and samples; detectors look at them
-        ctx.follow(step)  # roles that follow a trained one
+        if learnt:
+            ctx.follow(step)  # roles that follow a trained one
         ctx.snapshot(step)  # the state after the step, in memory
         ctx.publish(step)  # the step's rows leave the dock, its weights go to the rollouts
         return ctx.conclude(step)  # validation, and every N steps a checkpoint

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.freeze import check_loaded
@@ -13,6 +14,7 @@ from distflow.config.load import Spec
 from distflow.config.models import base_of, odd_token
 from distflow.errors import EngineError
 from distflow.plan import Plan
+from distflow.telemetry import events, timeline
 from workers.engines.devices import mesh_of
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.loading import load_model, load_tokenizer
@@ -48,7 +50,10 @@ def follow(spec: Spec, roles: Mapping[str, RoleEngines], done: int) -> None:
             engine, other = role.engine, roles[copied].engine
             assert isinstance(engine, FSDPEngine)
             assert isinstance(other, FSDPEngine), "the planner refuses other engines"
-            engine.follow(other, settings.mix)
+            with timeline.current().span(timeline.WEIGHTS, "follow", done, role=name):
+                engine.follow(other, settings.mix)
+            if not dist.get_rank():
+                events.record("reference followed", role=name, followed=copied, of_step=done)
 
 
 def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenizerBase:

@@ -96,7 +96,9 @@ class TrainContext:
         context, run = self.context, self.spec.run
         first = self.channel.first if self.channel and self.follower else None
         self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.changing, self.source,
-                                run.wait_limit, self.leader or self.follower)
+                                run.wait_limit, self.leader or self.follower,
+                                [name for name, role in self.spec.dag.roles.items()
+                                 if not (role.trained or role.follow)])
         if writes:
             self.state.checkpoints.claim(context.job, worker.round, self.attempt)
         if not context.resume and not self.attempt:

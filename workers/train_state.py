@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ class TrainState:
 
     def __init__(self, folder: Path, settings: Checkpoint, worker_context: WorkerContext | None,
                  roles: Mapping[str, RoleEngines], source: Dataloader, limit: float,
-                 link: LeaderLink | FollowerLink | None = None):
+                 link: LeaderLink | FollowerLink | None = None, frozen: Collection[str] = ()):
         """`folder`: of all trainers, to which a following one adds its role; `roles`: those whose weights change;
-        `link`: to the others."""
+        `link`: to the others; `frozen`: roles of the run whose weights no trainer changes."""
+        self.frozen = frozen
         self.link, self.first = link, None
         if isinstance(link, FollowerLink):
             self.first, folder = folder, folder / link.role
@@ -146,7 +147,7 @@ class TrainState:
                 self.replica.begin(self.snapshots)
             record("state restored", of_step=progress["step"], source=found.source, holder=found.holder)
         else:
-            progress = self.checkpoints.load({name: role.engine for name, role in self.roles.items()}, checkpoint)
+            progress = self.load(checkpoint)
             record("state restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
@@ -154,6 +155,10 @@ class TrainState:
                 self.roles[name].engine.version = version
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
+
+    def load(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Load a checkpoint (default: the newest); return its progress. Collective; raises as `Checkpoints.load`."""
+        return self.checkpoints.load({name: role.engine for name, role in self.roles.items()}, checkpoint, self.frozen)
 
     def _on_disk(self, of_first: int | None, again: bool) -> Path | None:
         """Return the checkpoint to go on from: of the first trainer, if that has trained this one's roles too, for a

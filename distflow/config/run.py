@@ -424,7 +424,8 @@ class Validation(Document):
     def _samples_differ(self) -> Validation:
         if self.samples > 1 and not self.temperature:
             raise ValueError("several `samples` of a problem are alike at temperature 0; add  temperature: 1.0")
-        if not self.temperature and (idle := [name for name in ("top_p", "top_k", "min_p") if getattr(self, name)]):
+        limits = {"top_p": self.top_p not in (None, 1.0), "top_k": self.top_k, "min_p": self.min_p}
+        if not self.temperature and (idle := [name for name, limit in limits.items() if limit]):
             raise ValueError(f"`{idle[0]}` says nothing at temperature 0, which takes the likeliest tokens; add  "
                              "temperature: 1.0")
         return self

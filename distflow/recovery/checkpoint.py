@@ -202,16 +202,22 @@ class Checkpoints:
             if text:
                 raise Superseded(text) if superseded else CheckpointError(text)
 
-    def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None) -> dict[str, Any]:
+    def load(self, sharded: dict[str, Stateful], checkpoint: Path | None = None,
+             frozen: Iterable[str] = ()) -> dict[str, Any]:
         """Load a checkpoint (default: that of `newest`) on any number of ranks, and return its progress. Collective.
 
+        Args:
+            sharded: the engines to load into, by role.
+            frozen: roles whose weights do not change in this run, so that none of a checkpoint are loaded.
+
         Raises:
-            CheckpointError: there is none, or it is not one of these engines.
+            CheckpointError: there is none, or it is not one of these engines, or has weights of a `frozen` role.
             Disagreement: the ranks do not see the same files.
         """
         checkpoint = checkpoint or self.newest()
         if checkpoint is None:
             raise CheckpointError(f"there is no whole checkpoint in {self.folder}")
+        _require_frozen(checkpoint, frozen)
         for name, engine in sharded.items():
             state, part = {name: engine.state_dict()}, checkpoint.parent / name / checkpoint.name
             part = part if part.is_dir() and not holds(checkpoint, name) else checkpoint
@@ -219,7 +225,8 @@ class Checkpoints:
                 state_dict_loader.load(state, storage_reader=SafeReader(part), planner=_Exact())
             except CheckpointException as error:
                 raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
-                                      "model, its engine or the DAG changed since?") from error
+                                      "model, its engine or `freeze`, or the DAG changed since, as `trained` and "
+                                      "`follow` of its roles?") from error
             engine.load_state_dict(state[name])
         if (progress := read_progress(checkpoint)) is None:
             raise CheckpointError(f"{checkpoint} does not say how far its run was")
@@ -292,6 +299,17 @@ def holds(checkpoint: Path, role: str) -> bool:
     """Return whether a role's state is in a checkpoint, and not with the trainer of that role alone."""
     saved = SafeReader(checkpoint).read_metadata().planner_data or {}
     return any(path[0] == role for path in saved.values())
+
+
+def _require_frozen(checkpoint: Path, roles: Iterable[str]) -> None:
+    """Refuse a checkpoint with weights of a role that does not change now: they would be those of its model again."""
+    for role in roles:
+        if holds(checkpoint, role) or (checkpoint.parent / role / checkpoint.name).is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has weights of role `{role}`, which changed in training when it was written. Now "
+                "the DAG has neither its `trained` nor `follow`, and it would have those of its model again. Put back "
+                f"`trained`, or `follow`:  --set 'roles.{role}.follow={{every: N, mix: M}}'  , which keeps the weights "
+                "of the checkpoint where `every` is above `steps`")
 
 
 def _raise_first(reported: Iterable[str]) -> None:

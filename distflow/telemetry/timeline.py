@@ -223,7 +223,8 @@ def read(folder: Path, steps: Collection[int] | None = None, most: int | None = 
 
 
 def _rank(line: dict[str, Any], base: float) -> RankTimeline:
-    versions = [facts.get("version") for track, name, *_, facts in line["spans"] if track == WEIGHTS and name != "pull"]
+    versions = [facts["version"] for track, name, *_, facts in line["spans"]
+                if track == WEIGHTS and name != "pull" and "version" in facts]
     who = (line["rank"], line["role"], line["host"], line["pid"], line["attempt"], base + line["time"] / 1e6,
            line.get("memory", 0), versions[-1] if versions else None, line.get("every", _EVERY),
            line.get("collectives", ""))

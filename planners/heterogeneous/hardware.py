@@ -174,7 +174,8 @@ class Roofline:
         if self.task.kind == GENERATE:
             return ParameterBytes(self.task.width, 0)
         engine = "fsdp" if self.shards(strategy) else "megatron"
-        return parameter_bytes(engine, self.task.width, self.task.kind == TRAIN)
+        held = parameter_bytes(engine, self.task.width, self.task.kind == TRAIN, self.task.follows)
+        return held.with_frozen(self.task.frozen, self.task.parameters) if engine == "fsdp" else held
 
     def kept(self, strategy: Strategy, stage: int) -> tuple[float, float]:
         """Return the bytes of activations for each layer, and beside them. A stage of a training pipeline holds a
@@ -225,8 +226,9 @@ class Roofline:
         return self._swaps * self.task.parameters * self._least_state / host if host else float("inf")
 
     @property
-    def _least_state(self) -> int:
-        return _LEAST_TRAINED if self.task.kind == TRAIN else self.task.width
+    def _least_state(self) -> float:
+        task, trained = self.task, ParameterBytes(0, _LEAST_TRAINED)
+        return trained.with_frozen(task.frozen, task.parameters).divided if task.kind == TRAIN else task.width
 
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of the optimizer, which reads and writes the state once."""

@@ -118,7 +118,8 @@ class ModelTask:
     `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
     and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
     divides weights gathers `gathered` parameters at once; 0: all. A layer keeps `activations` bytes of each token for
-    the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for."""
+    the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for. `frozen`
+    parameters of one that trains stay as they are; the weights of one that `follows` another role are state."""
 
     name: str
     role: str
@@ -145,6 +146,8 @@ class ModelTask:
     gathered: int = 0
     activations: int = 0
     at_once: int = 0
+    frozen: int = 0
+    follows: bool = False
     measured: Measured = Measured()
     stages: bool = True
     """Whether the task's engine can have the layers in several stages."""

@@ -63,13 +63,16 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     rows = spec.run.data.batch * lineage.times(lineage.of(task.node) if task.samples else task.fan)
     width = 4 if settings.dtype == "float32" else 2
     outputs = 1 if head == "value" else shape.vocabulary
+    frozen = min(spec.frozen.get(task.role, 0), shape.parameters) if kind == TRAIN else 0
+    follows = kind == INFER and spec.dag.roles[task.role].follow is not None
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden,
                      2 * width * shape.kv_width,
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
                      settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
-                     activation_bytes(shape, width), stages=_has_stages(spec, kind, settings))
+                     activation_bytes(shape, width), frozen=frozen, follows=follows,
+                     stages=_has_stages(spec, kind, settings))
 
 
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:

@@ -343,7 +343,7 @@ def refused(folder: Path, kind: str) -> str:
     if kind == "another place":
         folder = folder / str(dist.get_rank())
     with pytest.raises((CheckpointError, Disagreement)) as error:
-        Checkpoints(folder, 1).load(engines)
+        Checkpoints(folder, 1).load(engines, frozen=["reference", "critic"] if kind == "frozen" else [])
     return str(error.value)
 
 
@@ -352,7 +352,9 @@ def test_what_cannot_be_loaded_says_why(tmp_path, saved):
     for ranks in (1, 2):
         shape = run_ranks(ranks, refused, saved, "shape")[0]
         assert "cannot be loaded into role `actor`" in shape
-        assert "Was the model, its engine or the DAG changed since?" in shape
+        assert "Was the model, its engine or `freeze`, or the DAG changed since, as `trained` and `follow` of" in shape
+        frozen = run_ranks(ranks, refused, saved, "frozen")[-1]
+        assert f"{saved}/step-00000002 has weights of role `critic`, which changed in training" in frozen
     assert "cannot be loaded into role `other`" in run_ranks(1, refused, saved, "role")[0]
     (tmp_path / "1").symlink_to(saved)
     for error in run_ranks(2, refused, tmp_path, "another place"):

@@ -272,21 +272,21 @@ def test_a_checkpoint_is_there_when_all_its_parts_are(tmp_path, capsys):
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
     again = state_of(tmp_path, ["critic"], links[1])
     assert again.restore(1) == 1
-    assert again.trained["critic"].engine.weight.tolist() == [2.0] * 3
+    assert again.roles["critic"].engine.weight.tolist() == [2.0] * 3
     together = state_of(tmp_path, ["actor", "critic"])
     assert together.restore() == 1, "they may go on in one trainer"
-    assert [role.engine.weight[0] for role in together.trained.values()] == [1.0, 2.0]
+    assert [role.engine.weight[0] for role in together.roles.values()] == [1.0, 2.0]
     together.snapshot(2)
     together.save(2)
     together.finish()
     assert again.restore(2) == 2, "and apart again"
-    again.trained["critic"].engine.weight = torch.zeros(3)
+    again.roles["critic"].engine.weight = torch.zeros(3)
     again.save(2)
     again.finish()
     for alone in (False, True):
         again = state_of(tmp_path, ["critic"], links[1])
         assert again.restore(2, alone) == 2
-        assert again.trained["critic"].engine.weight.tolist() == [2.0] * 3, "that of both is the newer one"
+        assert again.roles["critic"].engine.weight.tolist() == [2.0] * 3, "that of both is the newer one"
     first = state_of(tmp_path, ["actor"])
     first.snapshot(3)
     first.save(3)

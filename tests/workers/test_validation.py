@@ -169,6 +169,10 @@ def replaced(settings: Validation, **more) -> Validation:
     return Validation(**{**settings.model_dump(), **more})
 
 
+def test_limits_that_leave_all_tokens_may_stand_at_temperature_zero():
+    assert Validation(data={"one": "heldout.jsonl"}, top_p=1.0, top_k=0, min_p=0.0).top_p == 1.0
+
+
 @pytest.mark.parametrize(("change", "says"), [
     ("top_p: 0.9", "`top_p` says nothing at temperature 0"), ("temperature: 1.0, top_p: 0", "greater than 0"),
     ("temperature: 1.0, min_p: 1.0", "less than 1")])

@@ -19,6 +19,7 @@ from workers.engines.role_engines import RoleEngines
 
 _HALF = 16
 _BUCKETS = 1 << _HALF
+_UNSIGNED = 0x7FFF_FFFF  # all bits of a float but its sign, which -0.0 and some that are not a number have
 
 
 @node(type="MODEL_INFERENCE", writes="{role}_entropies", row_wise=True)
@@ -42,8 +43,9 @@ def high_entropy(engine: RoleEngines, rows: Batch, quantile: float) -> Batch:
 
 
 def _keys(entropies_T: Tensor) -> Tensor:
-    """Return whole numbers in the order of the entropies: the bits of positive floats are in theirs."""
-    return (entropies_T.float().clamp(min=0) + 0.0).view(torch.int32).long()  # -0.0 + 0.0 is 0.0
+    """Return whole numbers in the order of the entropies: the bits of positive floats are in theirs. What is not a
+    number is the highest, whatever its sign: the gradient then is not finite either, which all ranks see alike."""
+    return entropies_T.float().clamp(min=0).view(torch.int32).long() & _UNSIGNED
 
 
 def _kth_largest(engine: RoleEngines, keys_S: Tensor, share: Fraction) -> int:

@@ -54,6 +54,7 @@ class TrainingCalls:
     def __init__(self, ctx: TrainContext):
         self.ctx, self.name = ctx, ctx.prompted
         self.role = ctx.roles[ctx.prompted]
+        self.learnt = False  # whether the step has ended with an update, and not with weights that were loaded
         self.passes = self.sampled = 0  # calls of forward_backward, and rows sampled, in this step
         self.session = ""  # of the client whose passes these are; on rank 0
         self.update: tuple[TrainingCall, Any] | None = None  # call that has ended the step, with its result; on rank 0
@@ -145,6 +146,7 @@ class TrainingCalls:
             if self.server:
                 self.server.passes = self.passes
         if name in UPDATES:
+            self.learnt = name == "optim_step"
             self.update = (call, result) if call else None
             return True
         self.ctx.status.set(_WAITING)
@@ -361,7 +363,7 @@ class TrainingCalls:
         if damage := state.checkpoints.damage_in(path):
             raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
-        state.checkpoints.load({name: role.engine for name, role in state.roles.items()}, path)
+        state.load(path)
         events.record("state loaded", of_step=checkpoint)
         return {"checkpoint": checkpoint}
 

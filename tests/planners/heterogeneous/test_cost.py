@@ -169,6 +169,28 @@ def test_both_plans_count_the_same_state(mixed_spec: Callable, engine: str, gib:
     assert solver / 2**30 == pytest.approx(gib, rel=0.01)
 
 
+@pytest.mark.parametrize(("model", "frozen"), [
+    ([], 10**9), (["roles.actor.model={architecture: qwen3, layers: 4, hidden: 256, heads: 4, kv_heads: 2}"], 10**6)],
+    ids=["large", "gathered whole"])
+def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
+        mixed_spec: Callable, model: list[str], frozen: int) -> None:
+    """Their weights are in float32, in bfloat16 too, and have no gradients."""
+    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512",
+                      "roles.reference.follow={every: 2, mix: 0.5}", *model)
+    spec.frozen["actor"] = frozen  # as `freeze` counts it in the files of a model
+    items = {item.name: item.bytes for item in plan(spec, 64).memory}
+    assert items["actor: frozen weights"] > 0
+    costed, strategy = {each.task.name: each for each in CostModel(problem_of(spec)).tasks}, Strategy(64, micro=16)
+    for node, kinds in (("update", ("training state", "frozen weights", "weights while computing")),
+                        ("reference", ("following weights", "weights while computing"))):
+        task = costed[node]
+        each, beside = task.kept(strategy, 0)
+        solver = task.fills(strategy, 0, task.task.layers) - task.task.layers * each - beside
+        role = task.task.role
+        assert solver == pytest.approx(sum(items[f"{role}: {kind}"] for kind in kinds), rel=1e-4)
+    assert costed["update"].ideal([(FAST, 1)]) < float("inf")
+
+
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
     task = replace(WORK, kind=GENERATE, rows=4)
     decode = 100 * (2e9 + 4 * 10 * 500 * 150) / 2e12

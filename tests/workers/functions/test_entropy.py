@@ -73,3 +73,16 @@ def test_a_quantile_without_a_node_that_gives_entropies_is_refused_with_its_line
             plan(load("grpo.yaml", None, [f"nodes.update.with.entropy_quantile={value}"]), 2)
         assert str(caught.value).startswith(f"--set nodes.update.with.entropy_quantile={value}: node `update`")
         assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0_0000, -0x40_0000, 0x7FFF_FFFF, -1])
+def test_what_is_not_a_number_is_high_so_that_the_gradient_says_so(bits):
+    """Whatever the bits, with a sign or without: counting must not end one rank before the others."""
+    rows = all_rows()
+    values, trained = rows["entropies"].values.clone(), rows["mask"].values
+    broken = trained & (torch.arange(1000) % 250 == 0)
+    values.view(torch.int32)[broken] = bits
+    values[5] = -0.0
+    found = high_entropy(Summed(), rows.with_columns({"entropies": rows["entropies"].with_values(values)}), 0.8)
+    assert 0 < values[broken].isnan().sum() == broken.sum()
+    assert found["high_entropy"].values[broken].all()
