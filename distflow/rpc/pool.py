@@ -74,10 +74,9 @@ class ConnectionPool:
         Raises `Unreachable` if one does not reply within the patience, and `wait` seconds that it may wait by itself
         before it replies; else what `error_from` makes of the first reply that reports an error.
         """
-        requests = list(requests)
-        self._ask_for_room(requests)
+        requests, retry = list(requests), RetryPolicy(self.patience)
+        self._ask_for_room(requests, retry)
         replies: dict[int, Reply] = {}
-        retry = RetryPolicy(self.patience)
         while len(replies) < len(requests):
             missing = [index for index in range(len(requests)) if index not in replies]
             awaited: list[int] = []
@@ -130,24 +129,28 @@ class ConnectionPool:
             connection.close()
         self.connections.clear()
 
-    def _ask_for_room(self, requests: Sequence[Request]) -> None:
-        """Ask several processes for room for large requests at once; one that gives none is asked with its request."""
-        asked = list[tuple[Address, Connection, MappedHeap, int]]()
+    def _ask_for_room(self, requests: Sequence[Request], retry: RetryPolicy) -> None:
+        """Ask several processes for room for large requests at once; one that gives none is asked with its request,
+        and so are all if a connection breaks and there is time for another attempt."""
+        asked = dict[Address, tuple[MappedHeap, int]]()
+        at: Address = "", 0  # of the process that is asked
         try:
-            for address, _, buffers in requests:
-                connection, size = self.connections.get(address), sum(map(len, buffers))
+            for at, _, buffers in requests:
+                connection, size = self.connections.get(at), sum(map(len, buffers))
                 if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
-                    asked.append((address, connection, connection.memory, size))
+                    asked[at] = connection.memory, size
+                    connection.wait_at_most(self.patience, self.look, partial(self._check, at))
                     connection.send({"op": "reserve", "size": size})
-            while asked:
-                _, connection, memory, size = asked[0]
-                memory.take_room(connection.receive(most=0)[0], size)
-                asked.pop(0)
-        except (OSError, ConnectionEnded, Refused):
+            for at, (memory, size) in [*asked.items()]:
+                memory.take_room(self.connections[at].receive(most=0)[0], size)
+                del asked[at]
+        except (OSError, ConnectionEnded) as error:
+            retry.pause_or_raise(at, error, self._has_moved(at))
+        except Refused:
             pass  # the request itself connects again, and says what is wrong
         finally:
-            for address, *_ in asked:
-                self._drop(address)
+            for at in asked:
+                self._drop(at)
 
     def _sent(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
         """Send; return False if the connection broke and there is time for another attempt."""
