@@ -28,7 +28,7 @@ from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
-from distflow.rpc.pool import ConnectionPool, Reply
+from distflow.rpc.pool import ConnectionPool, HeldReplies, Reply
 from distflow.rpc.shared_heap import SharedHeap
 from distflow.rpc.shared_payloads import LEAST
 
@@ -233,9 +233,10 @@ class DockClient:
         while True:
             replies = self.pool.ask_all([(address, request | {"ids": numbers[positions].tobytes()}, ())
                                          for address, (_, positions) in zip(addresses, parted)])
-            found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
             in_place = [address for address, (reply, _) in zip(addresses, replies) if "in_place" in reply]
-            if self.pool.release(in_place):
+            with HeldReplies(self.pool, in_place) as held:
+                found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
+            if held.valid:
                 break
         self.epochs |= {shard: reply["epoch"] for (shard, _), (reply, _) in zip(parted, replies) if "epoch" in reply}
         return found

@@ -45,6 +45,21 @@ class RetryPolicy:
         time.sleep(_PAUSE)
 
 
+class HeldReplies:
+    """Context in which what `addresses` hold is read in place; it releases them. They may have ended their connections
+    meanwhile, and others' rows may have been read: then it is not `valid`, and suppresses the error that came of it."""
+
+    def __init__(self, pool: ConnectionPool, addresses: Sequence[Address]):
+        self.pool, self.addresses, self.valid = pool, addresses, False
+
+    def __enter__(self) -> HeldReplies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.valid = self.pool.release(self.addresses)
+        return kind is not None and issubclass(kind, Exception) and not self.valid
+
+
 class ConnectionPool:
     """Connections by address.
 
@@ -77,25 +92,14 @@ class ConnectionPool:
         requests, retry = list(requests), RetryPolicy(self.patience)
         self._ask_for_room(requests, retry)
         replies: dict[int, Reply] = {}
-        while len(replies) < len(requests):
-            missing = [index for index in range(len(requests)) if index not in replies]
-            awaited: list[int] = []
-            try:
-                for index in missing:
-                    awaited.append(index)
-                    if not self._sent(requests[index], wait, retry):
-                        awaited.pop()
-                while awaited:
-                    reply = self._answer(requests[awaited[0]][0], retry)
-                    if reply is not None:
-                        replies[awaited[0]] = reply
-                    awaited.pop(0)
-            finally:
-                for index in awaited:  # a late reply must not be taken for that to another request
-                    self._drop(requests[index][0])
-        for index in range(len(requests)):
-            if "error" in replies[index][0]:
-                raise self.error_from(replies[index][0])
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._release_read, requests, replies)
+            while len(replies) < len(requests):
+                self._ask_missing(requests, replies, wait, retry)
+            for index in range(len(requests)):
+                if "error" in replies[index][0]:
+                    raise self.error_from(replies[index][0])
+            failed.pop_all()
         return [replies[index] for index in range(len(requests))]
 
     def follow(self, address: Address) -> None:
@@ -116,7 +120,7 @@ class ConnectionPool:
         held = True
         for address in addresses:
             try:
-                if not self.connections[address].is_open():
+                if address not in self.connections or not self.connections[address].is_open():
                     raise ConnectionEnded
                 self.connections[address].send({"op": "release"})
             except (OSError, ConnectionEnded):
@@ -128,6 +132,27 @@ class ConnectionPool:
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
+
+    def _ask_missing(self, requests: Sequence[Request], replies: dict[int, Reply], wait: float,
+                     retry: RetryPolicy) -> None:
+        """Send the requests that have no reply yet, and add the replies of those whose connections hold."""
+        awaited: list[int] = []
+        try:
+            for index in [index for index in range(len(requests)) if index not in replies]:
+                awaited.append(index)
+                if not self._sent(requests[index], wait, retry):
+                    awaited.pop()
+            while awaited:
+                reply = self._answer(requests[awaited[0]][0], retry)
+                if reply is not None:
+                    replies[awaited[0]] = reply
+                awaited.pop(0)
+        finally:
+            for index in awaited:  # a late reply must not be taken for that to another request
+                self._drop(requests[index][0])
+
+    def _release_read(self, requests: Sequence[Request], replies: dict[int, Reply]) -> None:
+        self.release(requests[index][0] for index, (header, _) in replies.items() if "in_place" in header)
 
     def _ask_for_room(self, requests: Sequence[Request], retry: RetryPolicy) -> None:
         """Ask several processes for room for large requests at once; one that gives none is asked with its request,

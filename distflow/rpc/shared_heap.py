@@ -44,8 +44,7 @@ class SharedHeap:
             return self.memory[:0]
         needed = size + -size % _ALIGNMENT
         with self.lock:
-            for _ in range(len(self.given_back)):
-                self._free(*self.given_back.popleft())
+            self._take_back()
             at = next((at for at, (start, end) in enumerate(zip(self.starts, self.ends)) if end - start >= needed), -1)
             if at < 0:
                 raise MemoryError(f"{size} bytes are not free in memory of {len(self.memory)} bytes")
@@ -59,6 +58,16 @@ class SharedHeap:
     def offset_of(self, part: numpy.ndarray) -> int:
         """Return where a part begins."""
         return part.ctypes.data - self.memory.ctypes.data
+
+    def taken(self) -> int:
+        """Return the bytes of all parts of which there are views."""
+        with self.lock:
+            self._take_back()
+            return len(self.memory) - sum(self.ends) + sum(self.starts)
+
+    def _take_back(self) -> None:
+        for _ in range(len(self.given_back)):
+            self._free(*self.given_back.popleft())
 
     def _free(self, start: int, end: int) -> None:
         at = bisect_left(self.starts, start)
