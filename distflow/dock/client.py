@@ -275,11 +275,13 @@ class DockClient:
         return ReadRows(memory, columns, positions)
 
     def _take(self, size: int) -> numpy.ndarray:
-        """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does."""
-        if size < LEAST:
-            return numpy.empty(size, numpy.uint8)
-        self.heap = self.heap or SharedHeap("distflow-rows")
-        return self.heap.take(size)
+        """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does. A
+        process forked from this one may change what it has of it."""
+        if size >= LEAST:
+            with contextlib.suppress(MemoryError):  # under `ulimit -v`
+                self.heap = self.heap or SharedHeap()
+                return self.heap.take(size)
+        return numpy.empty(size, numpy.uint8)
 
     def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""

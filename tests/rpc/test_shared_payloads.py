@@ -12,6 +12,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError
 from distflow.dock.process import start
 from distflow.errors import ColumnError
+from distflow.rpc import shared_payloads as module
 from distflow.rpc.connection import Connection
 from distflow.rpc.errors import Refused, Unreachable
 from distflow.rpc.shared_heap import SharedHeap
@@ -91,6 +92,7 @@ def test_memory_is_used_again_when_the_rows_are_gone(dock):
         if first > 8:
             ends.add((heap.starts[-1], at.heap.starts[-1]))
     assert len(ends) == 1
+    assert at.heap.address is None, "private: a forked process may change what it has of it"
     assert at.heap.memory.ctypes.data <= kept[-1]["tokens"].values.data_ptr() < at.heap.memory.ctypes.data + (8 << 20)
 
 
@@ -230,6 +232,13 @@ def test_only_who_knows_the_token_can_have_made_the_memory(token):
 def test_who_is_elsewhere_shares_nothing(token, change):
     served, offer = offered(token)
     assert MappedHeap.of_server(offer | change, token) is None
+
+
+def test_a_heap_for_which_a_client_has_too_few_addresses_is_not_mapped(token, monkeypatch):
+    served, offer = offered(token)
+    for free, mapped in ((2 << 20, True), ((2 << 20) - 2, False)):
+        monkeypatch.setattr(module, "free_addresses", lambda free=free: free)
+        assert (MappedHeap.of_server(offer, token) is not None) == mapped
 
 
 def test_other_files_and_memory_that_is_smaller_than_announced_are_refused(token, forged):
