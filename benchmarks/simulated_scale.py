@@ -40,7 +40,7 @@ from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PER_TOKEN, Case  # noqa: E402
 from distflow.data.assignment import RowCounts  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
-from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareHomes, agree, announce  # noqa: E402
+from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree, announce  # noqa: E402
 from distflow.plan import SOURCE, Column, Layout, RowLineage, Task  # noqa: E402
 from distflow.telemetry.metrics import Metrics  # noqa: E402
 
@@ -102,14 +102,14 @@ def _route(ranks: int, rows: int, repeat: int) -> float:
         batch, counts = Batch(torch.from_numpy(ids), columns), RowCounts(lineage, layout)
         counts.add(SOURCE, batch, None, origin=True)
         notices.append(announce(batch, PoolNotice(), counts.to_bytes())[0])
-    homes = ShareHomes.of(layout, machines)
+    receivers = ShareReceivers.of(layout, machines)
     begin = time.process_time()
     found = RowNotices(notices)
     assignment, _ = RowCounts(lineage, layout).assign(found.payloads(), machines)
     route = Route(found, agree(found), assignment.destinations(lineage, SOURCE, layout), ranks)
     route.sent(0)
     route.received(0, ranks)
-    route.crosses(np.array(machines), homes)
+    route.crosses(np.array(machines), receivers)
     return time.process_time() - begin
 
 

@@ -126,7 +126,8 @@ def _cut(sizes: np.ndarray, weights: np.ndarray, shares: int) -> np.ndarray:
     """Deal out runs of units of as much weight, since rows that stay together move at once, but the last of each share
     one by one."""
     ends, runs = weights.cumsum(), shares * _RUNS
-    first = np.searchsorted(2 * ends - weights, -(-np.arange(runs) * 2 * ends[-1] // runs))  # by the middle of a unit
+    twice = 2 * int(ends[-1])  # products with it may exceed 64 bits
+    first = np.searchsorted(2 * ends - weights, [-(-run * twice // runs) for run in range(runs)])  # by a unit's middle
     result = np.repeat(np.arange(runs) % shares, np.diff(first, append=len(sizes)))
     last = np.bincount(result, minlength=shares).cumsum()[:, None] - np.arange(1, _ONE_BY_ONE + 1)
     result[_stable_order(result, shares)[np.maximum(last, 0)]] = -1
@@ -203,8 +204,8 @@ def _fill_machines(machines: _Machines, sizes: np.ndarray, near: np.ndarray, hea
 
 def _fill_at_once(machines: _Machines, chosen: np.ndarray, sizes: np.ndarray, near: np.ndarray,
                   taken: tuple[np.ndarray, np.ndarray], bound: int) -> bool:
-    """Do what `_near` does for units one by one, for the next unit of each of many machines at a time. Return whether
-    that can be: numbers would be too large."""
+    """Place the next unit of each machine at a time, with the result of `_near`. Return False, with nothing placed, if
+    the keys would exceed int64."""
     units, shares = np.diff(machines.units)[chosen], np.diff(machines.shares)[chosen]
     longest, widest, (loads, counts) = int(units.max()), int(shares.max()), taken
     most = int(counts.max()) + longest + 1
@@ -229,7 +230,7 @@ def _fill_at_once(machines: _Machines, chosen: np.ndarray, sizes: np.ndarray, ne
 
 
 def _rectangle(begins: np.ndarray, counts: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of each of some ranges, and whether there are so many: both [longest, ranges]."""
+    """Pad ranges to the longest one: indexes [longest, ranges], and a mask of those that exist."""
     within = np.arange(longest)[:, None] < counts
     return np.where(within, begins + np.arange(longest)[:, None], 0), within
 

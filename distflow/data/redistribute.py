@@ -287,14 +287,14 @@ class Route:
         pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
-    def crosses(self, machines: np.ndarray, homes: ShareHomes) -> bool:
+    def crosses(self, machines: np.ndarray, receivers: ShareReceivers) -> bool:
         """Return whether any row goes to another machine; every rank finds the same. `machines` [ranks]."""
-        home, found = np.full(len(self.totals), -1), machines[homes.ranks]
-        home[homes.shares] = found
+        machine, found = np.full(len(self.totals), -1), machines[receivers.ranks]
+        machine[receivers.shares] = found
         several = np.zeros(len(self.totals), dtype=bool)
-        several[homes.shares[home[homes.shares] != found]] = True  # a share that is on two machines
-        away = several[self.share] | (home[self.share] != machines[self.holder])
-        return bool((away & (home[self.share] >= 0) & (self.sizes > 0)).any())
+        several[receivers.shares[machine[receivers.shares] != found]] = True  # a share that is on two machines
+        away = several[self.share] | (machine[self.share] != machines[self.holder])
+        return bool((away & (machine[self.share] >= 0) & (self.sizes > 0)).any())
 
 
 def _sums(index: np.ndarray, sizes: np.ndarray, length: int) -> np.ndarray:
@@ -310,14 +310,14 @@ def _by_share(ids: np.ndarray, share: np.ndarray, shares: int) -> np.ndarray:
 Buffers = dict[str, list[ColumnBuffer]]
 
 
-class ShareHomes(NamedTuple):
-    """Who receives the rows of shares: the first rank of each share on each machine. shares, ranks: both [homes]."""
+class ShareReceivers(NamedTuple):
+    """Ranks that receive the rows of shares: the first of each share on each machine. shares, ranks: [receivers]."""
 
     shares: np.ndarray
     ranks: np.ndarray
 
     @classmethod
-    def of(cls, layout: Layout, machines: Sequence[int]) -> ShareHomes:
+    def of(cls, layout: Layout, machines: Sequence[int]) -> ShareReceivers:
         """`machines`: [ranks]."""
         found: dict[tuple[int, int], int] = {}
         for rank in range(layout.first, layout.last + 1):
@@ -337,7 +337,7 @@ class Redistributor:
     def __init__(self, rank: int, metrics: Metrics, limit: float):
         self.rank, self.metrics, self.limit = rank, metrics, limit
         self.moved = 0
-        self.homes = dict[Layout, ShareHomes]()
+        self.receivers = dict[Layout, ShareReceivers]()
 
     @functools.cached_property
     def host_group(self) -> HostGroup:
@@ -359,29 +359,30 @@ class Redistributor:
         notices = RowNotices(self.host_group.gather_bytes(notice))
         forms = agree(notices)
         route = Route(notices, forms, find_destinations(notices.payloads()), layout.dp)
-        machines, homes = np.array(self.host_group.machines), self._homes(layout)
-        here = self._reserve(route, homes, machines, notices)
+        machines, receivers = np.array(self.host_group.machines), self._receivers(layout)
+        here = self._reserve(route, receivers, machines, notices)
         memory = {each: self.memory.open(each.address) for each in here if each.address is not None}
         for target in memory:
             for part, buffer, runs in _rows(route, buffers, target.share, self.rank):
                 copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
-        self._count(edge, route, sent, homes, machines)
-        if not self.host_group.on_one_machine and route.crosses(machines, homes):
-            self._send(buffers, route, sent, homes, machines, memory)
+        self._count(edge, route, sent, receivers, machines)
+        if not self.host_group.on_one_machine and route.crosses(machines, receivers):
+            self._send(buffers, route, sent, receivers, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here)
 
-    def _homes(self, layout: Layout) -> ShareHomes:
-        if layout not in self.homes:
-            self.homes[layout] = ShareHomes.of(layout, self.host_group.machines)
-        return self.homes[layout]
+    def _receivers(self, layout: Layout) -> ShareReceivers:
+        if layout not in self.receivers:
+            self.receivers[layout] = ShareReceivers.of(layout, self.host_group.machines)
+        return self.receivers[layout]
 
-    def _reserve(self, route: Route, homes: ShareHomes, machines: np.ndarray, notices: RowNotices) -> list[Destination]:
+    def _reserve(self, route: Route, receivers: ShareReceivers, machines: np.ndarray,
+                 notices: RowNotices) -> list[Destination]:
         """Choose memory for the shares on this machine; where one lacks some, its owner adds a buffer and the machine's
         ranks announce again."""
-        here = machines[homes.ranks] == machines[self.rank]
-        owners = dict(zip(homes.ranks[here].tolist(), homes.shares[here].tolist()))
+        here = machines[receivers.ranks] == machines[self.rank]
+        owners = dict(zip(receivers.ranks[here].tolist(), receivers.shares[here].tolist()))
         wanted = {rank: int(route.totals[share]) for rank, share in owners.items()}
         chosen = choose(notices.pools(self.host_group.local_ranks), wanted)
         if None in chosen.values():
@@ -391,12 +392,12 @@ class Redistributor:
             chosen = choose({rank: PoolNotice.unpack(pool) for rank, pool in pools.items()}, wanted)
         return [Destination(share, rank, chosen.get(rank)) for rank, share in owners.items()]
 
-    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, homes: ShareHomes, machines: np.ndarray,
+    def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, receivers: ShareReceivers, machines: np.ndarray,
               memory: dict[Destination, np.ndarray]) -> None:
-        far, sizes = machines[homes.ranks] != machines[self.rank], np.zeros(len(machines), np.int64)
-        sizes[homes.ranks[far]] = sent[homes.shares[far]]
+        far, sizes = machines[receivers.ranks] != machines[self.rank], np.zeros(len(machines), np.int64)
+        sizes[receivers.ranks[far]] = sent[receivers.shares[far]]
         outgoing, position = np.empty(int(sizes.sum()), dtype=np.uint8), 0
-        for rank, share in sorted(zip(homes.ranks[far].tolist(), homes.shares[far].tolist())):
+        for rank, share in sorted(zip(receivers.ranks[far].tolist(), receivers.shares[far].tolist())):
             if not sizes[rank]:
                 continue
             for part, buffer, (begin, _, sent_at_once) in _rows(route, buffers, share, self.rank):
@@ -435,15 +436,16 @@ class Redistributor:
             columns[name] = column_of(form, buffers)
         return Batch(torch.from_numpy(route.ids[pairs].copy()), columns)
 
-    def _count(self, edge: str, route: Route, to_shares: np.ndarray, homes: ShareHomes, machines: np.ndarray) -> None:
-        sent, own = to_shares[homes.shares], homes.ranks == self.rank
+    def _count(self, edge: str, route: Route, to_shares: np.ndarray, receivers: ShareReceivers,
+               machines: np.ndarray) -> None:
+        sent, own = to_shares[receivers.shares], receivers.ranks == self.rank
         away = int(sent[~own].sum())
-        arrived = sum(int(route.sizes[route.all_pairs(share)].sum()) for share in homes.shares[own].tolist()) - \
+        arrived = sum(int(route.sizes[route.all_pairs(share)].sum()) for share in receivers.shares[own].tolist()) - \
             int(sent[own].sum())
         self.metrics.add(f"data/bytes/{edge}", int(sent.sum()))
         self.metrics.add("data/bytes_sent", away)
         self.metrics.add("data/bytes_between_machines",
-                         int(sent[machines[homes.ranks] != machines[self.rank]].sum()))
+                         int(sent[machines[receivers.ranks] != machines[self.rank]].sum()))
         self.moved += away + arrived
         self.metrics.maximum("data/bytes_of_busiest_rank", self.moved)
 

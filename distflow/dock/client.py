@@ -28,7 +28,7 @@ from distflow.dock.storage import read_ids, read_table
 from distflow.dock.timeouts import explain
 from distflow.rpc.connection import Address
 from distflow.rpc.errors import RpcError, Unreachable
-from distflow.rpc.pool import ConnectionPool, Reply
+from distflow.rpc.pool import ConnectionPool, HeldReplies, Reply
 from distflow.rpc.shared_heap import SharedHeap
 from distflow.rpc.shared_payloads import LEAST
 
@@ -233,9 +233,10 @@ class DockClient:
         while True:
             replies = self.pool.ask_all([(address, request | {"ids": numbers[positions].tobytes()}, ())
                                          for address, (_, positions) in zip(addresses, parted)])
-            found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
             in_place = [address for address, (reply, _) in zip(addresses, replies) if "in_place" in reply]
-            if self.pool.release(in_place):
+            with HeldReplies(self.pool, in_place) as held:
+                found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
+            if held.valid:
                 break
         self.epochs |= {shard: reply["epoch"] for (shard, _), (reply, _) in zip(parted, replies) if "epoch" in reply}
         return found
@@ -274,11 +275,13 @@ class DockClient:
         return ReadRows(memory, columns, positions)
 
     def _take(self, size: int) -> numpy.ndarray:
-        """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does."""
-        if size < LEAST:
-            return numpy.empty(size, numpy.uint8)
-        self.heap = self.heap or SharedHeap("distflow-rows")
-        return self.heap.take(size)
+        """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does. A
+        process forked from this one may change what it has of it."""
+        if size >= LEAST:
+            with contextlib.suppress(MemoryError):  # under `ulimit -v`
+                self.heap = self.heap or SharedHeap()
+                return self.heap.take(size)
+        return numpy.empty(size, numpy.uint8)
 
     def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""

@@ -502,7 +502,8 @@ class ConsumerIndex:
         free = not (self.done.among(ids) | self._leased_to_other(ids, number)).any()
         if number >> 32 == self.epoch or not free or not (now < self.opens or (self.rows.find(ids) >= 0).all()):
             return None
-        return GrantedLease(number, [ids], self.rows["birth"][self.rows.ensure(ids)], None, now, 0)
+        slots = self.rows.ensure(ids)  # may replace the arrays
+        return GrantedLease(number, [ids], self.rows["birth"][slots], None, now, 0)
 
     def _hold(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
         self.leases[granted.number] = granted

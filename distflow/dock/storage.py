@@ -359,21 +359,28 @@ class StorageShard:
             self.thinned.add(number)
 
     def _compact(self) -> None:
-        """Drop empty batches, and copy the live rows of large ones that are half empty."""
+        """Drop empty batches, and copy the live rows of large ones that are half empty; later if there is no room: what
+        was put is stored, and must not seem to have failed."""
+        waiting = set[int]()
         for number in self.thinned:
             batch = self.batches[number]
             if batch.live and (batch.nbytes < _COMPACT_FROM or 2 * batch.live > batch.cells):
                 continue
-            if batch.live:
-                self._copy(number, batch)
+            if batch.live and not self._copy(number, batch):
+                waiting.add(number)
+                continue
             self.nbytes -= batch.nbytes
             del self.batches[number]
-        self.thinned = set()
+        self.thinned = waiting
 
-    def _copy(self, number: int, batch: StoredBatch) -> None:
-        """Copy the live rows of a batch into one of their own; what was read before stays where it was."""
+    def _copy(self, number: int, batch: StoredBatch) -> bool:
+        """Copy the live rows of a batch into one of their own; what was read before stays where it was. Return whether
+        there is room for it."""
         slots, columns = self._live(number, batch)
-        memory = self.heap.take(sum(extents.nbytes + 8 * len(extents.begin) for extents in columns.values()))
+        try:
+            memory = self.heap.take(sum(extents.nbytes + 8 * len(extents.begin) for extents in columns.values()))
+        except MemoryError:
+            return False
         at, offset, moved = 0, self.heap.offset_of(memory), {}
         for name, (form, begin, count) in columns.items():
             begins = numpy.empty_like(begin)
@@ -388,6 +395,7 @@ class StorageShard:
         for name in batch.names:
             tables[name].remove(slots)
         self._append(memory, slots, moved, batch.turn)
+        return True
 
     def _live(self, number: int, batch: StoredBatch) -> tuple[Ids, Columns]:
         """Return the slots of a batch's rows that are still read, and where they lie."""

@@ -45,6 +45,21 @@ class RetryPolicy:
         time.sleep(_PAUSE)
 
 
+class HeldReplies:
+    """Context in which what `addresses` hold is read in place; it releases them. They may have ended their connections
+    meanwhile, and others' rows may have been read: then it is not `valid`, and suppresses the error that came of it."""
+
+    def __init__(self, pool: ConnectionPool, addresses: Sequence[Address]):
+        self.pool, self.addresses, self.valid = pool, addresses, False
+
+    def __enter__(self) -> HeldReplies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.valid = self.pool.release(self.addresses)
+        return kind is not None and issubclass(kind, Exception) and not self.valid
+
+
 class ConnectionPool:
     """Connections by address.
 
@@ -74,29 +89,17 @@ class ConnectionPool:
         Raises `Unreachable` if one does not reply within the patience, and `wait` seconds that it may wait by itself
         before it replies; else what `error_from` makes of the first reply that reports an error.
         """
-        requests = list(requests)
-        self._ask_for_room(requests)
+        requests, retry = list(requests), RetryPolicy(self.patience)
+        self._ask_for_room(requests, retry)
         replies: dict[int, Reply] = {}
-        retry = RetryPolicy(self.patience)
-        while len(replies) < len(requests):
-            missing = [index for index in range(len(requests)) if index not in replies]
-            awaited: list[int] = []
-            try:
-                for index in missing:
-                    awaited.append(index)
-                    if not self._sent(requests[index], wait, retry):
-                        awaited.pop()
-                while awaited:
-                    reply = self._answer(requests[awaited[0]][0], retry)
-                    if reply is not None:
-                        replies[awaited[0]] = reply
-                    awaited.pop(0)
-            finally:
-                for index in awaited:  # a late reply must not be taken for that to another request
-                    self._drop(requests[index][0])
-        for index in range(len(requests)):
-            if "error" in replies[index][0]:
-                raise self.error_from(replies[index][0])
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._release_read, requests, replies)
+            while len(replies) < len(requests):
+                self._ask_missing(requests, replies, wait, retry)
+            for index in range(len(requests)):
+                if "error" in replies[index][0]:
+                    raise self.error_from(replies[index][0])
+            failed.pop_all()
         return [replies[index] for index in range(len(requests))]
 
     def follow(self, address: Address) -> None:
@@ -117,7 +120,7 @@ class ConnectionPool:
         held = True
         for address in addresses:
             try:
-                if not self.connections[address].is_open():
+                if address not in self.connections or not self.connections[address].is_open():
                     raise ConnectionEnded
                 self.connections[address].send({"op": "release"})
             except (OSError, ConnectionEnded):
@@ -130,24 +133,49 @@ class ConnectionPool:
             connection.close()
         self.connections.clear()
 
-    def _ask_for_room(self, requests: Sequence[Request]) -> None:
-        """Ask several processes for room for large requests at once; one that gives none is asked with its request."""
-        asked = list[tuple[Address, Connection, MappedHeap, int]]()
+    def _ask_missing(self, requests: Sequence[Request], replies: dict[int, Reply], wait: float,
+                     retry: RetryPolicy) -> None:
+        """Send the requests that have no reply yet, and add the replies of those whose connections hold."""
+        awaited: list[int] = []
         try:
-            for address, _, buffers in requests:
-                connection, size = self.connections.get(address), sum(map(len, buffers))
+            for index in [index for index in range(len(requests)) if index not in replies]:
+                awaited.append(index)
+                if not self._sent(requests[index], wait, retry):
+                    awaited.pop()
+            while awaited:
+                reply = self._answer(requests[awaited[0]][0], retry)
+                if reply is not None:
+                    replies[awaited[0]] = reply
+                awaited.pop(0)
+        finally:
+            for index in awaited:  # a late reply must not be taken for that to another request
+                self._drop(requests[index][0])
+
+    def _release_read(self, requests: Sequence[Request], replies: dict[int, Reply]) -> None:
+        self.release(requests[index][0] for index, (header, _) in replies.items() if "in_place" in header)
+
+    def _ask_for_room(self, requests: Sequence[Request], retry: RetryPolicy) -> None:
+        """Ask several processes for room for large requests at once; one that gives none is asked with its request,
+        and so are all if a connection breaks and there is time for another attempt."""
+        asked = dict[Address, tuple[MappedHeap, int]]()
+        at: Address = "", 0  # of the process that is asked
+        try:
+            for at, _, buffers in requests:
+                connection, size = self.connections.get(at), sum(map(len, buffers))
                 if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
-                    asked.append((address, connection, connection.memory, size))
+                    asked[at] = connection.memory, size
+                    connection.wait_at_most(self.patience, self.look, partial(self._check, at))
                     connection.send({"op": "reserve", "size": size})
-            while asked:
-                _, connection, memory, size = asked[0]
-                memory.take_room(connection.receive(most=0)[0], size)
-                asked.pop(0)
-        except (OSError, ConnectionEnded, Refused):
+            for at, (memory, size) in [*asked.items()]:
+                memory.take_room(self.connections[at].receive(most=0)[0], size)
+                del asked[at]
+        except (OSError, ConnectionEnded) as error:
+            retry.pause_or_raise(at, error, self._has_moved(at))
+        except Refused:
             pass  # the request itself connects again, and says what is wrong
         finally:
-            for address, *_ in asked:
-                self._drop(address)
+            for at in asked:
+                self._drop(at)
 
     def _sent(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
         """Send; return False if the connection broke and there is time for another attempt."""

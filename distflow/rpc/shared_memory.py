@@ -68,9 +68,14 @@ def memory_name(purpose: str, secret: bytes) -> str:
 
 
 def create_memory(name: str, size: int) -> MemoryAddress:
-    """Make a file of `size` bytes, which may grow; the caller closes its descriptor."""
+    """Make a file of `size` bytes, which may grow; the caller closes its descriptor. Raises `OSError`: the process may
+    not have a file of that size."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return MemoryAddress(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
 

@@ -17,7 +17,7 @@ import numpy
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.messages import MACHINE_MEMORY, write_parts
-from distflow.rpc.shared_heap import SharedHeap
+from distflow.rpc.shared_heap import SharedHeap, free_addresses
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, machine_name, memory_name
 
 LEAST = 256 << 10
@@ -36,11 +36,15 @@ class MappedHeap:
 
     @classmethod
     def of_server(cls, offer: Header | None, token: bytes) -> MappedHeap | None:
-        """Map the heap that a server offers; None if it is on another machine, or cannot be opened."""
+        """Map the heap that a server offers; None if it is on another machine, cannot be opened, or would take more
+        than half of the addresses that the limits of this process leave."""
         if offer is None or offer["machine"] != machine_name():
             return None
+        address = MemoryAddress.of(offer["address"])
+        if address.size > free_addresses() // 2:
+            return None
         try:
-            return cls(MappedMemory(heap_name(token), writable=True).open(MemoryAddress.of(offer["address"])))
+            return cls(MappedMemory(heap_name(token), writable=True).open(address))
         except OSError:
             return None
 

@@ -4,6 +4,7 @@ import itertools
 import random
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +121,14 @@ def test_many_units_stay_together(weights, shares):
     assert set(chosen.tolist()) == set(range(shares))
     assert int((chosen.diff() != 0).sum()) < 40 * shares
     assert imbalance(weights, chosen, shares) < 1.01
+
+
+def test_runs_of_weights_that_are_near_the_largest_are_those_of_small_ones():
+    """Products of their total and the number of runs exceed 64 bits."""
+    sizes = numpy.arange(6000) * 7919 % 2000 + 1
+    assert 2**52 < int(sizes.sum()) << 30 < 2**53
+    small = assignment._cut(sizes, sizes, 256)
+    assert numpy.array_equal(assignment._cut(sizes << 30, sizes << 30, 256), small)
 
 
 @pytest.mark.parametrize("weights", [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareHomes, agree, announce
+from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree, announce
 from distflow.errors import ColumnError
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
 
@@ -22,9 +22,9 @@ def read(*batches: Batch, payloads: Sequence[bytes] = ()) -> RowNotices:
                        for batch, payload in zip(batches, payloads or [b""] * len(batches), strict=True)])
 
 
-def homes_of(*pairs: tuple[int, int]) -> ShareHomes:
+def receivers_of(*pairs: tuple[int, int]) -> ShareReceivers:
     """`pairs`: of a share and the rank that receives it."""
-    return ShareHomes(*map(np.array, zip(*pairs)))
+    return ShareReceivers(*map(np.array, zip(*pairs)))
 
 
 def route_of(made: np.random.Generator) -> Route:
@@ -51,15 +51,15 @@ def test_bytes_and_crossings_are_those_of_the_rows_one_by_one(seed):
     assert [route.received(share, RANKS).tolist() for share in range(SHARES)] == traffic.T.tolist()
     machines = made.integers(0, made.integers(1, 4), RANKS)
     places = [(int(made.integers(SHARES)), rank) for rank in range(RANKS)]
-    crosses = any(traffic[rank, share] and machines[rank] != machines[home]
-                  for rank in range(RANKS) for share, home in places)
-    assert route.crosses(machines, homes_of(*places)) == crosses
+    crosses = any(traffic[rank, share] and machines[rank] != machines[receiver]
+                  for rank in range(RANKS) for share, receiver in places)
+    assert route.crosses(machines, receivers_of(*places)) == crosses
 
 
 def test_the_cases_have_both_answers():
     """Or the comparison above would show nothing."""
     made = [np.random.default_rng(seed) for seed in range(40)]
-    found = {route_of(each).crosses(np.arange(RANKS) // 2, homes_of((share, 2 * share)))
+    found = {route_of(each).crosses(np.arange(RANKS) // 2, receivers_of((share, 2 * share)))
              for each in made for share in range(SHARES)}
     assert found == {True, False}
 
@@ -132,9 +132,9 @@ def test_rows_that_two_ranks_have_are_refused():
 
 
 @pytest.mark.parametrize("order", [SHARES_OUTERMOST, STAGES_OUTERMOST])
-def test_a_share_has_a_home_on_each_of_its_machines(order):
+def test_a_share_has_a_receiver_on_each_of_its_machines(order):
     layout = Layout(2, first=1, tp=2, pp=2, order=order)
-    found = ShareHomes.of(layout, [0, 0, 0, 3, 3, 3, 6, 6, 6, 6])
-    homes = sorted(zip(found.shares.tolist(), found.ranks.tolist()))
-    assert homes == ([(0, 1), (0, 3), (1, 5), (1, 6)] if order == SHARES_OUTERMOST else
+    found = ShareReceivers.of(layout, [0, 0, 0, 3, 3, 3, 6, 6, 6, 6])
+    receivers = sorted(zip(found.shares.tolist(), found.ranks.tolist()))
+    assert receivers == ([(0, 1), (0, 3), (1, 5), (1, 6)] if order == SHARES_OUTERMOST else
                      [(0, 1), (0, 5), (0, 6), (1, 3), (1, 7)])

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from docks import until
 
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, TimedOut
 from distflow.rpc.errors import Unreachable
+from distflow.telemetry.processes import stopped
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 60
@@ -102,6 +104,25 @@ def test_a_stopped_consumer_loses_its_lease_by_silence(children, token, tmp_path
         worker.wait(timeout=30)
         assert dock.status()[0]["indexes"]["update"]["committed"] == 4
     assert journal.read_text().count("trained") == (not mine)
+
+
+@pytest.mark.parametrize("wait", [0, 12])
+def test_a_stopped_shard_is_noticed_in_the_time_of_the_request_itself(children, token, wait):
+    """A large put asks for room first; the request before it may have waited longer."""
+    child = children()
+    rows = Batch(torch.arange(4), {"tokens": torch.zeros(4, 1 << 16)})
+    with DockClient([child.address], token, "rollout", patience=2.0) as dock:
+        dock.configure((Consumer("update", ("tokens",)),))
+        dock.put(rows)
+        assert len(dock.lease("update", 4, wait=wait)) == 4
+        child.process.signal(signal.SIGSTOP)
+        until(lambda: stopped(child.process.pid))
+        began = time.monotonic()
+        with pytest.raises(Unreachable, match="has not sent or taken a byte for 2 s"):
+            dock.put(rows)
+        assert 2 <= time.monotonic() - began < 4
+        child.process.signal(signal.SIGCONT)
+        assert dock.put(rows) == 0
 
 
 ROLLOUT = """

@@ -13,6 +13,7 @@ from distflow.dock.record_batch import RecordBatch, unpack
 from distflow.dock.storage import StorageShard, pack
 from distflow.errors import ColumnError
 from distflow.rpc.messages import write_parts
+from distflow.rpc.shared_heap import SharedHeap
 
 ALL = frozenset({"reward", "update"})
 
@@ -192,3 +193,27 @@ def test_whatever_leaves_the_rest_stays_whole(data):
         assert shard.gone.ranges == [(0, base)]
     finally:
         module._COMPACT_FROM = before
+
+
+def test_a_put_is_whole_where_there_is_no_room_to_compact():
+    """Rows of an earlier turn are copied once there is room."""
+    row, rows = 128 << 10, torch.arange(4)
+    shard = StorageShard(heap=SharedHeap(size=7 * row + (8 << 10)))
+
+    def turn(ids, number):
+        return put(shard, Batch(ids, {"tokens": torch.full((len(ids), row // 8), number)}), turn=number).tolist()
+
+    def stored():
+        ids, turns, columns, _ = shard.saved(rows.numpy())
+        assert sent(shard, ids, columns)["tokens"][:, 0].tolist() == turns.tolist()
+        return turns.tolist()
+
+    assert turn(rows, 1) == [0, 1, 2, 3]
+    assert turn(rows[:3], 2) == [0, 1, 2]
+    assert stored() == [2, 2, 2, 1]
+    assert shard.nbytes >= 7 * row
+    for consumer in ALL:
+        retire(shard, consumer, range(3))
+    retire(shard, "update", [])
+    assert row <= shard.nbytes <= shard.heap.taken() < row + 128
+    assert stored() == [1]

@@ -11,8 +11,10 @@ from docks import until
 from distflow.data.batch import Batch, Ragged
 from distflow.dock import Consumer, DockClient, DockError
 from distflow.dock.process import start
+from distflow.errors import ColumnError
+from distflow.rpc import shared_payloads as module
 from distflow.rpc.connection import Connection
-from distflow.rpc.errors import Refused
+from distflow.rpc.errors import Refused, Unreachable
 from distflow.rpc.shared_heap import SharedHeap
 from distflow.rpc.shared_payloads import MappedHeap, ServedHeap, heap_name
 
@@ -90,6 +92,7 @@ def test_memory_is_used_again_when_the_rows_are_gone(dock):
         if first > 8:
             ends.add((heap.starts[-1], at.heap.starts[-1]))
     assert len(ends) == 1
+    assert at.heap.address is None, "private: a forked process may change what it has of it"
     assert at.heap.memory.ctypes.data <= kept[-1]["tokens"].values.data_ptr() < at.heap.memory.ctypes.data + (8 << 20)
 
 
@@ -129,6 +132,54 @@ def test_what_was_read_counts_only_if_it_was_held_until_then(dock):
     at._read = cut
     assert right(at.fetch(torch.arange(4), ["tokens"]))
     assert len(asked) == 2
+
+
+def wait_until_nothing_is_held(at):
+    """Wait until no shard holds rows for a reader; none is asked for anything else."""
+    until(lambda: not [one for each in at.services for one in each.server.connections if one.memory.held])
+    storages = [each.state.storage for each in at.services]
+    until(lambda: all(0 <= each.heap.taken() - each.nbytes < 64 for each in storages))
+
+
+def test_what_is_held_for_a_request_is_released_when_another_process_refuses_it(dock):
+    at = dock(2, (UPDATE,))
+    at.put(tokens(range(0, 8, 2)))
+    with pytest.raises(ColumnError, match="shard 1 has never seen rows"):
+        at.fetch(torch.arange(8), ["tokens"])
+    wait_until_nothing_is_held(at)
+    assert [each["heap"] - each["bytes"] < 64 for each in at.status()] == [True, True]
+    at.put(tokens(range(1, 8, 2)))
+    at.services[1].close()
+    at.pool.patience = 0.2
+    with pytest.raises(Unreachable):
+        at.fetch(torch.arange(8), ["tokens"])
+    wait_until_nothing_is_held(at)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_held_is_released_when_it_cannot_be_read(dock, ended):
+    """Unless the connection has ended: then that may be why, and the client asks again."""
+    at = dock(1, (UPDATE,))
+    at.put(tokens(range(4)))
+    take, asked = at._take, []
+
+    def fail(size):
+        asked.append(size)
+        if len(asked) > 1:
+            return take(size)
+        if ended:
+            connection, = at.services[0].server.connections
+            connection.hang_up()
+        raise MemoryError(f"{size} bytes are not free")
+
+    at._take = fail
+    if ended:
+        assert right(at.fetch(torch.arange(4), ["tokens"]))
+    else:
+        with pytest.raises(MemoryError):
+            at.fetch(torch.arange(4), ["tokens"])
+    wait_until_nothing_is_held(at)
+    assert len(asked) == (2 if ended else 1)
 
 
 def test_room_that_was_given_is_free_again_when_its_connection_ends(dock, token):
@@ -181,6 +232,13 @@ def test_only_who_knows_the_token_can_have_made_the_memory(token):
 def test_who_is_elsewhere_shares_nothing(token, change):
     served, offer = offered(token)
     assert MappedHeap.of_server(offer | change, token) is None
+
+
+def test_a_heap_for_which_a_client_has_too_few_addresses_is_not_mapped(token, monkeypatch):
+    served, offer = offered(token)
+    for free, mapped in ((2 << 20, True), ((2 << 20) - 2, False)):
+        monkeypatch.setattr(module, "free_addresses", lambda free=free: free)
+        assert (MappedHeap.of_server(offer, token) is not None) == mapped
 
 
 def test_other_files_and_memory_that_is_smaller_than_announced_are_refused(token, forged):

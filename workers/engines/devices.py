@@ -69,7 +69,8 @@ def group_along(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
     lists = sorted(ranks.permute(*others, *axes).reshape(-1, size).sort().values.tolist())
     key, known = tuple(map(tuple, lists)), _groups.setdefault(everyone, {})
     if key not in known:
-        known[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists)[0])
+        limit = everyone._get_backend(torch.device("cpu")).options._timeout  # else the default of 30 minutes
+        known[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists, timeout=limit)[0])
     return known[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 
 import torch
 import torch.distributed as dist
@@ -61,3 +62,15 @@ def test_meshes_share_the_groups_of_the_same_ranks():
                          near, far, alone, alone]
         assert sums == [sum(each) for each in ranks]
         assert count == 4
+
+
+def limits_of_groups() -> set[datetime.timedelta]:
+    """Return the time limits of all groups, and of that of all ranks."""
+    mesh = mesh_of(Layout(2), "cpu")
+    groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(4))]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_groups_have_the_time_limit_of_that_of_all_ranks():
+    for limits in run_ranks(2, limits_of_groups):
+        assert len(limits) == 1
