@@ -14,6 +14,8 @@ from workers.functions.updates import policy_update, supervised_update
 class Recorder:
     """A role that only notes which rows each optimizer step gets."""
 
+    step = 0
+
     def __init__(self):
         self.steps = []
 
