@@ -11,6 +11,7 @@ from harness import metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
+from distflow.config.yaml_source import dump
 from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 from planners.heterogeneous.layouts import CostedProblem
@@ -86,7 +87,7 @@ def test_it_goes_on_by_another_plan(launch, workspace, planned):
         task["shares"] = [{"count": 1, "rows": rows, "stages": [machine]}
                           for rows, machine in ((8, "quick"), (56, "slow"))]
     said["tasks"]["rollout"] |= {"dp": 1, "shares": [{"count": 1, "rows": 64, "stages": ["slow"]}]}
-    Path("other.yaml").write_text(yaml.safe_dump(said))
+    Path("other.yaml").write_text(dump(said))
     launch(2, "--resume", "runs/planned", "--plan", "other.yaml", "--set", "steps=4")
     launch(2, *GRPO, "--name", "equal")
     ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
@@ -107,7 +108,7 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypa
     spec = load("grpo.yaml", "tiny.yaml", ["data.batch=8", "mode=async"], "cluster.yaml")
     costed = CostedProblem(problem_of(spec))
     made = written(costed.problem, runnable(spec, costed), digests_of(spec, costed.problem), "runnable", 0.0)
-    Path("plan.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json")))
+    Path("plan.yaml").write_text(dump(made.model_dump(mode="json")))
     launch(2, *planned, *apart, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4
     groups = yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]

@@ -1,4 +1,4 @@
-"""Reads YAML into typed documents, with the location of every value and all mistakes collected.
+"""Reads YAML into typed documents, with the location of every value and all mistakes collected; and writes it.
 
     read, parse    text → YamlSource: plain data, locations of keys and values, mistakes of form
     check          YamlSource → Document, with a Diagnostic for each wrong value; recovers values where it can

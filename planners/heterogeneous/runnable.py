@@ -1,10 +1,10 @@
 """Finds the best placement that `planners.apply_plan_file` can turn into a run.
 
 Ranks run one chain together, or train on the first of them and sample on the next, which may compute frozen roles
-beside that in mode async; and where all machines have ranks may have one role on the last. The shares of a task follow
+beside that in mode async; and where all machines have ranks may have one role on others. The shares of a task follow
 each other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks,
-how models are split, how many ranks train, and the rows of each share. What a search has found without these limits
-counts where ranks can run it all the same.
+how models are split, which ranks train, the rows of each share and the layers of each stage. What a search has found
+without these limits counts where ranks can run it all the same.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run_groups(problem: Problem, roles: Sequence[str] = (),
                on_rollouts: Sequence[str] = ()) -> Iterator[tuple[Grouping, tuple[DeviceSubset, ...]]]:
     """Yield ways to divide ranks into groups that runs have, and the devices of each group, with all machines or
     without some kinds or zones of them: any number of the first ones trains, or some kinds or zones do; and with all
-    machines, in mode sync too, one of `roles` may have the last ones. The roles `on_rollouts` may be with those that
+    machines, in mode sync too, one of `roles` may have what these leave. The roles `on_rollouts` may be with those that
     sample."""
     for beside in chain.from_iterable(combinations(on_rollouts, count) for count in range(len(on_rollouts) + 1)):
         yield from _run_groups(problem, [role for role in roles if role not in beside], beside)

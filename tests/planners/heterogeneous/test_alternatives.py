@@ -10,6 +10,7 @@ import yaml
 
 from distflow.cli import main
 from distflow.config.load import Spec, load
+from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
 from planners.heterogeneous.alternatives import (
     MACHINE_HOURS,
@@ -148,7 +149,7 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     said = yaml.safe_load(Path("plan.yaml").read_text())
     said["tasks"]["reference"] |= {"dp": 3, "pp": 2, "layers": [2, 2], "shares": [
         {"count": 1, "rows": 171, "stages": [name, name]} for name in ("quick.1", "quick.2", "slow")]}
-    Path("plan.yaml").write_text(yaml.safe_dump(said))
+    Path("plan.yaml").write_text(dump(said))
     assert main(["plan", "explain", "grpo", "--cluster", "cluster.yaml", *sizes, "--plan", "plan.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "can be run: no; node `reference`" in printed
