@@ -34,6 +34,8 @@ demo: install
 
 # Three files at a time, for two cores, as tests also wait; the tests of a file share what they have prepared.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# What a busy machine breaks passes alone. What fails alone too ends this at once.
+FAILED_AGAIN_ALONE = -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -v
 
 test: install
 	$(BIN)/ruff check .
@@ -45,7 +47,7 @@ etcd:
 
 test-all: install types schemas etcd
 	$(BIN)/ruff check .
-	$(PYTEST)
+	$(PYTEST) || $(BIN)/python $(FAILED_AGAIN_ALONE)
 
 # basedpyright is pyright with all that it needs in its wheel.
 types: $(VENV)/checks
@@ -58,7 +60,8 @@ $(VENV)/checks: $(VENV)/installed
 	touch $@
 
 test-engines: $(ENGINES)/installed sglang-env
-	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines
+	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines \
+		|| DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python $(FAILED_AGAIN_ALONE) tests/engines
 
 # torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
 $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt | $(VENV)/installed
