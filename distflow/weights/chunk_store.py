@@ -73,25 +73,24 @@ class ChunkStore:
         the part is here yet, or only chunks that the source has too, in memory of one that was left: they are verified
         again then. Else in memory of this process (`allocate`), with all chunks that are here already. Return whether
         memory was allocated."""
-        old, have = self.memory.get(number), self.have[number]
-        if old is not None and mapped is not None and old.ctypes.data == mapped.ctypes.data:
-            return False
-        if mapped is not None and not (have & ~offered if number in self.mapped else have).any():
-            with self.changed:
+        with self.changed:  # streams of one source fill the same part
+            old, have = self.memory.get(number), self.have[number]
+            if old is not None and mapped is not None and old.ctypes.data == mapped.ctypes.data:
+                return False
+            if mapped is not None and not (have & ~offered if number in self.mapped else have).any():
                 self.count -= int(have.sum())
                 have[:] = False
                 self.memory[number] = mapped
                 self.mapped.add(number)
-            return False
-        if old is not None and number not in self.mapped:
-            return False
-        own = allocate(self.parts[number].size)
-        for index in numpy.flatnonzero(self.have[number]).tolist():
-            numpy.copyto(own[self.parts[number].span(index)], self.view((number, index, 1)))
-        with self.changed:
+                return False
+            if old is not None and number not in self.mapped:
+                return False
+            own = allocate(self.parts[number].size)
+            for index in numpy.flatnonzero(have).tolist():
+                numpy.copyto(own[self.parts[number].span(index)], self.view((number, index, 1)))
             self.memory[number] = own
             self.mapped.discard(number)
-        return True
+            return True
 
     def is_ahead(self, number: int, mapped: numpy.ndarray, offered: numpy.ndarray) -> bool:
         """Return whether chunks of a part are in memory of a source that was left, and another, with the part in
@@ -115,6 +114,12 @@ class ChunkStore:
                 self.claimed[number][first : first + count] = True
                 return number, first, count
         return None
+
+    def _claim_one(self, number: int, index: int) -> bool:
+        with self.changed:
+            free = not self.have[number][index] and not self.claimed[number][index]
+            self.claimed[number][index] |= free
+            return free
 
     def unclaim(self, run: Run) -> None:
         number, first, count = run
@@ -158,6 +163,11 @@ class ChunkStore:
             return any((wanted & ~self.have[number] & (True if offered is None else offered.get(number, False))).any()
                        for number, wanted in self.wanted.items())
 
+    def missing_bytes(self) -> int:
+        with self.changed:
+            return sum(int((wanted & ~self.have[number]).sum()) * self.parts[number].chunk
+                       for number, wanted in self.wanted.items())
+
     @property
     def expected(self) -> int:
         return sum(int(wanted.sum()) for wanted in self.wanted.values())
@@ -167,7 +177,7 @@ class ChunkStore:
         part, known = self.parts[number], old.sums
         for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
             target, same = self.view((number, index, 1)), known.get(part.sum(index))
-            if same is not None and len(old.view(same)) == len(target):
+            if same is not None and len(old.view(same)) == len(target) and self._claim_one(number, index):
                 numpy.copyto(target, old.view(same))
                 with self.changed:
                     self.unchanged += len(target) if self.verify((number, index), checksum(target)) else 0
@@ -191,8 +201,9 @@ class IncomingChunks:
 
     def advance(self, count: int, received: int | None = None) -> None:
         """Go on by `count` bytes of chunks. `received`: how many came for them, if they came as a delta."""
-        self.chunks.moved += count if received is None else received
-        self.chunks.unchanged += 0 if received is None else count - received
+        with self.chunks.changed:
+            self.chunks.moved += count if received is None else received
+            self.chunks.unchanged += 0 if received is None else count - received
         end = self.filled + count
         while self.filled < end:
             stop = min(end, len(self.memory), (self.filled // self.chunk + 1) * self.chunk)

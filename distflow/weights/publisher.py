@@ -10,9 +10,10 @@ The way of a version from the trainer to the rollouts:
     ChunkStore   chunk_store the chunks that have come; relays serve them while the rest is on its way
     SourceServer (here)      serves manifests and chunks, in trainers and in relays, to one puller at a time
 
-A puller takes the lease, learns which chunks are there, and requests some at a time. Any other puller is told who has
-the lease, and will find the same chunks there a moment later: so pullers form a chain instead of a queue. A lease
-without a request for some seconds goes to the next puller that asks, and that of a broken connection ends with it.
+A puller takes the lease, learns which chunks are there, and requests some at a time, perhaps over several connections
+(streams) that share its lease. Any other puller is told who has the lease, and will find the same chunks there a moment
+later: so pullers form a chain instead of a queue. A lease without a request for some seconds goes to the next puller
+that asks, and that of a broken connection ends with it.
 Pullers on the source's machine, which use its memory, need not wait for each other, nor for one elsewhere.
 """
 
@@ -69,6 +70,12 @@ class PullerConnection:
     def __init__(self, connection: Connection, who: str):
         self.connection, self.who, self.heard, self.key = connection, who, time.monotonic(), ""
         self.source_end: SourceEnd | None = None
+        self.leaseholder: PullerConnection | None = None  # whose lease this connection shares
+
+    def hear(self) -> None:
+        self.heard = time.monotonic()
+        if self.leaseholder is not None:
+            self.leaseholder.heard = self.heard
 
 
 class SourceServer:
@@ -123,7 +130,7 @@ class SourceServer:
             while True:
                 header, size = connection.receive()
                 connection.skip(size)
-                client.heard = time.monotonic()
+                client.hear()
                 self._answer(client, header)
         except (Refused, ConnectionEnded, OSError) as error:
             _log.debug("%s hung up: %s", client.who, error)
@@ -165,11 +172,16 @@ class SourceServer:
             return self._have(client, chunks), []
         with self.changed:
             other = self.leaseholder
+            if header.get("stream"):
+                if other is None or (other.who, other.key) != (client.who, chunks.key):
+                    return {"busy": other.who if other is not None else "none of its connections"}, []
+                client.leaseholder, client.key = other, chunks.key
+                return self._have(client, chunks), []
             if other is not None and other is not client:
                 if other.who != client.who and time.monotonic() - other.heard < self.patience:
                     return {"busy": other.who}, []
                 other.connection.hang_up()
-            self.leaseholder, client.key = client, chunks.key
+            self.leaseholder, client.leaseholder, client.key = client, None, chunks.key
         self._announce(client.who)
         return self._have(client, chunks), []
 
@@ -187,11 +199,12 @@ class SourceServer:
                     "grows": chunks.is_missing()} | extra
 
     def _is_served(self, client: PullerConnection) -> bool:
-        return self.leaseholder is client or client in self.sharing
+        return (client.leaseholder or client) is self.leaseholder or client in self.sharing
 
     def _end_lease(self, client: PullerConnection) -> None:
         with self.changed:
             self.sharing.discard(client)
+            client.leaseholder = None
             self.changed.notify_all()
             if self.leaseholder is not client:
                 return
@@ -212,14 +225,18 @@ class SourceServer:
         if delta is not None:
             buffers = [each.view(numpy.uint8).data for each in delta]
             client.connection.send(self._have(client, chunks) | {"codes": len(buffers[0])}, buffers)
-            self.sent += sum(map(len, buffers))
+            self._count(sum(map(len, buffers)))
             return
 
         def moved(_: int) -> None:
-            client.heard = time.monotonic()  # a slow link is no silence
+            client.hear()  # a slow link is no silence
 
         client.source_end.send(client.connection, self._have(client, chunks), data, moved)
-        self.sent += len(data)
+        self._count(len(data))
+
+    def _count(self, sent: int) -> None:
+        with self.changed:  # connections are served by threads of their own
+            self.sent += sent
 
     def _store(self, key: str) -> ChunkStore:
         found = self.stores.get(key)

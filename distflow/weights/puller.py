@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy
@@ -23,7 +24,7 @@ from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.store.interface import Store
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
-from distflow.weights.chunk_store import ChunkStore, IncomingChunks, Weights
+from distflow.weights.chunk_store import ChunkMasks, ChunkStore, IncomingChunks, Weights
 from distflow.weights.directory import Directory, HeldChunks, Holders, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate, WeightsLost
 from distflow.weights.manifest import Chunk, PublishedVersion, RankManifest, Run, version_of
@@ -89,13 +90,10 @@ class ChunkPuller:
                 self._wait_for_sources(self._missing_parts())
                 continue
             self.directory.update(source=clients[0].who)
-            threads = [threading.Thread(target=self._pull_from, args=(client,), daemon=True)
-                       for client in clients[1:]]
-            for thread in threads:
-                thread.start()
-            self._pull_from(clients[0])
-            for thread in threads:
-                thread.join()
+            with ExitStack() as streams:
+                for client in clients[1:]:
+                    streams.enter_context(_thread(self._pull_from, client))
+                self._pull_from(clients[0], clients[0].streams if len(clients) == 1 else 1)
             if self.corrupt and max(self.corrupt.values()) >= _TRIES:
                 raise WeightsError(f"chunk {self.corrupt.most_common(1)[0][0]} of version {self.head.version} came "
                                    f"corrupt {_TRIES} times, from {', '.join(self.received)}: see weights_corrupt in "
@@ -126,7 +124,7 @@ class ChunkPuller:
 
     def _manifests_of(self, entry: SourceEntry, wanted: list[int], add: Callable[[int, bytes], None]) -> None:
         try:
-            with contextlib.ExitStack() as failed:
+            with ExitStack() as failed:
                 client = self.connections.take(entry, self.head)
                 failed.callback(client.close)
                 for number in [entry.rank] if entry.rank >= 0 else wanted:
@@ -165,7 +163,7 @@ class ChunkPuller:
 
     def _lease(self, entry: SourceEntry) -> tuple[SourceClient | None, str]:
         try:
-            with contextlib.ExitStack() as failed:
+            with ExitStack() as failed:
                 client = self.connections.take(entry, self.head)
                 failed.callback(client.close)
                 busy = client.lease(self.directory.is_here(entry))
@@ -189,33 +187,16 @@ class ChunkPuller:
         client.release()
         self.connections.keep(client)
 
-    def _pull_from(self, client: SourceClient) -> None:
-        asked: deque[Run] = deque()
-        heard, pulling = time.monotonic(), self.directory.mine.pulling
-
-        def is_over() -> bool:  # another process of this machine may have been elected meanwhile
-            return self.stopped.is_set() or self.directory.mine.pulling != pulling
-
-        failed = contextlib.ExitStack()
+    def _pull_from(self, client: SourceClient, streams: int = 1) -> None:
+        """Pull what is missing here from a leased source, over up to `streams` connections."""
+        asked, failed = deque[Run](), ExitStack()
         failed.callback(client.close)
         try:
-            while self.chunks.is_missing():
-                while len(asked) < WINDOW and not is_over() and (run := self._claim(client)) is not None:
-                    asked.append(run)
-                    client.ask(run, self.old.key if self.old and self.chunks.base(run, self.old) is not None else "")
-                if asked:
-                    self._take(client, asked)
-                    heard = time.monotonic()
-                    continue
-                if is_over() or not self.chunks.is_missing() or not client.grows:
-                    break  # the version before had the rest, or others have been asked for it
-                known = client.count, client.moved
-                client.look()
-                heard = time.monotonic() if known != (client.count, client.moved) else heard
-                if not self._is_worthwhile(client):
-                    break
-                if time.monotonic() - heard > self.deadline:
-                    raise TimeoutError(f"it has had nothing new for {self.deadline:g} s")
+            with ExitStack() as beside:
+                self._place(client)  # what the version before has need not come
+                for stream in self._opened(client, streams - 1):
+                    beside.enter_context(_thread(self._pull_stream, stream))
+                self._pull_over(client, asked)
             self._release(client)
             failed.pop_all()
         except (*LOST, SourceGone) as error:
@@ -226,7 +207,59 @@ class ChunkPuller:
             for run in asked:
                 self.chunks.unclaim(run)
 
+    def _opened(self, client: SourceClient, count: int) -> Iterator[SourceClient]:
+        """Yield further connections to a leased source, as many as there are bytes for."""
+        for _ in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
+            with contextlib.suppress(*LOST, SourceGone):  # the one that has the lease will know
+                stream = self.connections.take(client.entry, self.head)
+                if not stream.lease(stream=True):
+                    yield stream
+                    continue
+                stream.close()
+                return
+
+    def _pull_stream(self, client: SourceClient) -> None:
+        """Pull beside the connection that has the lease. An error ends this stream alone."""
+        asked = deque[Run]()
+        try:
+            self._pull_over(client, asked)
+            self._release(client)
+        except (*LOST, SourceGone):
+            client.close()
+        finally:
+            for run in asked:
+                self.chunks.unclaim(run)
+
+    def _pull_over(self, client: SourceClient, asked: deque[Run]) -> None:
+        """Ask for chunks and take them, until nothing more is to come from this source. `asked`: what is under way."""
+        heard, pulling = time.monotonic(), self.directory.mine.pulling
+
+        def is_over() -> bool:  # another process of this machine may have been elected meanwhile
+            return self.stopped.is_set() or self.directory.mine.pulling != pulling
+
+        while self.chunks.is_missing():
+            while len(asked) < WINDOW and not is_over() and (run := self._claim(client)) is not None:
+                asked.append(run)
+                client.ask(run, self.old.key if self.old and self.chunks.base(run, self.old) is not None else "")
+            if asked:
+                self._take(client, asked)
+                heard = time.monotonic()
+                continue
+            if is_over() or not self.chunks.is_missing() or not client.grows:
+                break  # the version before had the rest, or others have been asked for it
+            known = client.count, client.moved
+            client.look()
+            heard = time.monotonic() if known != (client.count, client.moved) else heard
+            if not self._is_worthwhile(client):
+                break
+            if time.monotonic() - heard > self.deadline:
+                raise TimeoutError(f"it has had nothing new for {self.deadline:g} s")
+
     def _claim(self, client: SourceClient) -> Run | None:
+        return self.chunks.claim(self._place(client), client.run)
+
+    def _place(self, client: SourceClient) -> ChunkMasks:
+        """Decide where the parts lie of which a source has something new. Return the chunks to fetch from it."""
         offered = {**client.have}
         for number in self.chunks.unclaimed(client.have):
             mapped = client.map(number)
@@ -234,7 +267,7 @@ class ChunkPuller:
                 del offered[number]  # soon it has these chunks too, and one copy is enough for this machine
             elif self.chunks.place_part(number, mapped, offered[number], self.allocate) and self.old is not None:
                 self.chunks.copy_unchanged(number, self.old)
-        return self.chunks.claim(offered, client.run)
+        return offered
 
     def _take(self, client: SourceClient, asked: deque[Run]) -> None:
         def bad(chunk: Chunk) -> None:
@@ -249,7 +282,8 @@ class ChunkPuller:
         client.take(part, self.chunks.parts[part].span(first, count), target, self.chunks.base(asked[0], self.old),
                     arrival.advance)
         asked.popleft()
-        self.received[client.who] += len(target)
+        with self.chunks.changed:
+            self.received[client.who] += len(target)
         self.progressed_at = time.monotonic() if arrival.good else self.progressed_at
         self.directory.update_later(held=tuple(
             replace(held, have=self.chunks.count) if held.key == self.chunks.key else held
@@ -277,6 +311,17 @@ class ChunkPuller:
             raise WeightsLost(f"no living process has all of version {self.head.version}: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.last_error}")
         self.stopped.wait(_PAUSE)
+
+
+@contextlib.contextmanager
+def _thread(work: Callable[[SourceClient], None], client: SourceClient) -> Iterator[None]:
+    """Run `work` in a thread of its own; wait for its end."""
+    thread = threading.Thread(target=work, args=(client,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 _LOOK = 0.1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -132,12 +133,13 @@ class SourceClient:
         self.corrupt: set[Chunk] = set()
         """Chunks received corrupt from this source, to be fetched elsewhere."""
 
-    def lease(self, here: bool = False) -> str:
+    def lease(self, here: bool = False, stream: bool = False) -> str:
         """Take the lease and return "", or the name of the puller that has it; that of a source whose memory is used
-        (`here`: on our machine) is shared. Raises `NoTransport`: none in common."""
+        (`here`: on our machine) is shared. `stream`: share the one that another connection of this puller has. Raises
+        `NoTransport`: none in common."""
         if here and not self.transport:
             self._agree()
-        reply = self._ask({"op": "lease", "key": self.key})
+        reply = self._ask({"op": "lease", "key": self.key, "stream": stream})
         if "busy" in reply:
             return reply["busy"]
         if not self.transport:
@@ -170,6 +172,10 @@ class SourceClient:
     @property
     def run(self) -> int:
         return self.puller_end.run
+
+    @property
+    def streams(self) -> int:
+        return self.puller_end.streams
 
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
@@ -250,22 +256,29 @@ class SourceConnections:
 
     def __init__(self, connect: Callable[[SourceEntry, PublishedVersion], SourceClient]):
         self.connect = connect
-        self.idle: dict[str, SourceClient] = {}
+        self.idle = list[SourceClient]()
+        self.lock = threading.Lock()
 
     def take(self, entry: SourceEntry, head: PublishedVersion) -> SourceClient:
-        kept = self.idle.pop(entry.who, None)
-        if kept is not None and kept.entry.address == entry.address and kept.is_usable():
-            kept.use_for(entry, head)
-            return kept
-        if kept is not None:
+        while kept := self._pop(entry.who):
+            if kept.entry.address == entry.address and kept.is_usable():
+                kept.use_for(entry, head)
+                return kept
             kept.close()
         return self.connect(entry, head)
 
+    def _pop(self, who: str) -> SourceClient | None:
+        with self.lock:
+            found = next((at for at, client in enumerate(self.idle) if client.who == who), None)
+            return self.idle.pop(found) if found is not None else None
+
     def keep(self, client: SourceClient) -> None:
-        self.idle[client.who] = client
-        while len(self.idle) > _KEPT:
-            self.idle.pop(next(iter(self.idle))).close()
+        with self.lock:
+            self.idle.append(client)
+            oldest = self.idle.pop(0) if len(self.idle) > _KEPT else None
+        if oldest is not None:
+            oldest.close()
 
     def close(self) -> None:
         while self.idle:
-            self.idle.popitem()[1].close()
+            self.idle.pop().close()
