@@ -189,7 +189,7 @@ class ChunkPuller:
 
     def _pull_from(self, client: SourceClient, streams: int = 1) -> None:
         """Pull what is missing here from a leased source, over up to `streams` connections."""
-        asked, failed = deque[Run](), ExitStack()
+        asked, failed, begun, before = deque[Run](), ExitStack(), time.monotonic(), self.received[client.who]
         failed.callback(client.close)
         try:
             with ExitStack() as beside:
@@ -197,6 +197,7 @@ class ChunkPuller:
                 for stream in self._opened(client, streams - 1):
                     beside.enter_context(_thread(self._pull_stream, stream))
                 self._pull_over(client, asked)
+            client.rate = (self.received[client.who] - before) / max(time.monotonic() - begun, 1e-9)
             self._release(client)
             failed.pop_all()
         except (*LOST, SourceGone) as error:

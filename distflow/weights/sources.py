@@ -100,6 +100,9 @@ ENDED = ConnectionEnded, ConnectionResetError, BrokenPipeError, Unreachable
 """Those of them that say that its process has probably ended."""
 
 _KEPT = 8
+_FAR, _FAST = 1e-3, 1e9
+"""Round trip in seconds, and bytes per second, from which on one connection is not enough. A connection has at most
+4 MiB under way (`net.ipv4.tcp_wmem`)."""
 
 
 class SourceGone(Exception):
@@ -118,6 +121,7 @@ class SourceClient:
         """Per run under way whether a delta was asked for, None where there is no choice, and when."""
         self.puller_end, self.transport = PullerEnd(), ""
         """Those of the transport that was agreed on; empty before."""
+        self.rate = 0.0  # bytes per second of the last pull, over all connections
         self.connection = connect(entry.address, token, deadline)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
@@ -175,7 +179,10 @@ class SourceClient:
 
     @property
     def streams(self) -> int:
-        return self.puller_end.streams
+        """How many connections to the source are worth having: more than one where the delay of the link, or a thread
+        that serves or pulls, is what bounds the rate. On a slow link they would only make relays wait longer."""
+        bounded = self.connection.delay() > _FAR or self.rate > _FAST
+        return self.puller_end.streams if bounded else 1
 
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""

@@ -6,6 +6,7 @@ import threading
 import torch
 from stores import client
 
+from distflow.weights import sources
 from distflow.weights.publisher import Publisher, SourceServer
 from distflow.weights.puller import Puller
 
@@ -132,6 +133,7 @@ def test_the_streams_of_one_puller_share_its_lease(store, token, monkeypatch):
         send(self, connection, header)
 
     monkeypatch.setattr(SourceServer, "_send_chunks", send_chunks)
+    monkeypatch.setattr(sources, "_FAR", 0.0)
     weights = {"whole": torch.arange(STREAMED // 8)}
     publisher.publish(1, weights)
     with contextlib.closing(puller), contextlib.closing(other):

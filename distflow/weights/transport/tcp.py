@@ -30,7 +30,6 @@ class TcpSource(SourceEnd):
 
 class TcpPuller(PullerEnd):
     streams = 4
-    """A connection has at most some MiB under way, too few for a link with a delay, and keeps one core busy."""
 
     def take(self, connection: Connection, size: int, part: int, span: slice, into: numpy.ndarray,
              moved: Moved) -> None:
