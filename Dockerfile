@@ -14,8 +14,10 @@ RUN pip install setuptools \
     && install --directory --owner distflow --group distflow /shared
 
 FROM base AS wheel
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev
 WORKDIR /source
-COPY pyproject.toml setup.cfg README.md LICENSE ./
+COPY pyproject.toml setup.cfg setup.py README.md LICENSE ./
 COPY dags dags
 COPY deploy deploy
 COPY distflow distflow

@@ -20,7 +20,7 @@ ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python
 
 install: $(VENV)/installed
 
-$(VENV)/installed: setup.cfg constraints.txt
+$(VENV)/installed: setup.cfg setup.py distflow/data/compiled_copies.c constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs,loggers]
@@ -98,4 +98,4 @@ screenshots: install
 	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info distflow/data/*.so

@@ -5,9 +5,11 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 
 import pytest
 from harness import ROOT, environment
@@ -70,15 +72,31 @@ def test_a_misspelt_name_of_a_command_or_dag_is_recognised(arguments, said, caps
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def sources(tmp_path_factory):
+    """The distribution of sources, of which wheels are built."""
+    folder = tmp_path_factory.mktemp("sources")
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=_clean_copy(folder), check=True, env=environment(),
+                   stdout=subprocess.DEVNULL)
+    return next(folder.glob("distflow_rl-*.tar.gz"))
+
+
+def wheel_of(sources, folder, **variables):
+    """Build the wheel of the sources in a folder; `variables` of the environment are added."""
+    wheel = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    subprocess.run([sys.executable, "-m", "pip", *wheel, str(sources)], check=True, env=environment() | variables)
+    return next(folder.glob("distflow_rl-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory, sources):
     """The folder of an environment with the wheel in it, and of other packages those that are here."""
     folder = tmp_path_factory.mktemp("wheel")
-    wheel = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-    subprocess.run([sys.executable, "-m", "pip", *wheel, str(_clean_copy(folder))], check=True, env=environment())
+    wheel = wheel_of(sources, folder)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     site = next((folder / "venv/lib").glob("python*/site-packages"))
     (site / "here.pth").write_text(sysconfig.get_path("purelib"))
-    install = ("install", "--quiet", "--no-deps", "--no-index", str(next(folder.glob("distflow_rl-*.whl"))))
+    install = ("install", "--quiet", "--no-deps", "--no-index", str(wheel))
     subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "venv/bin/python"), *install], check=True)
     return folder / "venv"
 
@@ -113,6 +131,28 @@ def test_the_wheel_runs_and_reports(far, tmp_path):
     summary = json.loads((tmp_path / "runs/far/summary.json").read_text())
     assert summary["versions"][DISTRIBUTION] == distflow.__version__
     assert "wrote runs/far/report.html" in far("report", "runs/far")
+
+
+@pytest.mark.run
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+def test_the_wheel_has_compiled_copies_for_every_python(far, installed):
+    assert "\ncopies of rows: compiled\n" in far("engines")
+    site = next((installed / "lib").glob("python*/site-packages"))
+    assert [path.name for path in site.glob("distflow/data/compiled*")] == ["compiled_copies.abi3.so"]
+    assert "\nTag: cp311-abi3-linux_" in next(site.glob("distflow_rl-*.dist-info/WHEEL")).read_text()
+
+
+@pytest.mark.run
+def test_the_wheel_is_built_without_a_compiler_too(sources, tmp_path):
+    zipfile.ZipFile(wheel_of(sources, tmp_path, CC="/no/compiler")).extractall(tmp_path / "site")
+    assert [*tmp_path.rglob("*.so")] == []
+    select = "Ragged.from_rows([torch.arange(3), torch.arange(2)]).select(torch.tensor([1, 0])).values.tolist()"
+    for command, said in ((["-m", "distflow", "engines"], "copies of rows: by numpy"),
+                          (["-c", f"import torch\nfrom distflow.data.batch import Ragged\nprint({select})"],
+                           "[0, 1, 0, 1, 2]")):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True,
+                              env=environment() | {"PYTHONPATH": str(tmp_path / "site")})
+        assert said in done.stdout
 
 
 @pytest.mark.run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator
 
 from distflow.cli.common import Verb
@@ -82,6 +83,9 @@ def _describe(contract: Contract) -> Iterator[str]:
 def list_engines(_: argparse.Namespace) -> int:
     print("\n\n".join("\n".join(_describe_engine(key, name, engine)) for key, table in (
         ("engine", TRAINERS), ("rollout", ROLLOUTS), ("transport", TRANSPORTS)) for name, engine in table.items()))
+    compiled = importlib.util.find_spec("distflow.data.compiled_copies")
+    print("\ncopies of rows: " + ("compiled" if compiled else
+          "by numpy, several times slower for short rows; reinstall where there is a C compiler"))
     return 0
 
 
@@ -102,6 +106,6 @@ VERBS = {
     "nodes": Verb("list the functions that nodes can run, the rewards and the environments: what they read, write and "
                   "accept", _add_nodes_arguments, list_nodes),
     "engines": Verb("list the engines that train and sample, and optional transports of weights: installed and tested "
-                    "versions, and what each cannot do",
+                    "versions, and what each cannot do; and whether copies of rows are compiled",
                     lambda parser: None, list_engines),
 }

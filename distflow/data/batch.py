@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.row_copies import RowRuns, copy_rows, raw, runs_of
+from distflow.data.row_copies import copy_runs, raw
 from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ _ARROW = {"bool": torch.bool, "uint8": torch.uint8, "int8": torch.int8, "int16":
 """Torch's types by the names that Arrow gives to its own."""
 Allocate = Callable[..., Tensor]
 """As `torch.empty`: `allocate(size, dtype=torch.uint8)` returns [size] uint8."""
-_FEW = 64
-"""Elements of a run of rows, on average, below which they are gathered element by element, and not run by run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,29 +321,18 @@ def _gather_ragged(parts: Sequence[Ragged], index: Tensor, allocate: Allocate = 
     index = torch.arange(len(every), device=every.device)[index]  # which may be negative, or a mask
     lengths, begin = every[index], (every.cumsum(0) - every)[index]
     at, total = lengths.cumsum(0) - lengths, int(lengths.sum())
-    plain = all(isinstance(each, Tensor) and each.is_cpu and not each.requires_grad for each in values)
-    pieces = [*_pieces(parts, index.numpy())] if plain else []
-    if not plain or total < _FEW * sum(len(runs.first) for *_, runs in pieces):
+    if not all(isinstance(each, Tensor) and each.is_cpu and not each.requires_grad for each in values):
         shift = torch.repeat_interleave(begin - at, lengths)
         return Ragged(_gather(values, torch.arange(total, device=shift.device) + shift), lengths)
     width = math.prod(values[0].shape[1:]) * values[0].element_size()
     gathered = allocate(total * width, dtype=torch.uint8).view(values[0].dtype).reshape(total, *values[0].shape[1:])
-    for part, first, there, runs in pieces:
-        copy_rows(raw(part.values), raw(gathered), begin.numpy()[there] - first, at.numpy()[there],
-                  lengths.numpy()[there], width, runs)
-    return Ragged(gathered, lengths)
-
-
-def _pieces(parts: Sequence[Ragged], index: np.ndarray) -> Iterator[tuple[Ragged, int, np.ndarray, RowRuns]]:
-    """Yield each part that has rows of `index`, its first element, where its rows are in it, and which of them stay
-    together."""
     row = element = 0
     for part in parts:
-        here = index - row
-        there = np.flatnonzero((here >= 0) & (here < len(part)))
-        if len(there):
-            yield part, element, there, runs_of(here[there], there)
+        there = ((index >= row) & (index < row + len(part))).nonzero().flatten() if len(parts) > 1 else slice(None)
+        copy_runs(raw(part.values), raw(gathered), (begin[there] - element).numpy(), at[there].numpy(),
+                  lengths[there].numpy(), width)
         row, element = row + len(part), element + len(part.values)
+    return Ragged(gathered, lengths)
 
 
 def _with_ids(columns: dict[str, ColumnData], rows: int) -> Batch:

@@ -21,7 +21,7 @@ from distflow.data.batch import Batch
 from distflow.data.column_buffers import ColumnBuffer, ColumnForm, buffers_of, column_of, form_of
 from distflow.data.exchange import exchange, pack, unpack
 from distflow.data.host_group import HostGroup
-from distflow.data.row_copies import ElementRuns, copy_rows, copy_runs, runs_of
+from distflow.data.row_copies import copy_runs
 from distflow.errors import ColumnError
 from distflow.plan import Layout
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of
@@ -400,10 +400,10 @@ class Redistributor:
         for rank, share in sorted(zip(receivers.ranks[far].tolist(), receivers.shares[far].tolist())):
             if not sizes[rank]:
                 continue
-            for part, buffer, (begin, _, sent_at_once) in _rows(route, buffers, share, self.rank):
-                size = int(sent_at_once.sum()) * part.width
-                copy_runs(buffer.data, outgoing[position : position + size], begin,
-                          sent_at_once.cumsum() - sent_at_once, sent_at_once, part.width)
+            for part, buffer, (begin, _, counts) in _rows(route, buffers, share, self.rank):
+                size = int(counts.sum()) * part.width
+                copy_runs(buffer.data, outgoing[position : position + size], begin, counts.cumsum() - counts, counts,
+                          part.width)
                 position += size
         mine = next((each for each in memory if each.rank == self.rank), None)
         arriving = [0] * len(machines)
@@ -415,12 +415,11 @@ class Redistributor:
             if mine is None or not size:
                 continue
             pairs = route.pairs(mine.share, rank)
-            runs = runs_of(np.arange(len(pairs)), pairs)
             for part in (part for parts in route.parts.values() for part in parts):
                 counts = part.counts[pairs]
                 size = int(counts.sum()) * part.width
-                copy_rows(received[position : position + size], _bytes_of(memory[mine], part, mine.share),
-                          counts.cumsum() - counts, part.at[pairs], counts, part.width, runs)
+                copy_runs(received[position : position + size], _bytes_of(memory[mine], part, mine.share),
+                          counts.cumsum() - counts, part.at[pairs], counts, part.width)
                 position += size
 
     def _read(self, forms: dict[str, ColumnForm], route: Route, share: int | None, here: list[Destination]) -> Batch:
@@ -451,17 +450,17 @@ class Redistributor:
 
 
 def _rows(route: Route, buffers: Buffers, share: int, holder: int) -> \
-        Iterator[tuple[BufferPart, ColumnBuffer, ElementRuns]]:
-    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, runs that stay together."""
+        Iterator[tuple[BufferPart, ColumnBuffer, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Yield for each buffer of the rows that go from this rank to a share: part, buffer, and of each row [rows] its
+    first element here, the one that it becomes there, and how many it has."""
     pairs = route.pairs(share, holder)
     if not len(pairs):
         return
-    position = route.position[pairs]
-    rows, known = runs_of(position, pairs), dict[int, ElementRuns]()
+    position, known = route.position[pairs], dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]()
     for name, parts in route.parts.items():
         for part, buffer in zip(parts, buffers[name], strict=True):
             if id(part.at) not in known:  # else another buffer's rows have as many elements each
-                known[id(part.at)] = ElementRuns.of(buffer.starts[position], part.at[pairs], part.counts[pairs], rows)
+                known[id(part.at)] = buffer.starts[position], part.at[pairs], part.counts[pairs]
             yield part, buffer, known[id(part.at)]
 
 

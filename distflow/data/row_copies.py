@@ -1,70 +1,46 @@
-"""Copies rows between byte buffers, those that stay together at once."""
+"""Copies rows between byte buffers: by compiled_copies.c, or by numpy where it was installed without a compiler."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from distflow.errors import ColumnError
+
+try:
+    from distflow.data.compiled_copies import copy_runs as _copy_compiled
+except ImportError:
+    _copy_compiled = None
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MANY = 96
-"""Runs of similar length from which on short ones are copied by index, at once: for fewer that costs more than one by
+"""Runs of similar length from which on numpy copies short ones by index, at once: for fewer that costs more than one by
 one."""
 _SHORT, _PART = 2 << 10, 1 << 18
 """Bytes below which a run is short; and of those that are copied at once, which stay in the core's own cache."""
 
 
-class RowRuns(NamedTuple):
-    first: np.ndarray
-    last: np.ndarray
-
-
-def runs_of(here: np.ndarray, there: np.ndarray) -> RowRuns:
-    """Return the runs of rows numbered `here` [rows] at one end and `there` [rows] at the other; at least one row."""
-    breaks = np.flatnonzero((here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1))
-    return RowRuns(np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(here) - 1]]))
-
-
-class ElementRuns(NamedTuple):
-    """Runs of elements: `sizes[i]` from element `begin[i]` of one end on, which are `at[i]` … at the other."""
-
-    begin: np.ndarray
-    at: np.ndarray
-    sizes: np.ndarray
-
-    @classmethod
-    def of(cls, source_at: np.ndarray, target_at: np.ndarray, counts: np.ndarray, runs: RowRuns) -> ElementRuns:
-        """Return the elements of runs of rows: a row has `counts[i]`, from `source_at[i]` and `target_at[i]` on."""
-        begin = source_at[runs.first]
-        return cls(begin, target_at[runs.first], source_at[runs.last] + counts[runs.last] - begin)
-
-
-def copy_rows(source: np.ndarray, target: np.ndarray, source_at: np.ndarray, target_at: np.ndarray,
-              counts: np.ndarray, width: int, runs: RowRuns) -> None:
-    """Copy `counts[i]` elements of `width` bytes from element `source_at[i]` of `source` to element `target_at[i]` of
-    `target` ([bytes] uint8), run by run."""
-    copy_runs(source, target, *ElementRuns.of(source_at, target_at, counts, runs), width)
-
-
 def copy_runs(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
               width: int) -> None:
-    """Copy runs of `sizes[i]` elements from element `begin[i]` of `source` to element `at[i]` of `target`."""
+    """Copy `sizes[i]` elements of `width` bytes from element `begin[i]` of `source` to element `at[i]` of `target`.
+
+    Args:
+        source, target: [bytes] uint8; they may be parts of one buffer, but no run is where another one goes.
+        begin, at, sizes: [runs] int64. Runs that lie side by side at both ends are copied at once.
+
+    Raises `ColumnError`: a run does not lie within both buffers; nothing was copied.
+    """
     if not width:
         return
-    if len(sizes) < _MANY:
-        _copy_singly(source, target, begin, at, sizes, width)
-        return
-    exponents = np.frexp(sizes)[1]  # that of 2 ** n, which a size is below, and not below half of it
-    many = np.bincount(exponents) >= _MANY
-    many[0] = False  # nothing to copy
-    many[int(np.frexp(_SHORT // width)[1]) :] = False
-    singly = ~many[exponents] if many.any() else slice(None)
-    _copy_singly(source, target, begin[singly], at[singly], sizes[singly], width)
-    for exponent in np.flatnonzero(many).tolist():
-        here, block = np.flatnonzero(exponents == exponent), 1 << exponent - 1
-        _copy_blocks(source, target, begin[here], at[here], sizes[here] - block, width, block)
+    begin, at, sizes = (np.ascontiguousarray(each, np.int64) for each in (begin, at, sizes))
+    outside = (_copy_compiled or _copy_by_numpy)(source, target, begin, at, sizes, width)
+    if outside >= 0:
+        raise ColumnError(f"a row of {sizes[outside]} elements of {width} bytes, from element {begin[outside]} of "
+                          f"{len(source) // width} to element {at[outside]} of {len(target) // width}, does not lie "
+                          "within both. Its producer announced other lengths than it wrote")
 
 
 class ScatteredRuns:
@@ -84,6 +60,40 @@ class ScatteredRuns:
         """Write all runs, back to back, into memory of `len(self)` bytes."""
         target = np.frombuffer(memory, np.uint8)
         copy_runs(self.data, target, self.begins, self.sizes.cumsum() - self.sizes, self.sizes, self.width)
+
+
+def _copy_by_numpy(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, sizes: np.ndarray,
+                   width: int) -> int:
+    """Copy as `copy_runs` of compiled_copies.c does; return -1, or the first run that is not within both buffers."""
+    if not (source.flags.c_contiguous and target.flags.c_contiguous and target.flags.writeable):
+        raise ValueError("rows are copied between buffers whose bytes lie side by side, into one that may be written")
+    here, there = len(source) // width, len(target) // width
+    outside = (begin < 0) | (at < 0) | (sizes < 0) | (begin > here - sizes) | (at > there - sizes)
+    if outside.any():
+        return int(outside.argmax())
+    begin, at, sizes = _joined(begin, at, sizes)
+    if len(sizes) < _MANY:
+        _copy_singly(source, target, begin, at, sizes, width)
+        return -1
+    exponents = np.frexp(sizes)[1]  # that of 2 ** n, which a size is below, and not below half of it
+    many = np.bincount(exponents) >= _MANY
+    many[0] = False  # nothing to copy
+    many[int(np.frexp(_SHORT // width)[1]) :] = False
+    singly = ~many[exponents] if many.any() else slice(None)
+    _copy_singly(source, target, begin[singly], at[singly], sizes[singly], width)
+    for exponent in np.flatnonzero(many).tolist():
+        here, block = np.flatnonzero(exponents == exponent), 1 << exponent - 1
+        _copy_blocks(source, target, begin[here], at[here], sizes[here] - block, width, block)
+    return -1
+
+
+def _joined(begin: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Join runs that lie side by side at both ends."""
+    ends, there = begin + sizes, at + sizes
+    edges = np.flatnonzero((begin[1:] != ends[:-1]) | (at[1:] != there[:-1])) + 1
+    first = np.concatenate([np.zeros(min(len(begin), 1), np.int64), edges])
+    last = np.concatenate([edges, [len(begin)]])[: len(first)] - 1
+    return begin[first], at[first], ends[last] - begin[first]
 
 
 def _copy_blocks(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: np.ndarray, more: np.ndarray,

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from distflow.data.row_copies import copy_runs
-from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
 
 Schema = list[list[Any]]
@@ -109,18 +107,3 @@ class _PayloadReader:
         if len(begin) == 1:  # the usual case: nothing is copied
             return Extents(form, begin[0][None], count[0][None])
         return Extents(form, numpy.stack(begin), numpy.stack(count))
-
-
-def joined(begin: Ids, at: Ids, sizes: Ids) -> tuple[Ids, Ids, Ids]:
-    """Join runs of bytes that lie side by side at both ends; return where each begins, is to go, and its size."""
-    ends, there = begin + sizes, at + sizes
-    edges = numpy.flatnonzero((begin[1:] != ends[:-1]) | (at[1:] != there[:-1])) + 1
-    first = numpy.concatenate([numpy.zeros(min(len(begin), 1), numpy.int64), edges])
-    last = numpy.concatenate([edges, [len(begin)]])[: len(first)] - 1
-    return begin[first], at[first], ends[last] - begin[first]
-
-
-def copy_bytes(source: numpy.ndarray, target: numpy.ndarray, begin: Ids, at: Ids, sizes: Ids) -> None:
-    """Copy `sizes[i]` bytes from byte `begin[i]` of `source` to byte `at[i]` of `target`, [bytes] uint8 both."""
-    if len(begin):
-        copy_runs(source, target, *joined(begin, at, sizes), 1)

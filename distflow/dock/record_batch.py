@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.column_buffers import buffers_of, form_of
-from distflow.data.row_copies import ScatteredRuns, raw
-from distflow.dock.extents import ElementForm, Extents, Schema, copy_bytes, read_payload
+from distflow.data.row_copies import ScatteredRuns, copy_runs, raw
+from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
 from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
 
@@ -36,9 +36,8 @@ class RecordBatch:
     def pack(self, rows: Ids | None = None) -> tuple[Schema, list[Any]]:
         """Return schema and parts of a message with rows at these positions, or with all."""
         rows = numpy.arange(len(self.ids)) if rows is None else rows
-        edges = numpy.flatnonzero(numpy.diff(rows) != 1) + 1
-        starts = rows[numpy.concatenate([[0], edges]).astype(numpy.int64)[: len(rows)]]
-        stops = rows[numpy.concatenate([edges - 1, [len(rows) - 1]]).astype(numpy.int64)[: len(rows)]] + 1
+        together = len(rows) > 0 and bool((rows[1:] - rows[:-1] == 1).all())
+        starts, stops = (rows[:1], rows[-1:] + 1) if together else (rows, rows + 1)
         schema: Schema = []
         parts: list[Any] = [numpy.ascontiguousarray(self.ids[rows]).data.cast("B") if len(rows) else b""]
         for name, (form, buffers) in self.columns.items():
@@ -46,8 +45,8 @@ class RecordBatch:
             for data, width, bounds in buffers:
                 begins, ends = bounds[starts], bounds[stops]
                 elements = int((ends - begins).sum())
-                parts.append(ScatteredRuns(data, begins, ends, width) if len(starts) > 1 else
-                             data.data[int(begins.sum()) * width : int(ends.sum()) * width])
+                parts.append(data.data[int(begins[0]) * width : int(ends[0]) * width] if together else
+                             ScatteredRuns(data, begins, ends, width))
                 parts.append(bytes(-len(parts[-1]) % 8))
             schema.append([name, *form, elements])
         return schema, parts
@@ -117,10 +116,10 @@ def _gather(name: str, rows: int, parts: Sequence[ReadRows], take: Take) -> Colu
 
 def _copy(name: str, part: ReadRows, number: int, width: int, at: Ids, target: numpy.ndarray) -> None:
     extents = part.columns[name]
-    begin, sizes = extents.begin[number], extents.count[number] * width
-    if len(begin) and (min(begin.min(), sizes.min()) < 0 or (begin + sizes).max() > len(part.memory)):
-        raise ColumnError(f"rows of column `{name}` do not lie within the memory that is to hold them")
-    copy_bytes(part.memory, target, begin, at, sizes)
+    try:
+        copy_runs(part.memory, target, extents.begin[number], at, extents.count[number] * width, 1)
+    except ColumnError as error:
+        raise ColumnError(f"column `{name}`: {error}") from None
 
 
 def _known(name: str, form: ElementForm) -> ElementForm:

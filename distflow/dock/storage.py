@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy
 
-from distflow.data.row_copies import ScatteredRuns
+from distflow.data.row_copies import ScatteredRuns, copy_runs
 from distflow.dock.errors import DockError
-from distflow.dock.extents import ElementForm, Extents, Schema, copy_bytes, joined, read_payload
+from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
 from distflow.dock.index import SHOWN, Intervals
 from distflow.dock.slots import Ids, SlotTable, grown
 from distflow.errors import ColumnError, listing
@@ -56,9 +56,7 @@ def pack(ids: Ids, columns: Columns, memory: numpy.ndarray) -> tuple[Schema, lis
         if form.depth:
             parts.append(numpy.ascontiguousarray(count[0]).data.cast("B") if len(ids) else b"")
         for begins, counts, width in zip(begin, count, form.widths):
-            sizes = counts * width
-            starts, _, sizes = joined(begins, sizes.cumsum() - sizes, sizes)
-            parts.append(ScatteredRuns(memory, starts, starts + sizes, 1))
+            parts.append(ScatteredRuns(memory, begins, begins + counts * width, 1))
             parts.append(bytes(-len(parts[-1]) % 8))
         schema.append([name, *form, int(count[-1].sum())])
     return schema, parts
@@ -387,7 +385,7 @@ class StorageShard:
             for buffer, width in enumerate(form.widths):
                 sizes = count[buffer] * width
                 begins[buffer] = at + sizes.cumsum() - sizes
-                copy_bytes(self.heap.memory, memory, begin[buffer], begins[buffer], sizes)
+                copy_runs(self.heap.memory, memory, begin[buffer], begins[buffer], sizes, 1)
                 at += int(sizes.sum())
                 at += -at % 8
             moved[name] = Extents(form, begins + offset, count)

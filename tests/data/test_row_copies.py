@@ -1,10 +1,25 @@
-"""Rows are copied to where they belong, whatever their lengths."""
+"""Rows are copied to where they belong, whatever their lengths, by C and by numpy alike; nothing else is touched."""
+
+import sys
+import threading
 
 import numpy as np
 import pytest
 
 from distflow.data import row_copies
-from distflow.data.row_copies import RowRuns, ScatteredRuns, copy_rows, runs_of
+from distflow.data.row_copies import ScatteredRuns, copy_runs
+from distflow.errors import ColumnError
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def copy(request, monkeypatch):
+    """The implementation of `copy_runs`, which is the one in use."""
+    if request.param == "numpy":
+        monkeypatch.setattr(row_copies, "_copy_compiled", None)
+        return row_copies._copy_by_numpy
+    if row_copies._copy_compiled is None:
+        pytest.skip("copies are not compiled: install with a C compiler, or  python setup.py build_ext --inplace")
+    return row_copies._copy_compiled
 
 
 def scattered(rows: int, lengths: tuple[int, int], width: int) -> tuple[np.ndarray, ...]:
@@ -17,41 +32,152 @@ def scattered(rows: int, lengths: tuple[int, int], width: int) -> tuple[np.ndarr
     counts, order = counts[taken], np.roll(random.permutation(rows // 4)[:, None] * 4 + np.arange(4), 1).ravel()
     at = np.empty(rows, np.int64)
     at[order] = counts[order].cumsum() - counts[order]
-    return source, np.zeros(int(counts.sum()) * width, np.uint8), begin[taken], at, counts, taken, order.argsort()
+    return source, np.zeros(int(counts.sum()) * width, np.uint8), begin[taken], at, counts
 
 
-@pytest.mark.parametrize("width", [1, 3, 8, 40])
-@pytest.mark.parametrize(("rows", "lengths"), [(16, (0, 9)), (4096, (0, 40)), (4096, (1, 2)), (2048, (0, 600)),
-                                               (4096, (128, 129)), (4096, (0, 1))])
-def test_every_row_arrives_and_nothing_else_changes(rows, lengths, width):
-    source, target, begin, at, counts, here, there = scattered(rows, lengths, width)
-    expected = np.zeros_like(target)
+def row_by_row(source, target, begin, at, counts, width):
+    """Return what is to become of `target`."""
+    expected = target.copy()
     for start, to, count in zip(begin * width, at * width, counts * width):
         expected[to : to + count] = source[start : start + count]
+    return expected
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 40])
+@pytest.mark.parametrize(("rows", "lengths"), [(16, (0, 9)), (4096, (0, 40)), (4096, (1, 2)), (2048, (0, 600)),
+                                               (4096, (128, 129)), (4096, (0, 1))])
+def test_every_row_arrives_and_nothing_else_changes(copy, rows, lengths, width):
+    source, target, *runs = scattered(rows, lengths, width)
+    expected = row_by_row(source, target, *runs, width)
     around = np.full(len(target) + 64, 7, np.uint8)
-    copy_rows(source, around[32:-32], begin, at, counts, width, runs_of(here, there))
+    assert copy(source, around[32:-32], *runs, width) == -1
     np.testing.assert_array_equal(around[32:-32], expected)
     assert (around[:32] == 7).all()
     assert (around[-32:] == 7).all()
 
 
-def test_elements_without_bytes_are_nothing():
-    source, target, begin, at, counts, here, there = scattered(4096, (1, 9), 1)
-    copy_rows(source[:0], target[:0], begin, at, counts, 0, runs_of(here, there))
+def test_no_rows_are_nothing_to_copy(copy):
+    source, target, *runs = scattered(4096, (1, 9), 1)
+    copy_runs(source[:0], target[:0], *runs, 0)
+    copy_runs(source, target, *(run[:0] for run in runs), 1)
+    assert not target.any()
+
+
+_LAST = np.iinfo(np.int64)
+
+
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize(("number", "begin", "at", "size"), [
+    (0, 101, 0, 0), (0, 100, 0, 1), (0, 0, 50, 1), (0, 0, 51, 0), (0, 0, 0, 51), (1, -1, 0, 1), (2, 0, -1, 1),
+    (3, 0, 0, -1), (120, _LAST.max, 0, 1), (120, 0, _LAST.max, 1), (7, 1, 0, _LAST.max), (7, 0, 1, _LAST.max),
+    (7, _LAST.max, _LAST.max, _LAST.max), (7, _LAST.min, 0, 1), (7, 0, _LAST.min, _LAST.max), (7, 5, 5, _LAST.min),
+    (7, 1 << 61, 0, 1), (7, 0, 0, 1 << 61)])
+def test_a_row_outside_of_a_buffer_is_named_before_any_is_copied(copy, width, number, begin, at, size):
+    source, target = np.ones(100 * width + 7, np.uint8)[: 100 * width], np.zeros(50 * width, np.uint8)
+    runs = [np.arange(128) % 50, np.arange(128) % 50, np.full(128, 1)]
+    for values, value in zip(runs, (begin, at, size)):
+        values[number] = value
+    assert copy(source, target, *runs, width) == number
+    with pytest.raises(ColumnError, match=f"a row of {size} elements of {width} bytes, from element {begin} of 100"):
+        copy_runs(source, target, *runs, width)
+    assert not target.any()
+
+
+def test_random_rows_are_taken_or_refused_as_one_by_one(copy):
+    random = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(400):
+        width, rows = int(random.choice([1, 2, 4, 8])), int(random.integers(0, 200))
+        source, target = (random.integers(0, 256, size).astype(np.uint8) for size in random.integers(0, 600, 2))
+        least, most = (0, int(random.choice([2, 8, 300]))) if random.random() < 0.5 else (-3, 3)
+        begin, at, sizes = (random.integers(least, most, rows) for _ in range(3))
+        at = np.where(sizes > 0, sizes.cumsum() - sizes, at)  # rows of one target do not overlap
+        fits = (begin >= 0) & (at >= 0) & (sizes >= 0) & ((begin + sizes) * width <= len(source)) & (
+            (at + sizes) * width <= len(target))
+        before = target.copy()
+        found = copy(source, target, begin, at, sizes, width)
+        outcomes.add(found < 0)
+        assert found == (-1 if fits.all() else fits.argmin())
+        expected = row_by_row(source, before, begin, at, sizes, width) if found < 0 else before
+        np.testing.assert_array_equal(target, expected)
+    assert outcomes == {True, False}
+
+
+def test_a_target_that_cannot_be_written_is_refused(copy):
+    source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+    runs = [np.zeros(1, np.int64)] * 2 + [np.full(1, 4)]
+    target.flags.writeable = False
+    for wrong in ((source, target), (source[::2], np.zeros(64, np.uint8)), (source, np.zeros(64, np.uint8)[::2])):
+        with pytest.raises(ValueError, match=r"side by side|read-only|contiguous"):
+            copy(*wrong, *runs, 1)
+    assert not target.any()
+
+
+@pytest.mark.parametrize("wrong", [
+    np.zeros(4, np.int32), np.zeros(4, np.uint64), np.zeros(4), np.zeros((2, 2), np.int64), np.zeros(8, np.int64)[::2],
+    np.zeros(33, np.uint8)[1:].view(np.int64), np.zeros(3, np.int64)])
+@pytest.mark.parametrize("place", [2, 3, 4])
+@pytest.mark.parametrize("copy", ["compiled"], indirect=True)
+def test_numbers_of_another_form_are_refused(copy, wrong, place):
+    given = [np.ones(64, np.uint8), np.zeros(64, np.uint8), *[np.zeros(4, np.int64)] * 3, 1]
+    given[place] = wrong
+    with pytest.raises(ValueError, match=r"int64|one number in each|contiguous"):
+        copy(*given)
+
+
+@pytest.mark.parametrize("copy", ["compiled"], indirect=True)
+@pytest.mark.parametrize("width", [0, -8])
+def test_elements_without_bytes_are_refused(copy, width):
+    with pytest.raises(ValueError, match="a byte or more"):
+        copy(np.ones(64, np.uint8), np.zeros(64, np.uint8), *[np.zeros(4, np.int64)] * 3, width)
+
+
+@pytest.mark.parametrize("copy", ["compiled"], indirect=True)
+def test_numbers_that_change_meanwhile_lead_nowhere_else(copy):
+    """Another process may write them at any time: then rows may be refused half-way, but no other byte is touched."""
+    rows, width = 2048, 4096
+    source, around = np.ones(rows * width, np.uint8), np.zeros(3 * rows * width, np.uint8)
+    before, target, behind = around.reshape(3, -1)
+    begin, at, sizes = np.arange(rows), np.arange(rows)[::-1].copy(), np.full(rows, 1)
+    ended = threading.Event()
+
+    def change():
+        while not ended.is_set():
+            for values in (begin, at, sizes):
+                right = values[::7].copy()
+                values[::7] = rows + 1
+                values[::7] = right
+
+    writer, interval = threading.Thread(target=change), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # or all calls find the numbers as one of them did
+    writer.start()
+    found = {copy(source, target, begin, at, sizes, width) for _ in range(1000)}
+    ended.set()
+    writer.join()
+    sys.setswitchinterval(interval)
+    assert max(found) < rows
+    assert not before.any()
+    assert not behind.any()
 
 
 @pytest.mark.parametrize(("rows", "one_by_one"), [(4096, False), (64, True)])
-def test_many_short_runs_are_copied_at_once(monkeypatch, rows, one_by_one):
-    source, target, begin, at, counts, here, there = scattered(rows, (4, 8), 8)
+def test_numpy_copies_many_short_runs_at_once(monkeypatch, rows, one_by_one):
+    source, target, *runs = scattered(rows, (4, 8), 8)
     copied, copy = [], row_copies._copy_singly
     monkeypatch.setattr(row_copies, "_copy_singly", lambda *given: (copied.append(len(given[2])), copy(*given)))
-    copy_rows(source, target, begin, at, counts, 8, RowRuns(np.arange(rows), np.arange(rows)))
+    row_copies._copy_by_numpy(source, target, *runs, 8)
     assert bool(sum(copied)) == one_by_one
 
 
+def test_numpy_copies_runs_that_stay_together_at_once():
+    runs = row_copies._joined(np.array([0, 8, 40, 48]), np.array([8, 16, 24, 32]), np.array([8, 8, 8, 8]))
+    assert [each.tolist() for each in runs] == [[0, 40], [8, 24], [16, 16]]
+    assert [len(each) for each in row_copies._joined(*[np.empty(0, np.int64)] * 3)] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("width", [1, 8, 40])
-def test_scattered_runs_are_one_part_of_a_message(width):
-    source, target, begin, _, counts, *_ = scattered(512, (0, 600), width)
+def test_scattered_runs_are_one_part_of_a_message(copy, width):
+    source, target, begin, _, counts = scattered(512, (0, 600), width)
     part = ScatteredRuns(source, begin, begin + counts, width)
     assert len(part) == len(target)
     part.copy_to(target.data)

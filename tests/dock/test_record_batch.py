@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
 from distflow.dock.extents import Extents, read_payload
-from distflow.dock.extents import joined as joined_runs
 from distflow.dock.record_batch import ReadRows, RecordBatch, gather, unpack
 from distflow.dock.storage import tokens_of
 from distflow.errors import ColumnError
@@ -75,12 +74,6 @@ def test_any_rows_of_any_batches(data, dtype):
     same(unpack(*sent(everything, chosen)), back)
 
 
-def test_rows_that_stay_together_are_copied_at_once():
-    runs = joined_runs(numpy.array([0, 8, 40, 48]), numpy.array([8, 16, 24, 32]), numpy.array([8, 8, 8, 8]))
-    assert [each.tolist() for each in runs] == [[0, 40], [8, 24], [16, 16]]
-    assert [len(each) for each in joined_runs(*[numpy.empty(0, numpy.int64)] * 3)] == [0, 0, 0]
-
-
 def test_what_arrives_is_a_view():
     batch = random_batch([0, 1, 2], torch.int64, 0)
     rows, schema, wire = sent(batch)
@@ -104,7 +97,7 @@ def test_rows_of_different_form_do_not_mix():
 def test_rows_outside_of_the_memory_that_holds_them_are_refused(change):
     part = read_rows(Batch(torch.arange(2), {"x": torch.arange(2)}), [0, 1])
     (part.columns["x"].begin, part.columns["x"].count)[change[0]][0, 1] = change[1]
-    with pytest.raises(ColumnError, match="column `x` do not lie within the memory"):
+    with pytest.raises(ColumnError, match="column `x`: a row of .* does not lie within both"):
         gather(torch.arange(2), [part], lambda size: numpy.empty(max(size, 0) % (1 << 20), numpy.uint8))
 
 
