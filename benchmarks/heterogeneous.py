@@ -36,7 +36,7 @@ from distflow.config.load import Spec, load  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies  # noqa: E402
 from planners.heterogeneous.plan_file import digests_of, written  # noqa: E402
 from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Problem, TaskLayout  # noqa: E402
-from planners.heterogeneous.runnable import refused, runnable  # noqa: E402
+from planners.heterogeneous.runnable import refused, run_freedom, runnable  # noqa: E402
 from planners.heterogeneous.search import BUDGET, search  # noqa: E402
 from planners.heterogeneous.workload import problem_of  # noqa: E402
 
@@ -145,7 +145,8 @@ def without(problem: Problem, decision: str, budget: int) -> float:
     """Ours with one of the four decisions switched off."""
     together = (tuple(range(len(problem.tasks))),)
     if decision == "strategy":  # the best single cut for all tasks
-        return min(seconds(replace(problem, freedom=Freedom(cut=cut)), budget // 4) for cut in CUTS)
+        return min(seconds(replace(problem, freedom=Freedom(cuts=(frozenset({cut}),) * len(problem.tasks))),
+                           budget // 4) for cut in CUTS)
     freedom = {"grouping": Freedom(groupings=(together,)), "assignment": Freedom(assignment=False),
                "balance": Freedom(balance=False)}[decision]
     return seconds(replace(problem, freedom=freedom), budget)
@@ -170,9 +171,10 @@ def grid(cells: list[Cell], models: Path, budget: int) -> Iterator[tuple[Cell, d
 
 def _that_run(spec: Spec, budget: int) -> float:
     """Seconds of the best plan that ranks can run; infinite if none fits."""
-    costed = CostedProblem(problem_of(spec))
-    answers = [each.placement for each in search(costed.problem, 0, budget, costed=costed) if each.placement]
-    found = runnable(spec, costed, answers)
+    problem = problem_of(spec)
+    limited = replace(problem, freedom=run_freedom(spec, problem))
+    answers = [each.placement for each in search(limited, 0, budget) if each.placement]
+    found = runnable(spec, CostedProblem(problem), answers)
     return found.seconds if found else float("inf")
 
 

@@ -128,7 +128,7 @@ class RankAssignment:
     @property
     def together(self) -> bool:
         """Whether the first ranks sample what they train on, or nothing samples."""
-        return self.groups[0].samples or not any(group.samples for group in self.groups)
+        return _are_together(self.groups)
 
     @cached_property
     def devices(self) -> list[int]:
@@ -178,11 +178,13 @@ class RankAssignment:
                 yield machine, at
 
     def _rows_in(self, task: ModelTask, layout: Layout) -> list[int] | None:
-        at = [self.machine_of[device] for device in self.devices]
+        members: list[list[tuple[str, int]]] = [[] for _ in range(layout.dp)]  # machines of each share's ranks
+        for rank in range(layout.first, layout.last + 1):
+            if (share := layout.share(rank)) is not None:
+                members[share].append(self.machine_of[self.devices[rank]])
         left = [(shares.stages, shares.rows, shares.count) for shares in self.plan.tasks[task.name].shares]
         result = []
-        for share in range(layout.dp):
-            own = [at[rank] for rank in layout.ranks_of(share)]
+        for own in members:
             machines = own[:: layout.tp]
             alike = own == [machine for machine in machines for _ in range(layout.tp)]
             stages = [name for name, _ in machines]
@@ -194,6 +196,29 @@ class RankAssignment:
             left[index] = (wanted, rows, count - 1)
             result.append(rows)
         return result if not any(count for *_, count in left) else None
+
+
+def are_groups_of_a_run(problem: Problem, grouping: Sequence[Collection[int]], mode: str) -> bool:
+    """Return whether ranks can have the groups of a grouping, whatever devices and layouts these get."""
+    groups = [_Group([], [problem.tasks[task] for task in group],
+                     [other for number, other in enumerate(problem.tasks) if number not in group]) for group in grouping]
+    return _are_of_a_run(sorted(groups, key=lambda group: group.order), mode)
+
+
+def _are_of_a_run(groups: Sequence[_Group], mode: str) -> bool:
+    """Return whether these groups, in the order of their ranks, are such as runs have in a mode."""
+    if len(groups) == 1:
+        return True
+    _, second, *others = groups
+    together = _are_together(groups)
+    alone = mode != SYNC and not together \
+        and (second.kinds == {GENERATE} or (mode == "async" and second.samples_and_reads))
+    of_one_role = others if alone else (second, *others)
+    return (alone or together) and all(group.only_infers or group.trains_one for group in of_one_role)
+
+
+def _are_together(groups: Sequence[_Group]) -> bool:
+    return groups[0].samples or not any(group.samples for group in groups)
 
 
 def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
@@ -230,11 +255,7 @@ def _check_groups(assignment: RankAssignment, source: YamlSource, mode: str) -> 
                              "a machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
     if len(plan.groups) == 1:
         return
-    _, second, *others = assignment.groups
-    alone = mode != SYNC and not assignment.together \
-        and (second.kinds == {GENERATE} or (mode == "async" and second.samples_and_reads))
-    of_one_role = others if alone else (second, *others)
-    if not (alone or assignment.together) or not all(group.only_infers or group.trains_one for group in of_one_role):
+    if not _are_of_a_run(assignment.groups, mode):
         sampling = " + ".join(sorted(task.name for task in assignment.problem.tasks if task.kind == GENERATE))
         can = f"one {'samples and ' if sampling else ''}trains, and each of the others has all tasks of one other role"
         if mode != SYNC and sampling:

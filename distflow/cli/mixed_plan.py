@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,7 +204,7 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
     from planners.heterogeneous.plan_file import digests_of, written
     from planners.heterogeneous.runnable import runnable
 
-    found, considered = _searched(options, costed) if options.solver else ([], None)
+    found, considered = _searched(options, spec, costed) if options.solver else ([], None)
     best = runnable(spec, costed, found) if options.runnable else found[-1] if found else None
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
@@ -215,14 +216,20 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
                                    "bound_considered": considered if [best] == found[-1:] else None})
 
 
-def _searched(options: argparse.Namespace, costed: CostedProblem) -> tuple[list[Placement], float | None]:
+def _searched(options: argparse.Namespace, spec: Spec,
+              costed: CostedProblem) -> tuple[list[Placement], float | None]:
     """Search, and prove which answer is the best of the layouts considered if the solver is to; show how far that is on
-    a terminal. Return the answers, each better than the one before, and what is proven."""
+    a terminal. With --runnable only groups and splits that runs have are considered. Return the answers, each better
+    than the one before, and what is proven."""
     from rich.console import Console
 
     from planners.heterogeneous.exact import prove
+    from planners.heterogeneous.layouts import CostedProblem
+    from planners.heterogeneous.runnable import run_freedom
     from planners.heterogeneous.search import BUDGET, search
 
+    if options.runnable:
+        costed = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem)))
     end = float("inf") if options.seconds is None else time.monotonic() + options.seconds
 
     def stop() -> bool:  # planners have no clock

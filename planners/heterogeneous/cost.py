@@ -143,7 +143,7 @@ class CostModel:
         task = self.problem.tasks[number]
         if task.kind != TRAIN or len(groups) < 2:
             return 0.0
-        nbytes = task.epochs * min(task.mini_batches * task.parameters,
+        nbytes = task.epochs * min(task.mini_batches * task.trained,
                                    2 * task.rows * task.tokens * task.hidden * task.width)
         return self.network.weights(frozenset({min(groups)}), groups).seconds(nbytes)
 
@@ -232,7 +232,7 @@ class CostModel:
         cost, task = self.tasks[number], self.problem.tasks[number]
         slowest, halves = 0.0, 0 if cost.by_layer(strategy) else 1 if cost.shards(strategy) else 2
         for groups, count in zip(stages, layers):
-            nbytes = 4 * count * task.parameters / task.layers / strategy.tp
+            nbytes = 4 * count * task.trained / task.layers / strategy.tp
             slowest = max(slowest, halves * self.network.half_ring(groups, strategy, nbytes)
                           + max(cost.step(self._device_groups[group], strategy, count) for group in groups))
         return task.epochs * task.mini_batches * slowest
@@ -246,7 +246,7 @@ class CostModel:
         nbytes = task.parameters / task.layers / strategy.tp * task.width
         seconds = (2 if task.kind == TRAIN else 1) * self.network.half_ring(groups, strategy, nbytes)
         if task.kind == TRAIN and self.tasks[number].by_layer(strategy):
-            seconds += self.network.half_ring(groups, strategy, 4 * nbytes / task.width)
+            seconds += self.network.half_ring(groups, strategy, 4 * task.trained / task.layers / strategy.tp)
         return passes * task.layers * seconds
 
 

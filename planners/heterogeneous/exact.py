@@ -90,7 +90,7 @@ class Options:
                 less = least[(*position[:axis], at - 1, *position[axis + 1:])] if at else {}
                 before |= {sites: min(seconds, before.get(sites, math.inf)) for sites, seconds in less.items()}
             least[position] = before
-            for sites, pair in choices.items():
+            for (sites, _), pair in choices.items():
                 seconds = pair[turns].takes(turns)
                 if seconds < before.get(sites, math.inf):
                     before[sites] = seconds

@@ -175,9 +175,9 @@ def _placements(spec: Spec, costed: CostedProblem, sample_tp: int, train_tp: int
             tp = sample_tp if task.kind == GENERATE else train_tp
             rows = max(1, int(task.micro_tokens // (task.read if task.kind == GENERATE else task.whole)))
             blocks = blocks_of(subset, tp, problem.hardware)
-            others = sum(problem.hardware.all) - sum(subset)
+            colocated = sum(problem.hardware.all) - sum(subset) if spec.run.mode == "semi_sync" else 0
             layouts.append(run_layout(costed, number, blocks, (tp, 1), rows)
-                           if can_split(spec, problem, number, subset, others, tp, 1) else None)
+                           if can_split(spec, problem, number, subset, colocated, tp, 1) else None)
         found = costed.placed(grouping, subsets, layouts)
         if found is not None:
             yield found

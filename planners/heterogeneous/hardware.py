@@ -3,8 +3,9 @@
 Rooflines (Williams et al. 2009): a layer's arithmetic and its reading of memory overlap, so the slower of both counts.
 Arithmetic of a token, forward: 2 FLOP for each parameter and, for its attention, 2 × context × hidden in a causal row
 and twice as much for a token that sees all of its context (Kaplan et al. 2020, table 1). Backward takes twice as much
-as forward, and recomputation once more (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice
-forward and twice backward (Shoeybi et al. 2019, §3). Embeddings and the head are counted as if spread over the layers.
+as forward, half of it for gradients of weights, which frozen ones have none of; recomputation takes once more as
+forward (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and twice backward
+(Shoeybi et al. 2019, §3). Embeddings and the head are counted as if spread over the layers.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ class Roofline:
 
     def batch(self, number: int, group: DeviceGroup, strategy: Strategy, tokens: float, context: float) -> float:
         task, tp = self.task, strategy.tp
-        trains = task.kind == TRAIN
-        passes = (4 if task.recompute else 3) if trains else 1
-        flop = tokens * (self._flop + 2 * context * task.hidden / group.attention)
+        trains, passes = task.kind == TRAIN, self._passes
+        flop = tokens * (self._flop * (1 - task.frozen / task.parameters / passes)
+                         + 2 * context * task.hidden / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth)
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)
@@ -145,6 +146,11 @@ class Roofline:
         roof = np.maximum((rows + group.overhead) * self._flop / group.peak, weights / group.bandwidth) \
             + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth)
         return self._pass(group, roof / tp) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
+
+    @property
+    def _passes(self) -> int:
+        """Passes through a layer, counted in arithmetic of a forward one."""
+        return (4 if self.task.recompute else 3) if self.task.kind == TRAIN else 1
 
     def _pass(self, group: DeviceGroup, roof: Rows) -> Rows:
         measured = self.task.measured
@@ -254,8 +260,8 @@ class Roofline:
         if task.kind == GENERATE:
             flop = self._flops(task.read, 2 * task.seen) + self._flops(task.answer, 4 * self._context)
         else:
-            passes = (4 if task.recompute else 3) if task.kind == TRAIN else 1
-            flop = passes * task.epochs * self._flops(task.computed, 2 * task.whole)
+            frozen = task.frozen / task.parameters * self._flops(task.computed, 0)
+            flop = task.epochs * (self._passes * self._flops(task.computed, 2 * task.whole) - frozen)
         return task.measured.times * flop / self._peak(devices)
 
     def _peak(self, devices: list[tuple[DeviceGroup, int]]) -> float:

@@ -133,8 +133,10 @@ _SMALL = 8  # devices of a subset of which any may stay idle
 Draft = tuple[TaskLayout | None, Strategy, DeviceSubset]
 """A layout in the first arrangement (None: it does not fit), its strategy, and the subset's blocks."""
 Pair = tuple[TaskLayout, TaskLayout]  # the best alone, and the best taking turns
-Choices = dict[DeviceGroups, Pair]
-"""By the device groups that a layout uses: transfers depend on them, so the fastest layout need not be the best."""
+Cut = tuple[int, int, int]  # tp, pp and ep
+Choices = dict[tuple[DeviceGroups, Cut | None], Pair]
+"""By the device groups that a layout uses, since transfers depend on them, and where tasks of an engine must be split
+alike by how: the fastest layout need not be the best."""
 
 
 class LayoutSearch:
@@ -142,7 +144,9 @@ class LayoutSearch:
 
     def __init__(self, costs: CostModel):
         self.costs, self.problem = costs, costs.problem
-        plain = [replace(task, name="", role="") for task in self.problem.tasks]
+        self._cuts_of = self.problem.freedom.cuts
+        plain = [(replace(task, name="", role=""), self._cuts_of and self._cuts_of[number])
+                 for number, task in enumerate(self.problem.tasks)]
         self._like = [plain.index(task) for task in plain]
         self.parts = cache(self._parts_of)
         self._drafted: dict[tuple[int, DeviceSubset], list[Draft]] = {}
@@ -154,7 +158,7 @@ class LayoutSearch:
         key = (self._like[task], subset)
         if key not in self._best:
             parts = [self.exactly(key[0], part) for part in self.parts(*key)]
-            self._best[key] = fastest(layout for choices in parts for pair in choices.values() for layout in pair)
+            self._best[key] = self._fastest(layout for choices in parts for pair in choices.values() for layout in pair)
         return self._best[key]
 
     def estimate(self, task: int, subset: DeviceSubset) -> tuple[float, DeviceGroups]:
@@ -183,14 +187,25 @@ class LayoutSearch:
         if sum(self.problem.hardware.all) <= FEW:
             return self.best(task, subset)
         task = self._like[task]
-        return fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))
+        return self._fastest(layout for layout, _, _ in self._drafts(task, self.parts(task, subset)[0]))
 
     def exactly(self, task: int, subset: DeviceSubset) -> Choices:
         """Return the fastest layouts on the whole subset. Equal tasks share them."""
         key = (self._like[task], subset)
         if key not in self._exactly:
-            self._exactly[key] = fastest(self._search(*key))
+            self._exactly[key] = self._fastest(self._search(*key))
         return self._exactly[key]
+
+    def _fastest(self, layouts: Iterable[TaskLayout | None]) -> Choices:
+        """Return the fastest layouts; the first of equals."""
+        found: Choices = {}
+        for layout in layouts:
+            if layout is not None:
+                key = layout.sites, cut_of(layout) if self._cuts_of else None
+                alone, turns = found.get(key, (layout, layout))
+                found[key] = (layout if layout.seconds < _LESS * alone.seconds else alone,
+                              layout if layout.takes(True) < _LESS * turns.takes(True) else turns)
+        return found
 
     def _drafts(self, task: int, subset: DeviceSubset) -> list[Draft]:
         if (task, subset) not in self._drafted:
@@ -229,12 +244,12 @@ class LayoutSearch:
             yield from self._arranged(task, *drafts[number][1:])
 
     def _cuts(self, task: int, subset: DeviceSubset) -> Iterator[tuple[int, int]]:
-        groups, cut = self.problem.hardware.device_groups, self.problem.freedom.cut
+        groups = self.problem.hardware.device_groups
         for tp in slices_of(self.problem.tasks[task], [groups[group].each for group,
                                                        count in enumerate(subset) if count]):
             blocks = sum(blocks_of(subset, tp, self.problem.hardware))
             for pp in range(1, min(blocks, self.problem.tasks[task].layers) + 1):
-                if (blocks <= FEW or pp in _STAGES) and cut in (None, (tp, pp)):
+                if (blocks <= FEW or pp in _STAGES) and (self._cuts_of is None or (tp, pp) in self._cuts_of[task]):
                     yield tp, pp
 
     def _costed(self, task: int, strategy: Strategy, arrangements: Iterable[Arrangement]) -> Iterator[TaskLayout]:
@@ -284,15 +299,8 @@ def strategies(task: ModelTask, most: int, tp: int, pp: int) -> Iterator[Strateg
             yield Strategy(dp, tp, pp, ep, micro)
 
 
-def fastest(layouts: Iterable[TaskLayout | None]) -> Choices:
-    """Return the fastest layouts; the first of equals."""
-    found: Choices = {}
-    for layout in layouts:
-        if layout is not None:
-            alone, turns = found.get(layout.sites, (layout, layout))
-            found[layout.sites] = (layout if layout.seconds < _LESS * alone.seconds else alone,
-                                   layout if layout.takes(True) < _LESS * turns.takes(True) else turns)
-    return found
+def cut_of(layout: TaskLayout) -> Cut:
+    return layout.strategy.tp, layout.strategy.pp, layout.strategy.ep
 
 
 def _starts(options: list[list[TaskLayout]]) -> Iterator[list[TaskLayout]]:
@@ -351,7 +359,23 @@ class CostedProblem:
                 return None
             options.append(sorted((pair[turns[task]] for pair in found.values()),
                                   key=lambda layout: (layout.takes(turns[task]), sorted(layout.sites))))
-        return self.placed(grouping, subsets, self._together(grouping, turns, options))
+        if self.problem.freedom.cuts is not None:
+            options = self._alike(grouping, turns, options)
+        return self.placed(grouping, subsets, self._together(grouping, turns, options)) if all(options) else None
+
+    def _alike(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[list[TaskLayout]]:
+        """Return the options of each task that split an engine as the others of its group do, in the quickest way."""
+        tasks, found = self.problem.tasks, list(options)
+        for group in grouping:
+            for memory_item in dict.fromkeys(tasks[task].memory_item for task in group):
+                own = [task for task in group if tasks[task].memory_item == memory_item]
+                fastest: list[dict[Cut, float]] = [
+                    {cut_of(layout): layout.takes(turns[task]) for layout in reversed(options[task])} for task in own]
+                total = {cut: sum(each[cut] for each in fastest) for cut in sorted(set(fastest[0]).intersection(*fastest))}
+                best = min(total, key=total.__getitem__, default=None)
+                for task in own:
+                    found[task] = [layout for layout in options[task] if cut_of(layout) == best]
+        return found
 
     def _together(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[TaskLayout]:
         """Return the layouts that are best together: of few combinations the best one; of many, the fastest layouts of

@@ -187,6 +187,11 @@ class ModelTask:
         return self.response if self.measured.longest is None else self.measured.longest
 
     @property
+    def trained(self) -> int:
+        """Parameters that have a gradient, of a task that trains."""
+        return self.parameters - self.frozen
+
+    @property
     def memory_item(self) -> str:
         """Name of the engine in memory: the role's rollout, or the one that trains and infers."""
         return f"{self.role}: rollout" if self.kind == GENERATE else self.role
@@ -206,12 +211,13 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Freedom:
-    """Decisions that a solver may take: `groupings`, tp and pp of all tasks (`cut`). Without `assignment` groups span
-    all device groups evenly, in the cluster file's order; without `balance` shares have equal rows and layers."""
+    """Decisions that a solver may take: `groupings`, and by task the pairs of tp and pp (`cuts`), of which tasks that
+    compute with one engine then have the same. Without `assignment` groups span all device groups evenly, in the
+    cluster file's order; without `balance` shares have equal rows and layers."""
 
     groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
-    cut: tuple[int, int] | None = None
+    cuts: tuple[frozenset[tuple[int, int]], ...] | None = None
     balance: bool = True
 
 

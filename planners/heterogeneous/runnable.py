@@ -3,8 +3,8 @@
 Ranks run one chain together, or train on the first of them and sample on the next, which may compute frozen roles
 beside that in mode async; and where all machines have ranks may have one role on others. The shares of a task follow
 each other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks,
-how models are split, which ranks train, the rows of each share and the layers of each stage. What a search has found
-without these limits counts where ranks can run it all the same.
+how models are split, which ranks train, the rows of each share and the layers of each stage. Beside that, a search
+looks among the groups and splits that runs have (`run_freedom`); what it finds counts where ranks can run it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, combinations, product
+
+import numpy as np
 
 from distflow.config.load import Spec
 from distflow.config.yaml_source import parse
 from distflow.errors import InvalidInput
 from distflow.plan import Layout as Split
 from distflow.plan_file import PlacedPlan
-from planners.apply_plan_file import apply_plan_file
+from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
@@ -28,6 +31,7 @@ from planners.heterogeneous.problem import (
     SYNC,
     TRAIN,
     DeviceSubset,
+    Freedom,
     Grouping,
     Hardware,
     Placement,
@@ -36,21 +40,44 @@ from planners.heterogeneous.problem import (
     TaskLayout,
     shared,
 )
+from planners.heterogeneous.search import MOST, groupings, sampled_groupings
 from planners.planner import plan as make_plan
 from planners.planner import roles_apart, roles_on_rollouts
 from planners.splits import check_split
 
+_SLICES, _STAGES = (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16)
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
+_SAMPLED = 4000  # groupings of many tasks of which those that runs have are taken
 _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
     are too few. `found`, by a search, are considered too: those that ranks can run as they are."""
-    best = _enumerated(spec, costed)
-    faster = sorted((each for each in found if best is None or each.seconds < best.seconds),
-                    key=lambda each: each.seconds)
-    return next((each for each in faster if _is_accepted(spec, costed, each)), best)
+    ahead = sorted(dict.fromkeys(found), key=lambda each: each.seconds)
+    return _enumerated(spec, costed, next((each for each in ahead if _is_accepted(spec, costed, each)), None))
+
+
+def run_freedom(spec: Spec, problem: Problem) -> Freedom:
+    """Return the decisions that a search may take for plans that ranks can run: groups that runs have, and splits that
+    engines have. What is left to check is where devices stand."""
+    numbers = range(len(problem.tasks))
+    grouped = sampled_groupings(problem, np.random.default_rng(0), _SAMPLED) if len(numbers) > MOST else \
+        groupings(problem)
+    apart, beside = {*roles_apart(spec)}, {*roles_on_rollouts(spec)}
+
+    def has_roles(group: tuple[int, ...], others: bool) -> bool:
+        roles, kinds = ({getattr(problem.tasks[task], of) for task in group} for of in ("role", "kind"))
+        frozen = {problem.tasks[task].role for task in group if problem.tasks[task].kind != GENERATE}
+        if not others or (GENERATE in kinds and TRAIN in kinds):
+            return True
+        return frozen <= beside if GENERATE in kinds else TRAIN in kinds or roles <= apart
+
+    fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
+                    and all(has_roles(group, len(grouping) > 1) for group in grouping))
+    return replace(problem.freedom, groupings=fitting, cuts=tuple(
+        frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
+        for number in numbers))
 
 
 def refused(spec: Spec, plan: PlacedPlan) -> str:
@@ -63,15 +90,15 @@ def refused(spec: Spec, plan: PlacedPlan) -> str:
     return ""
 
 
-def _enumerated(spec: Spec, costed: CostedProblem) -> Placement | None:
-    """Return the fastest enumerated plan that ranks can run. Groups are tried by the least seconds that they may take,
-    until those left cannot be faster than what is found."""
+def _enumerated(spec: Spec, costed: CostedProblem, best: Placement | None) -> Placement | None:
+    """Return the fastest enumerated plan that ranks can run, or `best` if none is faster. Groups are tried by the least
+    seconds that they may take, until those left cannot be faster than what is found."""
     groups = enumerate(run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec)))
-    best: Placement | None = None
+    layouts = EngineLayouts(spec, costed)
     for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if best and least > best.seconds:
             break
-        placement = _placement(spec, costed, *each)
+        placement = layouts.placement(*each)
         if placement and (best is None or placement.seconds < best.seconds) and _is_accepted(spec, costed, placement):
             best = placement
     return best
@@ -152,39 +179,46 @@ def _beginnings(hardware: Hardware, used: DeviceSubset) -> Iterator[DeviceSubset
                 yield found
 
 
-def _placement(spec: Spec, costed: CostedProblem, grouping: Grouping,
-               subsets: tuple[DeviceSubset, ...]) -> Placement | None:
-    problem, layouts = costed.problem, {}
-    for group, subset in zip(grouping, subsets):
-        turns = shared(problem, group)
-        whole = turns and problem.mode != SYNC and any(problem.tasks[task].kind == GENERATE for task in group)
-        for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
-            best = _engine(spec, costed, [task for task in group if problem.tasks[task].memory_item == memory_item],
-                           subset, sum(map(sum, subsets)) - sum(subset), turns, _CUTS[:1] if whole else _CUTS)
-            if best is None:
-                return None
-            layouts |= best
-    return costed.placed(grouping, subsets, (layouts[task] for task in range(len(problem.tasks))))
+class EngineLayouts:
+    """Best layouts of the tasks that compute with one engine, all split alike; cached."""
 
+    def __init__(self, spec: Spec, costed: CostedProblem):
+        self.spec, self.costed = spec, costed
+        self._best = cache(self._best_of)
 
-def _engine(spec: Spec, costed: CostedProblem, tasks: Sequence[int], subset: DeviceSubset, others: int,
-            turns: bool, cuts: Iterable[tuple[int, int]]) -> dict[int, TaskLayout] | None:
-    """Return the layouts of tasks that compute with one engine, with the engine split in the best way and
-    micro-batches of the best size, which is one setting of its role."""
-    least, best = math.inf, None
-    for tp, pp in cuts:
-        if not all(can_split(spec, costed.problem, task, subset, others, tp, pp) for task in tasks):
-            continue
-        blocks = blocks_of(subset, tp, costed.problem.hardware)
-        sizes = {strategy.micro: None for task in tasks
-                 for strategy in strategies(costed.problem.tasks[task], sum(blocks) // pp, tp, pp)}
-        rollout = costed.problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
-        for micro, by_stage in product(list(sizes)[: 1 if rollout else None], (False, True)[: pp]):
-            layouts = _alike(costed, tasks, blocks, (tp, pp), micro, by_stage)
-            seconds = sum(layout.takes(turns) for layout in layouts.values())
-            if len(layouts) == len(tasks) and seconds < least:
-                least, best = seconds, layouts
-    return best
+    def placement(self, grouping: Grouping, subsets: tuple[DeviceSubset, ...]) -> Placement | None:
+        """Return the best placement of these groups on these subsets; None if a task does not fit."""
+        problem, layouts = self.costed.problem, {}
+        for group, subset in zip(grouping, subsets):
+            turns = shared(problem, group)
+            whole = turns and problem.mode != SYNC and any(problem.tasks[task].kind == GENERATE for task in group)
+            colocated = sum(map(sum, subsets)) - sum(subset) if self.spec.run.mode == "semi_sync" else 0
+            for memory_item in dict.fromkeys(problem.tasks[task].memory_item for task in group):
+                own = tuple(task for task in group if problem.tasks[task].memory_item == memory_item)
+                best = self._best(own, subset, colocated, turns, whole)
+                if best is None:
+                    return None
+                layouts |= best
+        return self.costed.placed(grouping, subsets, (layouts[task] for task in range(len(problem.tasks))))
+
+    def _best_of(self, tasks: tuple[int, ...], subset: DeviceSubset, colocated: int, turns: bool,
+                 whole: bool) -> dict[int, TaskLayout] | None:
+        """Return the layouts with the engine split in the best way, or `whole`, and micro-batches of the best size,
+        which is one setting of its role."""
+        least, best, problem = math.inf, None, self.costed.problem
+        for tp, pp in _CUTS[:1] if whole else _CUTS:
+            if not all(can_split(self.spec, problem, task, subset, colocated, tp, pp) for task in tasks):
+                continue
+            blocks = blocks_of(subset, tp, problem.hardware)
+            sizes = {strategy.micro: None for task in tasks
+                     for strategy in strategies(problem.tasks[task], sum(blocks) // pp, tp, pp)}
+            rollout = problem.tasks[tasks[0]].kind == GENERATE  # reads prompts in as large parts as fit
+            for micro, by_stage in product(list(sizes)[: 1 if rollout else None], (False, True)[: pp]):
+                layouts = _alike(self.costed, tasks, blocks, (tp, pp), micro, by_stage)
+                seconds = sum(layout.takes(turns) for layout in layouts.values())
+                if len(layouts) == len(tasks) and seconds < least:
+                    least, best = seconds, layouts
+        return best
 
 
 def _alike(costed: CostedProblem, tasks: Sequence[int], blocks: DeviceSubset, cut: tuple[int, int], micro: int,
@@ -199,18 +233,22 @@ def _alike(costed: CostedProblem, tasks: Sequence[int], blocks: DeviceSubset, cu
     return found
 
 
-def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, others: int, tp: int, pp: int) -> bool:
-    """Return whether a task's engine and model, and the ranks of a subset, beside `others`, allow so many slices and
-    stages."""
+def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, colocated: int, tp: int, pp: int) -> bool:
+    """Return whether a task's engine and model, and the ranks of a subset, allow so many slices and stages; in mode
+    semi_sync so do the `colocated` ranks, which sample too."""
+    apart = problem.mode != SYNC and problem.tasks[number].kind == GENERATE
+    whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
+    return whole and not (apart and colocated % tp) and _has_cut(spec, problem, number, tp, pp)
+
+
+def _has_cut(spec: Spec, problem: Problem, number: int, tp: int, pp: int) -> bool:
+    """Return whether a task's engine and model allow so many slices and stages."""
     task = problem.tasks[number]
     apart = problem.mode != SYNC and task.kind == GENERATE
     roles = {each.role for each in problem.tasks if each.kind == GENERATE}
-    colocated = others if spec.run.mode == "semi_sync" else 0
-    unfit = apart and (pp > 1 or colocated % tp or (tp > 1 and len(roles) > 1))
-    whole = sum(subset) % (tp * pp) == 0 and sum(blocks_of(subset, tp, problem.hardware)) * tp == sum(subset)
     layers = [task.layers // pp + (stage < task.layers % pp) for stage in range(pp)]
-    return not unfit and whole and not check_split(spec, task.name, (task.role, task.kind == GENERATE),
-                                                   Split(1, tp=tp, pp=pp).split, layers)
+    return not (apart and (pp > 1 or (tp > 1 and len(roles) > 1))) and pp <= task.layers and not check_split(
+        spec, task.name, (task.role, task.kind == GENERATE), Split(1, tp=tp, pp=pp).split, layers)
 
 
 def run_layout(costed: CostedProblem, number: int, blocks: DeviceSubset, cut: tuple[int, int],

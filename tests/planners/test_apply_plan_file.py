@@ -16,11 +16,10 @@ from distflow.config.yaml_source import dump, read
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
 from planners import apply_plan_file, plan
-from planners.heterogeneous import runnable as runnable_plans
-from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.layouts import CostedProblem, cut_of
 from planners.heterogeneous.plan_file import digests_of, ranks_of, written
-from planners.heterogeneous.runnable import refused, run_groups, runnable
-from planners.heterogeneous.search import search
+from planners.heterogeneous.runnable import EngineLayouts, refused, run_freedom, run_groups, runnable
+from planners.heterogeneous.search import groupings, search
 from planners.heterogeneous.workload import problem_of
 from planners.planner import roles_apart, roles_on_rollouts
 
@@ -188,7 +187,7 @@ def test_ranks_that_only_infer_may_have_unequal_shares(obey: Callable) -> None:
 def test_the_best_plan_that_runs_has_shares_by_speed(spec_of: Callable) -> None:
     spec = spec_of("mode=async")
     groups, apart = ((0,), (1,), (2,)), ((1, 0), (1, 1), (0, 1))
-    found = runnable_plans._placement(spec, CostedProblem(problem_of(spec)), groups, apart)
+    found = EngineLayouts(spec, CostedProblem(problem_of(spec))).placement(groups, apart)
     assert max(found.layouts[1].rows) > 2 * min(found.layouts[1].rows)
 
 
@@ -240,12 +239,13 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     machines = {name: {**machine, "count": 3} for name, machine in CLUSTER["machines"].items()}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}))
     spec = spec_of("mode=async")
-    costed, lay_out, tried = CostedProblem(problem_of(spec)), runnable_plans._placement, []
-    monkeypatch.setattr(runnable_plans, "_placement", lambda *given: tried.append(given) or lay_out(*given))
+    costed, lay_out, tried = CostedProblem(problem_of(spec)), EngineLayouts.placement, []
+    monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
     found = runnable(spec, costed)
     every = [*run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec))]
+    layouts = EngineLayouts(spec, costed)
     assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
-    assert found.seconds == min(each.seconds for groups in every if (each := lay_out(spec, costed, *groups)))
+    assert found.seconds == min(each.seconds for groups in every if (each := lay_out(layouts, *groups)))
 
 
 def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> None:
@@ -260,6 +260,24 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     unable = [replace(each, seconds=1e-9) for each in answers if each not in able]
     assert runnable(spec, costed, [*unable, slower, faster]) is faster
     assert runnable(spec, costed, [*unable, slower]) == enumerated
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_can_run(
+        spec_of: Callable, mode: str) -> None:
+    """A free search's plans are in groups that no run has, or sample with tp, which `rollout: hf` has not."""
+    spec = spec_of(f"mode={mode}", dag="ppo")
+    problem = problem_of(spec)
+    freedom = run_freedom(spec, problem)
+    assert [{tp for tp, _ in cuts} for cuts in freedom.cuts] == [{1}, *[{1, 2, 4}] * 4]
+    assert 1 < len(freedom.groupings) < len(groupings(problem))
+    limited = CostedProblem(replace(problem, freedom=freedom))
+    *_, last = search(limited.problem, 0, 3000, costed=limited)
+    assert not refused(spec, written(problem, last.placement, digests_of(spec, problem), "runnable", 0.0))
+    for group in last.placement.grouping:
+        items = {problem.tasks[task].memory_item for task in group}
+        cuts = {(problem.tasks[task].memory_item, cut_of(last.placement.layouts[task])) for task in group}
+        assert len(cuts) == len(items), "tasks of an engine are split alike"
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

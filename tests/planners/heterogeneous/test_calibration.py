@@ -102,7 +102,7 @@ def test_a_better_plan_gives_the_slow_device_less() -> None:
     groups = (FAST, SLOW)
     found = calibrated(problem(64, groups), [run(64, (32, 32), groups), run(8, (4, 4), groups)])
     costed, everything = CostedProblem(found), found.hardware.all
-    layout = costed.layouts.exactly(2, everything)[frozenset({0, 1})][0]
+    layout = costed.layouts.exactly(2, everything)[frozenset({0, 1}), None][0]
     rows = {kind.stages[0]: rows for kind, rows in zip(layout.arrangement, layout.rows)}
     assert rows[0] > 2 * rows[1]
 

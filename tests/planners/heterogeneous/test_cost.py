@@ -191,6 +191,21 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     assert costed["update"].ideal([(FAST, 1)]) < float("inf")
 
 
+def test_frozen_parameters_have_no_gradients_to_compute_and_to_send() -> None:
+    """Their gradient is a third of a pass forward and backward; 4 bytes of each other's are added up over the shares."""
+    task = replace(WORK, kind=TRAIN)
+    frozen = replace(task, frozen=task.parameters // 4)
+    product = 8 * task.tokens * 2 * task.parameters / 100e12
+    one = (Replicas((0,), 1),)
+    assert seconds(task, Strategy(1), *one) - seconds(frozen, Strategy(1), *one) == pytest.approx(product / 4)
+    model, both = costs(frozen), costs(task)
+    saved = both.tasks[0].arithmetic([(FAST, 1)]) - model.tasks[0].arithmetic([(FAST, 1)])
+    assert saved == pytest.approx(product / 4)
+    sent = [each._updates(0, Strategy(4), [at(0)], (10,)) - each.tasks[0].step(FAST, Strategy(4), 10)
+            for each in (model, both)]
+    assert sent[0] == pytest.approx(sent[1] * 3 / 4, rel=1e-3)
+
+
 def test_generation_reads_weights_and_cache_for_each_token() -> None:
     task = replace(WORK, kind=GENERATE, rows=4)
     decode = 100 * (2e9 + 4 * 10 * 500 * 150) / 2e12
