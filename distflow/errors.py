@@ -138,8 +138,10 @@ class RankMissing(DistflowError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that was probably meant; None if none is similar."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_ALIKE)
+    """Return the one of `known` that was probably meant, by its initials (`lr`) or by similarity; None if none was."""
+    known = list(known)
+    near = [each for each in known if "_" in each and "".join(part[:1] for part in each.split("_")) == word] or \
+        difflib.get_close_matches(str(word), known, n=1, cutoff=_ALIKE)
     return near[0] if near else None
 
 

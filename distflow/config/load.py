@@ -217,6 +217,17 @@ def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:
     return command_line.command(files["DAG"] or own, files["run file"], files["cluster"])
 
 
+def _renamed(given: dict[str, str | None], kind: str, right: str) -> str:
+    """Return what to do where a file of this folder has the name of a shipped DAG, and is none; "" in other cases."""
+    name = given[kind] or ""
+    if kind != "DAG" or Path(name).suffix or not (SHIPPED / f"{name}.yaml").is_file():
+        return ""
+    other = f"{name}_{right.split()[0]}.yaml"
+    files = {**given, right: other}
+    return f"A file here comes before the shipped DAG of its name. Rename it:  mv {name}.yaml {other}\nand then:  " \
+           f"{command_line.command(name, files['run file'], files['cluster'])}"
+
+
 def _is_of(name: str, kind: str) -> bool:
     try:
         found = read(find_yaml(name, FOLDERS[kind], kind))
@@ -235,7 +246,7 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | N
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = f"Instead:  {_right_command(given, kind, likely)}"
+            hint = _renamed(given, kind, likely) or f"Instead:  {_right_command(given, kind, likely)}"
             mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
     return mistakes
