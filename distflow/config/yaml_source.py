@@ -306,8 +306,8 @@ def _places_of(kind: Any, key: str, path: str = "") -> list[str]:
     if not _is_document(kind):
         return []
     found = [path] if path and key in _fields_at(kind, ()) else []
-    for name, field in kind.model_fields.items():
-        inner, below = _strip_optional(field.annotation), f"{path}.{field.alias or name}".removeprefix(".")
+    for name, value in kind.model_fields.items():
+        inner, below = _strip_optional(value.annotation), f"{path}.{value.alias or name}".removeprefix(".")
         if typing.get_origin(inner) is dict:
             inner, below = _strip_optional(typing.get_args(inner)[1]), f"{below}.NAME"
         found += _places_of(inner, key, below)
