@@ -66,6 +66,8 @@ class Diagnostic:
     hint: str = ""
     lines: tuple[Location, ...] = ()
     """Lines to show in place of `where`, for a mistake that several lines make together."""
+    of_machine: bool = False
+    """Whether it is of this machine: a plan of a run elsewhere is as good with it."""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what

@@ -286,7 +286,7 @@ def _check_models(spec: Spec) -> None:
         what, hint = _check_folder(spec, role, model.path)
         if what:
             where = spec.run_source.location(("roles", role, "model"))
-            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint))
+            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=role in spec.shapes))
 
 
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
@@ -327,7 +327,7 @@ def _check_data(spec: Spec) -> None:
             what = str(fetched(hub)) if hub else f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
-            spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))
+            spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:
         what = "`data.images` names files beside the data, and `train` has files of several folders"
