@@ -54,8 +54,8 @@ def check_memory(ranks: int, meminfo: Path = Path("/proc/meminfo")) -> None:
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     free = int(found[1]) / 2**20 if found else math.inf
     if ranks * _RANK_GIB > free:
-        raise InvalidInput(f"{ranks} ranks take {ranks * _RANK_GIB:,.1f} GiB of host memory or more, without models, and "
-                           f"this machine has {free:,.1f} GiB left: start at most  --ranks {int(free / _RANK_GIB)}")
+        raise InvalidInput(f"{ranks} ranks take {ranks * _RANK_GIB:,.1f} GiB of host memory or more, without models, "
+                           f"and this machine has {free:,.1f} GiB left: start at most  --ranks {int(free / _RANK_GIB)}")
 
 
 def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) -> int:
