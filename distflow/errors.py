@@ -66,6 +66,8 @@ class Diagnostic:
     hint: str = ""
     lines: tuple[Location, ...] = ()
     """Lines to show in place of `where`, for a mistake that several lines make together."""
+    of_machine: bool = False
+    """Whether it is of this machine: a plan of a run elsewhere is as good with it."""
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
@@ -138,8 +140,10 @@ class RankMissing(DistflowError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that was probably meant; None if none is similar."""
-    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=_ALIKE)
+    """Return the one of `known` that was probably meant, by its initials (`lr`) or by similarity; None if none was."""
+    known = list(known)
+    near = [each for each in known if "_" in each and "".join(part[:1] for part in each.split("_")) == word] or \
+        difflib.get_close_matches(str(word), known, n=1, cutoff=_ALIKE)
     return near[0] if near else None
 
 

@@ -180,7 +180,8 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
     """Supervise this rank: fork a worker, and another one when it dies. Return the exit code."""
     if _torchrun_number("RANK", 0) == 0:
         startup.current().begin(plan.name)
-    startup.current().enter(f"loading torch, transformers and the engines on {plan.ranks} ranks")
+    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
+    startup.current().enter(f"loading torch, transformers and the engines on {ranks}")
     from distflow.recovery import autoscaler
     from distflow.recovery.supervisor import Supervisor  # imports torch
     from workers.context import autoscaled, join_run

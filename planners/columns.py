@@ -239,8 +239,11 @@ class _Tracer:
             reader = read.reader or f"function `{function}`"
             what = f"node `{node}`: {reader} reads column `{column}`, which no node writes"
             known = {*self.writers, *self.given}
-            meant = nearest(column, sorted(known))
-            hint = did_you_mean(column, sorted(known), "Columns")
+            field = next((key for key in ("answer", "question")
+                          if read.reader and getattr(self.spec.run.data, key) == column), "")
+            meant = f"{field}s" if field else nearest(column, sorted(known))
+            hint = f"`data.{field}` is `{column}`, which a parameter `{field}` reads: rename it." if field else \
+                did_you_mean(column, sorted(known), "Columns")
             hint += f"\nTo read another one:  {node}: {{…, reads: {{{read.name}: {meant or 'COLUMN'}}}}}"
             if plain_form(read.form) == "list[str]" or read.reader:
                 fields = ", ".join([*self.spec.run.data.columns, column])

@@ -111,7 +111,10 @@ def _never_overlong(spec: Spec, node: str, bound: dict[str, Contract], flows: di
 
 
 def _unread(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
-    """Yield a note on each column of log-probabilities that no node reads, with the `reads:` for an update."""
+    """Yield a note on each column of log-probabilities that no node reads, with the `reads:` for an update; none where
+    nothing is trained."""
+    if not any(node.type == "MODEL_TRAIN" for node in spec.dag.nodes.values()):
+        return
     for node, flow in flows.items():
         for column in flow.writes:
             if column.endswith("_logprobs") and not any(column == read.name for other in flows.values()

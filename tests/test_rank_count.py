@@ -57,7 +57,7 @@ def said(workspace, *arguments: str, code: int = 0) -> str:
 def test_a_run_takes_all_gpus_unless_it_is_told(three_gpus, workspace):
     line = ("validate", "grpo.yaml", "--run", "tiny.yaml")
     assert "on 3 ranks: no mistakes" in said(workspace, *line)
-    assert "on 1 ranks: no mistakes" in said(workspace, *line, "--ranks", "1")
+    assert "on 1 rank: no mistakes" in said(workspace, *line, "--ranks", "1")
     assert "on 2 ranks: no mistakes" in said(workspace, *line, "--set", "ranks=2")
 
 

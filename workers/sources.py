@@ -163,6 +163,12 @@ class AsyncSource(Dataloader):
             raise InvalidInput("a node sets weights of training sets, which needs  mode: sync : in other modes the "
                                "prompts of the next steps are being sampled already")
 
+    def start_at(self, step: int) -> None:
+        """Go on at the step after `step` steps: the last draw to enqueue is that of the last step, whatever number it
+        has. A resumed run with another `data.batch` numbers its draws by that."""
+        if self.draws is not None:
+            self.draws += self.drawn_before - step
+
     def take_results(self) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what nodes of the rollout group wrote for these prompts, and what was computed while they came."""
         yield from self.received.of(self.rows)
@@ -215,7 +221,9 @@ class AsyncSource(Dataloader):
         return {**super().state_dict(), **({"switch_at": share.value} if share else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; if `data.batch` has changed since, with the next whole draw of that size."""
         super().load_state_dict(state)
+        self.position += -self.position % self.batch
         if (share := self.colocated and self.colocated.share) and "switch_at" in state:
             share.value = state["switch_at"]
 

@@ -16,7 +16,7 @@ from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
 from distflow.data.load_balance import LoadBalance
-from distflow.errors import StepFailed
+from distflow.errors import InvalidInput, StepFailed
 from distflow.plan import TRAINER, Task
 from distflow.recovery.detectors import StepMonitor, StepReport
 from distflow.recovery.rank_status import RankStatus
@@ -81,6 +81,8 @@ class TrainContext:
         in_memory = worker if self.supervised and run.robust.snapshots else None
         resumed_at = self._restore(worker, in_memory, writes)
         self.first_step = resumed_at or 0
+        self._check_batch()
+        self.source.start_at(self.first_step)
         self.executor.before_update = self.state.before_update
         self.executor.sampled = SampledRows(in_memory and in_memory.rollout_cache, resumed_at)
         self.monitor = StepMonitor(run.robust.detectors, own=not self.follower)
@@ -110,6 +112,13 @@ class TrainContext:
         if resumed_at is None:
             self.follower.note_resumed(done)
         return done
+
+    def _check_batch(self) -> None:
+        """Raise InvalidInput: `data.batch` has changed since the checkpoint, and trainers name their steps by draws."""
+        if (self.leader or self.follower) and self.source.drawn_before != self.first_step:
+            raise InvalidInput(f"the run has asked {self.source.position:,} questions in {self.first_step:,} steps, "
+                               f"which was not by  data.batch={self.source.batch} , and with `groups.trainers` the "
+                               "number stays what it was:  distflow resume RUN  without  --set data.batch=…")
 
     def _save_part(self, step: int) -> None:
         """Save what the first trainer asks for, even if the next step has been drawn."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import keyword
+import os
 import re
 from pathlib import Path
 
@@ -77,30 +78,33 @@ _PYTEST = """# The settings of a folder above, as of a clone of distflow, do not
 
 def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", metavar="DAG", help="a shipped algorithm with a reward to begin with, as grpo")
-    parser.add_argument("name", metavar="NAME", help="of the new algorithm, its folder and its module, as my_algo")
+    parser.add_argument("name", metavar="NAME", 
+                        help="folder of the new algorithm, whose name its module has, as my_algo or code/my_algo")
 
 
 def new(options: argparse.Namespace) -> int:
-    name, folder = options.name, Path(options.name)
+    folder = Path(options.name)
+    name = folder.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in shipped_rewards():
         meant = re.sub(r"\W+", "_", name).strip("_").lower()
         meant = meant if meant != name else f"my_{meant}"
         raise InvalidInput(f"`{name}` cannot name an algorithm, which is a Python module too. Use small letters, "
-                           f"digits and _:  distflow new {options.algorithm} {meant}")
+                           f"digits and _:  distflow new {options.algorithm} {folder.with_name(meant)}")
     if folder.exists():
         raise InvalidInput(f"{folder} exists. Choose another name, or delete it.")
     files = _files(options.algorithm, name)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
-    print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {name}", "  pytest",
+    start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
+    print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {folder}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
                      f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
                      "heldout.jsonl. Every 10 steps are saved: end the run at any time, and go on with it:",
                      f"  distflow resume runs/{name}-1",
                      "The model starts from random weights and learns slowly: after",
                      "`distflow demo` begin with its weak start instead:",
-                     f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model=../runs/demo-sft-1/model"]))
+                     f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model={start}"]))
     return 0
 
 

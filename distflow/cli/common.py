@@ -66,8 +66,9 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
                         "else 1")
 
 
-def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec, Plan]:
-    """Return the spec and the plan that the options ask for; raise every mistake at once. `obey`: follow `--plan`."""
+def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: bool = False) -> tuple[Spec, Plan]:
+    """Return the spec and the plan that the options ask for; raise every mistake at once. `obey`: follow `--plan`.
+    `elsewhere`: the run is of other machines, and what this one lacks for it is a note of the plan."""
     from planners import plan
 
     if options.dag and options.dag_file:
@@ -77,7 +78,11 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True) -> tuple[Spec,
     spec = launch.load_spec(options)
     ranks = rank_count(options, spec)
     spec = launch.apply_plan_option(spec, options, ranks) if obey else spec
-    return spec, plan(spec, ranks)
+    lacks = [mistake for mistake in spec.mistakes if elsewhere and mistake.of_machine]
+    spec.mistakes[:] = [mistake for mistake in spec.mistakes if mistake not in lacks]
+    found = plan(spec, ranks)
+    notes = [f"{mistake.what}, which a run on this machine would need" for mistake in lacks]
+    return spec, replace(found, notes=(*found.notes, *notes))
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:

@@ -56,7 +56,7 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    spec, plan = load_and_plan(options)
+    spec, plan = load_and_plan(options, elsewhere=True)
     lines = [plan.to_json()] if options.json else [*describe(plan, spec), *describe_dock(plan, spec, options.dock)]
     print("\n".join(lines))
     return 0

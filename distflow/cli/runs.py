@@ -20,7 +20,8 @@ from planners import plan
 
 def validate(options: argparse.Namespace) -> int:
     spec, checked = check(options)
-    print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} ranks: no mistakes")
+    print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} "
+          f"rank{'s' * (checked.ranks > 1)}: no mistakes")
     for note in checked.notes:
         print(f"note: {note}")
     return 0

@@ -217,6 +217,17 @@ def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:
     return command_line.command(files["DAG"] or own, files["run file"], files["cluster"])
 
 
+def _renamed(given: dict[str, str | None], kind: str, right: str) -> str:
+    """Return what to do where a file of this folder has the name of a shipped DAG, and is none; "" in other cases."""
+    name = given[kind] or ""
+    if kind != "DAG" or Path(name).suffix or not (SHIPPED / f"{name}.yaml").is_file():
+        return ""
+    other = f"{name}_{right.split()[0]}.yaml"
+    files = {**given, right: other}
+    return f"A file here comes before the shipped DAG of its name. Rename it:  mv {name}.yaml {other}\nand then:  " \
+           f"{command_line.command(name, files['run file'], files['cluster'])}"
+
+
 def _is_of(name: str, kind: str) -> bool:
     try:
         found = read(find_yaml(name, FOLDERS[kind], kind))
@@ -235,7 +246,7 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | N
         likely = max(keys, key=lambda other: len(keys[other]))
         if not keys[kind] and keys[likely]:
             has = ", ".join(f"`{key}`" for key in keys[likely])
-            hint = f"Instead:  {_right_command(given, kind, likely)}"
+            hint = _renamed(given, kind, likely) or f"Instead:  {_right_command(given, kind, likely)}"
             mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
     return mistakes
@@ -275,7 +286,7 @@ def _check_models(spec: Spec) -> None:
         what, hint = _check_folder(spec, role, model.path)
         if what:
             where = spec.run_source.location(("roles", role, "model"))
-            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint))
+            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=role in spec.shapes))
 
 
 def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
@@ -316,7 +327,7 @@ def _check_data(spec: Spec) -> None:
             what = str(fetched(hub)) if hub else f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
-            spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint))
+            spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:
         what = "`data.images` names files beside the data, and `train` has files of several folders"

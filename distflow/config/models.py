@@ -103,7 +103,8 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each engine that is named but not installed, and for each feature that one lacks."""
     mistakes, transport = [], spec.run.transport
     if missing := missing_transport(transport):
-        mistakes.append(Diagnostic(missing, spec.run_source.location(("transport",)), TRANSPORTS[transport].pip))
+        mistakes.append(Diagnostic(missing, spec.run_source.location(("transport",)), TRANSPORTS[transport].pip,
+                                   of_machine=True))
     for role, key, name, engine in _engines_in_use(spec):
         where = spec.run_source.location(("roles", role, key))
         if elsewhere(engine) and not shutil.which(elsewhere(engine)):
@@ -112,7 +113,7 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
             mistakes.append(Diagnostic(what, where, engine.pip))
         elif engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
-            mistakes.append(Diagnostic(what, where, engine.pip))
+            mistakes.append(Diagnostic(what, where, engine.pip, of_machine=True))
         for feature in _features(spec, role):
             if feature in engine.cannot:
                 what = f"role `{role}` wants `{key}: {name}` and {_FEATURE_KEYS[feature]}, which it cannot do: " \

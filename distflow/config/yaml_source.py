@@ -183,6 +183,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite numb
           "string": "text", "dict": "a mapping", "list": "a list", "model": "a mapping"}
 _PLACEHOLDERS: dict[Any, Any] = {int: 1, float: 1.0, str: ""}
 """Placeholders of required values that are wrong or missing, while other mistakes are looked for."""
+_PLACES = 3  # most places that are named for a key
 _ROUNDS = 4  # rounds of repairs: wrong values, what is then missing, what is missing below that
 
 
@@ -280,6 +281,8 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
             return Diagnostic("a space is missing after the colon", source.location(path, key=True),
                               f"Instead:  {name}: {value}")
         hint = did_you_mean(path[-1], fields)
+        if nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
+            hint = f"It is a key of {' and of '.join(f'`{place}`' for place in places[:_PLACES])}. {hint}"
         return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)
     if item["type"] == "missing":
         return Diagnostic(f"`{name}` is missing", source.location(path[:-1], key=True), f"Add `{path[-1]}:` here.")
@@ -291,9 +294,24 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
         return Diagnostic(f"`{name}` must have {side} {bound} item{'s' * (bound != 1)}", where)
     meant = nearest(str(item["input"]), _choices(item)) if item["type"] == "literal_error" else None
     hint = f"Did you mean `{meant}`?" if meant else _default_hint(kind, path)
+    if item["type"] in ("model_type", "dict_type") and (keys := _fields_at(kind, path)):
+        hint = f"Its keys: {', '.join(keys)}."
     if item["type"] == "list_type" and isinstance(item["input"], str):
         hint = f"Instead:  {path[-1]}: [{item['input']}]"
     return Diagnostic(f"`{name}` must be {_expected(item)}, not {_shown(item['input'])}", where, hint)
+
+
+def _places_of(kind: Any, key: str, path: str = "") -> list[str]:
+    """Return the documents below one that have a key, as `roles.NAME`."""
+    if not _is_document(kind):
+        return []
+    found = [path] if path and key in _fields_at(kind, ()) else []
+    for name, value in kind.model_fields.items():
+        inner, below = _strip_optional(value.annotation), f"{path}.{value.alias or name}".removeprefix(".")
+        if typing.get_origin(inner) is dict:
+            inner, below = _strip_optional(typing.get_args(inner)[1]), f"{below}.NAME"
+        found += _places_of(inner, key, below)
+    return found
 
 
 def _default_hint(kind: type[Document], path: tuple) -> str:

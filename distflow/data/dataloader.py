@@ -220,6 +220,9 @@ class Dataloader:
         if sums or self.records.since:
             self.records.reweigh(means, self.position, self.seed, self.batch)
 
+    def start_at(self, step: int) -> None:
+        """Go on at the step after `step` steps, when a state has been loaded: nothing depends on its number."""
+
     def take_results(self) -> tuple[()]:
         return ()
 

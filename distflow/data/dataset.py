@@ -30,7 +30,7 @@ from distflow.data.problems import (
     wrong_question,
     wrong_tools,
 )
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
 
 
 def open_images(record: Record, field: str, folder: Path) -> list[Image.Image]:
@@ -306,16 +306,28 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
             f"field `{name}` must be {kind}, not {record[name]!r}"
         hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
             if kind == _FILLED and fields.strict else ""
-        hint = hint if name in record else f"{did_you_mean(name, record, 'It has')}\n{_remedy(name, fields)}"
+        hint = hint if name in record else _remedy(name, record, fields)
         mistakes.append(Diagnostic(what, records.where(index), hint))
     return mistakes
 
 
-def _remedy(name: str, fields: Fields) -> str:
-    """Return what to write where a record lacks a field."""
-    if name in (fields.question, *fields.texts[:1]):
-        return "Say which fields to take:  --set data.question=FIELD --set data.answer=FIELD"
-    return f"`data.columns` or the validation asks for `{name}`: name a field that the records have, or add it to them."
+_SYNONYMS = {"question": ("prompt", "problem", "query", "instruction", "input", "messages", "text"),
+             "answer": ("solution", "response", "completion", "ground_truth", "target", "output", "label", "chosen")}
+"""Names under which data sets have a question and an answer, likeliest first."""
+
+
+def _remedy(name: str, record: Record, fields: Fields) -> str:
+    """Return what to write where a record lacks a field: for question and answer the fields that are probably meant."""
+    taken = {"question": fields.question, "answer": next(iter(fields.texts), fields.question)}
+    if name not in taken.values():
+        return f"{did_you_mean(name, record, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
+               "field that the records have, or add it to them."
+    meant = {key: next((each for each in _SYNONYMS[key] if each in record), "FIELD")
+             for key, field in taken.items() if field not in record}
+    settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
+    guess = all(meant[key] == "FIELD" for key, field in taken.items() if field == name)
+    return f"{did_you_mean(name, record, 'It has') if guess else listing(record, 'It has')}\n" \
+           f"Say which field{'s' * (len(meant) > 1)} to take:  {settings}"
 
 
 def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict[str, list[str]],

@@ -462,7 +462,7 @@ class Supervisor:
             text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:
-            half = f", with half of its {cause.too_large}," if cause.too_large else ""
+            half = f" with half of its {cause.too_large}" if cause.too_large else ""
             text = f"{name} starts again{half}: {where}: {cause.what}"
             text += f"\n{line}" if (line := users_line(cause.details)) else ""
         elif cause.hopeless:

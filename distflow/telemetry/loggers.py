@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distflow.errors import InvalidInput
 from distflow.telemetry import events
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
@@ -138,7 +139,11 @@ class PrometheusLogger(Logger):
 
         self.registry, self.gauge, self.name, self.newest = CollectorRegistry(), Gauge, folder.name, 0
         self.gauges: dict[str, Gauge] = {}
-        self.server, self.thread = start_http_server(port, host, self.registry)
+        try:
+            self.server, self.thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise InvalidInput(f"no page for Prometheus can be served at {host}:{port}: {error.strerror}. Choose "
+                               "another port, or 0 for one that is free:  log: [{prometheus: {port: 0}}]") from None
         address = f"http://{host}:{self.server.server_port}/metrics"
         _keep(folder, "prometheus", address)
         events.show(f"{folder.name}: metrics for Prometheus at {address}")

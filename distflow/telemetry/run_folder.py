@@ -300,7 +300,8 @@ class RunFolder:
         except FileExistsError:
             raise _exists(path) from None
         except OSError as error:
-            raise InvalidInput(f"the run folder cannot be made: {error}") from None
+            raise InvalidInput(Diagnostic(f"the run folder {path} cannot be made: {error.strerror}", None,
+                                          "Name another one:  --set output=FOLDER")) from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
             (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))

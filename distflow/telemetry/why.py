@@ -118,6 +118,7 @@ def stuck(folder: Path, done: int) -> Iterator[str]:
     usual = _usual_seconds(timeline.read(folder, range(max(1, done - 5), done + 1)).spans)
     yield f"{folder.name} goes on; {done} steps are done."
     late: dict[int, float] = {}  # by rank, how much later than usual; without a sign it is later than all others
+    waits: list[int] = []  # ranks that wait much longer than usual
     for number, rank in sorted(ranks.items()):
         if rank.doing is None:
             continue
@@ -129,12 +130,19 @@ def stuck(folder: Path, done: int) -> Iterator[str]:
         ratio = spent / max(often or 0.0, 1e-3)
         if silence:
             late[number] = math.inf
-        elif _phase(rank.doing) != WAITING and spent > _LATE and ratio > _LATE:
-            late[number] = ratio
+        elif spent > _LATE and ratio > _LATE:
+            if _phase(rank.doing) == WAITING:
+                waits.append(number)
+            else:
+                late[number] = ratio
     if text := absent({number: rank.collectives for number, rank in ranks.items()}):
         yield f"Collectives: {text}."
     if late:
         yield from _culprit(ranks[max(late, key=lambda number: late[number])], ranks, late, now)
+    elif waits:
+        yield (f"Rank {', '.join(map(str, waits))} waits much longer than usual, and no rank computes so long: the run "
+               "ends at `wait_limit` with an error that names what is missing.")
+        yield from stacks(ranks[waits[0]])
     else:
         yield "No rank takes much longer than usual."
 

@@ -71,6 +71,17 @@ def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, ar
     assert [each.name for each in tmp_path.iterdir()] == ["taken"]
 
 
+def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo", "code/mine"]) == 0
+    said = capsys.readouterr().out
+    assert "  cd code/mine\n" in said
+    assert "roles.actor.model=../../runs/demo-sft-1/model" in said
+    assert "imports: [mine]" in (tmp_path / "code/mine/mine.yaml").read_text()
+    assert main(["new", "grpo", "code/My Algo"]) == 2
+    assert "distflow new grpo code/my_algo" in capsys.readouterr().err
+
+
 def completed(words: str, folder: Path) -> set[str]:
     """What bash offers for the last of these words."""
     script = subprocess.run([sys.executable, "-m", "distflow", "completion", "bash"], cwd=ROOT, env=ENVIRONMENT,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +75,24 @@ def test_what_is_counted_twice_is_taken_off(capsys):
     assert main(["plan", "sft"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "gradients counted twice" in line]
     assert line.split()[4:6] == ["-1.3", "MiB"]
+
+
+def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the model there is the configuration, of the data nothing; memory is known all the same."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 4096}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, **shape}))
+    words = ["grpo", "--ranks", "16", "--set", f"roles.actor.model={model}", "--set", "data.train=/cluster/train.jsonl"]
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "at its fullest" in said
+    assert "it has no weights (*.safetensors), which a run on this machine would need" in said
+    assert "there is no data `/cluster/train.jsonl`, which a run on this machine would need" in said
+    assert main(["validate", *words]) == 2
+    assert "2 mistakes." in capsys.readouterr().err
+    (model / "config.json").unlink()
+    assert main(["plan", *words]) == 2

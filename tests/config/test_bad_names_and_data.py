@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli, launch
+from distflow.config import command_line
 from distflow.config.load import load
 from distflow.data.dataloader import UsableRecords
 from distflow.data.dataset import Fields, check_records, open_records
@@ -67,6 +68,26 @@ def test_data(file: str, says: tuple[str, ...]) -> None:
     for part in says:
         assert part in str(caught.value)
     assert len(caught.value.mistakes) == (2 if file in ("empty_text.jsonl", "messages.jsonl") else 1)
+
+
+def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_text('{"prompt": "1 + 1?", "solution": "#### 2"}\n')
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(tmp_path / "all.jsonl"), FIELDS)
+    assert "It has: prompt, solution.\nSay which fields to take:  --set data.question=prompt --set " \
+           "data.answer=solution" in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(InvalidInput, match="Say which field to take:  --set data.answer=solution$"):
+        check_records(open_records(tmp_path / "all.jsonl"), Fields("prompt", ["answer"]))
+
+
+def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dpo.yaml").write_text((BAD / "run_files/good.yaml").read_text())
+    with command_line.called_as("validate"), pytest.raises(InvalidInput) as caught:
+        load("dpo", "dpo.yaml")
+    assert str(caught.value).endswith("Rename it:  mv dpo.yaml dpo_run.yaml\nand then:  "
+                                      "distflow validate dpo --run dpo_run.yaml")
 
 
 def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:

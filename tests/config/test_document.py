@@ -66,3 +66,14 @@ def test_a_whole_number_is_a_number() -> None:
     assert not mistakes
     assert run is not None
     assert run.wait_limit == 60.0
+
+
+@pytest.mark.parametrize(("text", "hint"), [
+    ("learning_rate: 1e-6\n", "It is a key of `roles.NAME`. Known: steps, "),
+    ("roles: {actor: {temperature: 0.6}}\n", "It is a key of `roles.NAME.generation` and of `validation`. Known: "),
+    ("roles: {actor: {lr: 1e-6}}\n", "Did you mean `learning_rate`? Known: "),
+    ("checkpoint: 5\n", "Its keys: every, keep.")])
+def test_a_hint_says_where_a_key_belongs(text: str, hint: str) -> None:
+    _, mistakes = check(Run, parse(GOOD + text, "file"))
+    assert len(mistakes) == 1
+    assert mistakes[0].hint.startswith(hint)

@@ -30,7 +30,7 @@ nodes:
 RUN = """\
 steps: 1
 roles: {{actor: {{model: {{architecture: qwen3}}}}}}
-data: {{train: data/good.jsonl, columns: [{columns}]}}
+data: {{train: data/good.jsonl, columns: [{columns}]{more}}}
 validation: {{data: {{heldout: data/good.jsonl}}, reward: {reward}}}
 """
 
@@ -45,9 +45,10 @@ def _in_bad_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(tmp_path):
     """The columns that the node `reward` reads, and from where, for a recipe."""
 
-    def planned(reward: str, columns: str = "", validation: str = "math", imports: str = "rewards_of_ones_own"):
+    def planned(reward: str, columns: str = "", validation: str = "math", imports: str = "rewards_of_ones_own",
+                more: str = ""):
         (tmp_path / "dag.yaml").write_text(DAG.format(reward=reward, imports=imports))
-        (tmp_path / "run.yaml").write_text(RUN.format(columns=columns, reward=validation))
+        (tmp_path / "run.yaml").write_text(RUN.format(columns=columns, reward=validation, more=more))
         made = plan(load(str(tmp_path / "dag.yaml"), str(tmp_path / "run.yaml")), 2)
         task = next(task for task in made.tasks if task.node == "reward")
         return {column.parameter: (column.producer, column.form) for column in task.reads}
@@ -208,3 +209,12 @@ def test_settings_that_no_call_could_use_are_found_before_the_start(planned, rec
     text = str(caught.value)
     assert what in text
     assert "dag.yaml:8" in text
+
+
+def test_a_parameter_with_the_name_of_the_field_of_the_answer(planned, tmp_path) -> None:
+    """`data.answer: tests` is read by the parameter `answer`."""
+    with pytest.raises(InvalidInput) as caught:
+        planned("{passes: {most: 1}}", "test", more=", answer: tests")
+    hint = next(mistake.hint for mistake in caught.value.mistakes if "reads column `tests`" in mistake.what)
+    assert hint.startswith("`data.answer` is `tests`, which a parameter `answer` reads: rename it.\n")
+    assert "reward: {…, reads: {tests: answers}}" in hint

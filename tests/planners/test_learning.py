@@ -71,6 +71,10 @@ def test_what_probably_does_not_learn_is_noted(dag, changes, says):
     assert sum(says in note for note in notes) == 1, notes
 
 
+def test_log_probabilities_that_nothing_is_trained_by_are_not_noted():
+    assert not any("which no node reads" in note for note in plan(load("evaluate.yaml"), 2).notes)
+
+
 def test_a_recomputed_policy_that_is_not_read_comes_with_the_line_to_write(tmp_path):
     dag, run = (ROOT / "dags/gspo.yaml").read_text(), (ROOT / "dags/runs/embedded.yaml").read_text()
     (tmp_path / "gspo.yaml").write_text(dag.replace("role: actor,", "role: policy,").replace("  actor:", "  policy:"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from harness import ROOT, environment
 
 from distflow.cli import main
+from distflow.errors import InvalidInput
 from distflow.telemetry.loggers import LOGGERS, Logger, send
 from distflow.telemetry.run_reader import RunReader
 
@@ -202,6 +204,14 @@ def test_what_comes_after_a_look_is_sent_with_the_next_one(tmp_path, monkeypatch
                           (3, {"loss": 0.3}), (2, {"validation/held": 0.6})]
     assert send(RunReader(tmp_path), "noted", {}, at_once) == 0
     assert Noted.sent == []
+
+
+def test_a_port_that_is_taken_is_one_message(folder) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput, match=f"at 127.0.0.1:{port}: Address already in use. Choose another port"):
+            send(RunReader(folder), "prometheus", {"port": port}, lambda seconds: True)
 
 
 @pytest.mark.parametrize(("log", "said"), [

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from distflow.recovery.checkpoint_files import complete_checkpoints
 from distflow.telemetry import timeline
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
-from distflow.telemetry.why import Segment, critical_path, dead, explain, fall, sampled_chains
+from distflow.telemetry.why import Segment, critical_path, dead, explain, fall, sampled_chains, stuck
 
 
 def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
@@ -167,6 +168,22 @@ def test_the_last_row_is_named_with_its_tools(tmp_path) -> None:
     assert said[at + 1 : at + 4] == [
         "  2 turns; its environment took 1.60 s of that (median of the rows 0.80 s), most in turn 2: 1.20 s",
         '    the model had said: "look 2"', '  its prompt: "What is in the shop?"']
+
+
+def test_ranks_that_all_wait_for_long_are_named(tmp_path: Path) -> None:
+    """Each waits for what no rank computes; usually it comes in 20 ms."""
+    folder = tmp_path / "timeline"
+    folder.mkdir()
+    now = int(1e6 * time.time())
+    wait = ["", "waiting for prompts", 3, 0, 20_000, {"phase": "waiting", "node": ""}]
+    (folder / "rank0.jsonl").write_text(json.dumps(
+        {"steps": [3, 3], "role": "trainer", "attempt": 0, "rank": 0, "host": "elsewhere", "pid": 7, "base": now,
+         "time": 0, "now": ["waiting for prompts", "waiting", "", 4, -60_000_000], "spans": [wait]}) + "\n")
+    said = list(stuck(tmp_path, 3))
+    assert "waiting for prompts, step 4, for 60." in said[1]
+    assert said[2].startswith("Rank 0 waits much longer than usual, and no rank computes so long: ")
+    assert said[3] == "Its stacks:  py-spy dump --pid 7   on elsewhere"
+    assert len(said) == 4
 
 
 def test_mistakes_are_told(tmp_path, capsys) -> None:

@@ -415,6 +415,19 @@ def test_prompts_that_are_done_first_come_first_and_old_ones_are_sampled_again(e
     assert source.open == {1: 1, 6: 0, 7: 0}, "5 is taken already"
 
 
+@pytest.mark.parametrize(("position", "asked"), [(4 * PROMPTS, {8, 9}), (2 * PROMPTS + 1, {6, 7})])
+def test_a_run_that_is_resumed_with_another_batch_samples_on(empty, position, asked):
+    """Two steps of three are done, by twice as many prompts, or by a number that ends in the middle of a draw."""
+    source = AsyncSource(Loader(0), empty, SimpleNamespace(tasks=(), source=None, ranks=1), 0, 0, 3, 1.0)
+    source.load_state_dict({"position": position})
+    source.start_at(2)
+    source._enqueue_prompts(source.drawn_before)
+    with empty.dock("rollout 1") as dock:
+        leases = iter(lambda: dock.try_lease(ROLLOUT, ROWS), None)
+        assert {int(lease.ids[0]) // ROWS for lease in leases} == asked
+    source.close()
+
+
 def test_each_prompt_is_trained_on_once_also_by_a_trainer_that_begins_again(empty, unordered):
     """The first trainer dies behind its snapshot, ahead of the commit; the second in the step after."""
     source = unordered()
