@@ -36,7 +36,7 @@ class RecordBatch:
     def pack(self, rows: Ids | None = None) -> tuple[Schema, list[Any]]:
         """Return schema and parts of a message with rows at these positions, or with all."""
         rows = numpy.arange(len(self.ids)) if rows is None else rows
-        together = len(rows) > 0 and bool((rows[1:] - rows[:-1] == 1).all())
+        together = bool((rows[1:] - rows[:-1] == 1).all())
         starts, stops = (rows[:1], rows[-1:] + 1) if together else (rows, rows + 1)
         schema: Schema = []
         parts: list[Any] = [numpy.ascontiguousarray(self.ids[rows]).data.cast("B") if len(rows) else b""]
@@ -45,8 +45,8 @@ class RecordBatch:
             for data, width, bounds in buffers:
                 begins, ends = bounds[starts], bounds[stops]
                 elements = int((ends - begins).sum())
-                parts.append(data.data[int(begins[0]) * width : int(ends[0]) * width] if together else
-                             ScatteredRuns(data, begins, ends, width))
+                parts.append(data.data[int(begins.sum()) * width : int(ends.sum()) * width] if together else
+                             ScatteredRuns(data, begins, ends, width))  # together: one run, or none
                 parts.append(bytes(-len(parts[-1]) % 8))
             schema.append([name, *form, elements])
         return schema, parts
