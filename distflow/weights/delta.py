@@ -56,12 +56,12 @@ class DeltaChoice:
     def choose(self) -> bool:
         """Return whether to ask for the next run as a delta."""
         fewer = min(self.runs, key=lambda way: self.runs[way])
-        if self.runs[fewer] < _TRIED:
-            return fewer
-        faster = self.rates[True] > self.rates[False]
-        return faster if sum(self.runs.values()) % _AGAIN else not faster
+        faster = self.rates[True] >= self.rates[False]
+        again = not sum(self.runs.values()) % _AGAIN
+        chosen = fewer if self.runs[fewer] < _TRIED else faster is not again
+        self.runs[chosen] += 1  # now: many may be asked for before the first one has come
+        return chosen
 
     def measured(self, delta: bool, rate: float) -> None:
         """Record the bytes per second of a run."""
-        self.rates[delta] = rate if not self.runs[delta] else (self.rates[delta] + rate) / 2
-        self.runs[delta] += 1
+        self.rates[delta] = (self.rates[delta] + rate) / 2 if self.rates[delta] else rate

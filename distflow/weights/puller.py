@@ -213,6 +213,7 @@ class ChunkPuller:
         for _ in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
             with contextlib.suppress(*LOST, SourceGone):  # the one that has the lease will know
                 stream = self.connections.take(client.entry, self.head)
+                stream.share(client)
                 if not stream.lease(stream=True):
                     yield stream
                     continue

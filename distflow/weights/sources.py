@@ -130,12 +130,23 @@ class SourceClient:
 
     def use_for(self, entry: SourceEntry, head: PublishedVersion) -> None:
         self.entry, self.who, self.head, self.key = entry, entry.who, head, head.key
-        self.have: ChunkMasks = {}
+        self.masks: ChunkMasks = {}
         self.count = self.moved = 0
         self.grows = True
         """Whether the source is still pulling itself."""
         self.corrupt: set[Chunk] = set()
         """Chunks received corrupt from this source, to be fetched elsewhere."""
+
+    @property
+    def have(self) -> ChunkMasks:
+        """Chunks to fetch from this source: all that it has, but for those that came corrupt over any connection."""
+        for number, index in tuple(self.corrupt):
+            self.masks[number][index] = False
+        return self.masks
+
+    def share(self, other: SourceClient) -> None:
+        """Have what is known of the source in common with another connection to it."""
+        self.corrupt, self.choice = other.corrupt, other.choice
 
     def lease(self, here: bool = False, stream: bool = False) -> str:
         """Take the lease and return "", or the name of the puller that has it; that of a source whose memory is used
@@ -214,7 +225,6 @@ class SourceClient:
 
     def mark_corrupt(self, chunk: Chunk) -> None:
         self.corrupt.add(chunk)
-        self.have[chunk[0]][chunk[1]] = False
 
     def release(self) -> None:
         self.puller_end.pause()
@@ -247,9 +257,7 @@ class SourceClient:
     def _learn(self, reply: Header) -> None:
         self.puller_end.on_reply(reply)
         self.count, self.moved, self.grows = reply["count"], reply["moved"], reply["grows"]
-        self.have = unpack_masks(reply["have"], self.head)
-        for number, index in self.corrupt:
-            self.have[number][index] = False
+        self.masks = unpack_masks(reply["have"], self.head)
 
     def _ask(self, header: Header) -> Any:
         reply = self.connection.ask(header)
