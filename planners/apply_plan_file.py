@@ -200,8 +200,9 @@ class RankAssignment:
 
 def are_groups_of_a_run(problem: Problem, grouping: Sequence[Collection[int]], mode: str) -> bool:
     """Return whether ranks can have the groups of a grouping, whatever devices and layouts these get."""
+    numbers = range(len(problem.tasks))
     groups = [_Group([], [problem.tasks[task] for task in group],
-                     [other for number, other in enumerate(problem.tasks) if number not in group]) for group in grouping]
+                     [problem.tasks[other] for other in numbers if other not in group]) for group in grouping]
     return _are_of_a_run(sorted(groups, key=lambda group: group.order), mode)
 
 

@@ -76,6 +76,7 @@ def rows_of_shares(total: int, counts: Sequence[int], times: Sequence[np.ndarray
     return tuple(rows)
 
 
+_CONTENTION = 0.5  # seconds that a device computes longer for each second in which it gathers weights beside that
 _CHUNKS = 512  # rows are dealt to unlike shares in chunks; a share has at most so many
 
 
@@ -120,7 +121,8 @@ class CostModel:
         if cost.shards(strategy):
             gathers = self._gathers(number, strategy, stages[0], max(rows))
             hides = all(self._device_groups[group].overlaps for group in stages[0])
-            seconds = max(seconds, gathers) + gathers / cost.task.layers if hides else seconds + gathers
+            seconds = max(seconds + _CONTENTION * gathers, gathers) + gathers / cost.task.layers if hides \
+                else seconds + gathers
         if cost.task.kind == TRAIN:
             seconds += self._updates(number, strategy, stages, layers)
         swap = max(cost.swap(self._device_groups[group], strategy, count) for groups, count in zip(stages, layers)
@@ -240,7 +242,7 @@ class CostModel:
     def _gathers(self, number: int, strategy: Strategy, groups: DeviceGroups, rows: int) -> float:
         """Return the seconds of gathering divided weights, layer by layer, in each pass of a micro-batch: forward, and
         for training backward (Zhao et al. 2023, §3.3), where a large model's gradients (4 bytes each) are scattered
-        too. Devices that compute meanwhile wait for the first layer alone, if links are quick enough."""
+        too. Devices that compute meanwhile, more slowly, wait for the first layer alone, if links are quick enough."""
         task = self.problem.tasks[number]
         passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
         nbytes = task.parameters / task.layers / strategy.tp * task.width

@@ -5,7 +5,9 @@ Arithmetic of a token, forward: 2 FLOP for each parameter and, for its attention
 and twice as much for a token that sees all of its context (Kaplan et al. 2020, table 1). Backward takes twice as much
 as forward, half of it for gradients of weights, which frozen ones have none of; recomputation takes once more as
 forward (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and twice backward
-(Shoeybi et al. 2019, §3). Embeddings and the head are counted as if spread over the layers.
+(Shoeybi et al. 2019, §3). What is computed between products (norms, sums, activations, the softmax over the vocabulary)
+is bound by memory and adds to that (Ivanov et al. 2021, table 1). Embeddings and the head are counted as if spread over
+the layers.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from distflow.config.cluster import Cluster, Link
 from planners.heterogeneous.efficiency import BETWEEN, efficiency_of
 from planners.heterogeneous.problem import (
     GENERATE,
+    INFER,
     TRAIN,
     DeviceGroup,
     DeviceGroups,
@@ -60,12 +63,14 @@ class Network:
     def half_ring(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
         """Return the seconds of an all-gather or a reduce-scatter among a stage's shares, of which an all-reduce has
         both: the bytes of a ring, the latency of a tree, at the slowest link of the widest spanning tree (Patarasuk and
-        Yuan 2009; NCCL's trees). The slices of a machine share its link."""
+        Yuan 2009; NCCL's trees), whose slices of a machine share its link. Inside a machine it is a ring with its
+        latency, or for few bytes NCCL's LL, whose flags take half of the bandwidth (Hu et al. 2025, §II)."""
         if strategy.dp == 1:
             return 0.0
         link, crossing = self._spans(groups, strategy.dp * strategy.tp)
-        ring = (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1)
-        return math.ceil(math.log2(strategy.dp)) * link.latency + ring / link.bandwidth
+        seconds = (strategy.dp - 1) / strategy.dp * nbytes * (strategy.tp if crossing else 1) / link.bandwidth
+        tree = math.ceil(math.log2(strategy.dp)) * link.latency
+        return tree + seconds if crossing else min((strategy.dp - 1) * link.latency + seconds, tree + 2 * seconds)
 
     def experts(self, groups: DeviceGroups, strategy: Strategy, nbytes: float) -> float:
         """Return the seconds of an all-to-all of tokens among the experts' devices (Lepikhin et al. 2021, §3.2)."""
@@ -115,6 +120,10 @@ def _slower(one: NetworkLink, other: NetworkLink) -> NetworkLink:
 
 
 _LEAST_TRAINED = 16  # bytes of a trained parameter on all devices together, whatever the engine
+_LOGIT_BYTES = {GENERATE: 28, INFER: 16, TRAIN: 34}
+"""Bytes that pass through memory for a logit: a product writes it in bfloat16 (2), it is converted to float32 (6) and
+goes through a log-softmax (8); drawing reads, scales and compares it (12); training has the softmax's gradient (8),
+converts it back (6), and two products read it (4)."""
 Rows = Any  # a number of rows, or an array of such numbers
 
 
@@ -126,6 +135,8 @@ class Roofline:
         self._weights = task.parameters / task.layers * task.width
         self._expert_weights = task.expert_parameters / task.layers * task.width
         self._flop = 2 * task.computing / task.layers
+        self._between_products = task.states * task.hidden * task.width
+        self._logits = _LOGIT_BYTES[task.kind] * task.outputs / task.layers
 
     def batch(self, number: int, group: DeviceGroup, strategy: Strategy, tokens: float, context: float) -> float:
         task, tp = self.task, strategy.tp
@@ -133,7 +144,8 @@ class Roofline:
         flop = tokens * (self._flop * (1 - task.frozen / task.parameters / passes)
                          + 2 * context * task.hidden / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
-        roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth)
+        roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth) \
+            + tokens * (self._between_products + self._logits / passes) / tp / group.bandwidth
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)
         return passes * self._pass(group, roof) + sums
 
@@ -144,7 +156,8 @@ class Roofline:
         asked = np.minimum(1.0, rows * task.experts_per_token / task.experts) if task.experts else 1.0
         weights = self._weights - self._expert_weights * (1 - asked)
         roof = np.maximum((rows + group.overhead) * self._flop / group.peak, weights / group.bandwidth) \
-            + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth)
+            + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth) \
+            + rows * (self._between_products + self._logits) / group.bandwidth
         return self._pass(group, roof / tp) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
 
     @property

@@ -19,6 +19,7 @@ from itertools import combinations, permutations, product
 from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.problem import (
     GENERATE,
+    INFER,
     Arrangement,
     DeviceGroups,
     DeviceSubset,
@@ -367,11 +368,14 @@ class CostedProblem:
         """Return the options of each task that split an engine as the others of its group do, in the quickest way."""
         tasks, found = self.problem.tasks, list(options)
         for group in grouping:
+            whole = self.problem.freedom.whole_beside and {tasks[task].kind for task in group} == {GENERATE, INFER}
             for memory_item in dict.fromkeys(tasks[task].memory_item for task in group):
                 own = [task for task in group if tasks[task].memory_item == memory_item]
                 fastest: list[dict[Cut, float]] = [
                     {cut_of(layout): layout.takes(turns[task]) for layout in reversed(options[task])} for task in own]
-                total = {cut: sum(each[cut] for each in fastest) for cut in sorted(set(fastest[0]).intersection(*fastest))}
+                common = [cut for cut in sorted(set(fastest[0]).intersection(*fastest))
+                          if not whole or cut == (1, 1, 1)]
+                total = {cut: sum(each[cut] for each in fastest) for cut in common}
                 best = min(total, key=total.__getitem__, default=None)
                 for task in own:
                     found[task] = [layout for layout in options[task] if cut_of(layout) == best]

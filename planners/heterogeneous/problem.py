@@ -119,7 +119,9 @@ class ModelTask:
     and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
     divides weights gathers `gathered` parameters at once; 0: all. A layer keeps `activations` bytes of each token for
     the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for. `frozen`
-    parameters of one that trains stay as they are; the weights of one that `follows` another role are state."""
+    parameters of one that trains stay as they are; the weights of one that `follows` another role are state. `states`
+    of `hidden` width are read or written for a token of a layer between products, forward: with fused kernels those of
+    two norms (4), two sums (6), rotations or a division into heads (4) and an activation of 4 × hidden (8)."""
 
     name: str
     role: str
@@ -148,6 +150,7 @@ class ModelTask:
     at_once: int = 0
     frozen: int = 0
     follows: bool = False
+    states: float = 22
     measured: Measured = Measured()
     stages: bool = True
     """Whether the task's engine can have the layers in several stages."""
@@ -212,12 +215,14 @@ class Edge(NamedTuple):
 @dataclass(frozen=True)
 class Freedom:
     """Decisions that a solver may take: `groupings`, and by task the pairs of tp and pp (`cuts`), of which tasks that
-    compute with one engine then have the same. Without `assignment` groups span all device groups evenly, in the
+    compute with one engine then have the same; `whole_beside`: with cuts, a group that samples and infers, and does not
+    train, splits no model. Without `assignment` groups span all device groups evenly, in the
     cluster file's order; without `balance` shares have equal rows and layers."""
 
     groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
     cuts: tuple[frozenset[tuple[int, int]], ...] | None = None
+    whole_beside: bool = False
     balance: bool = True
 
 

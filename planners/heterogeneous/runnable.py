@@ -53,9 +53,25 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
-    are too few. `found`, by a search, are considered too: those that ranks can run as they are."""
+    are too few. `found`, by a search, are considered too: those that ranks can run as they are, or without the machines
+    that none of their tasks uses."""
     ahead = sorted(dict.fromkeys(found), key=lambda each: each.seconds)
-    return _enumerated(spec, costed, next((each for each in ahead if _is_accepted(spec, costed, each)), None))
+    forms = (form for each in ahead for form in dict.fromkeys((each, without_idle(costed.problem, each))))
+    return _enumerated(spec, costed, next((each for each in forms if _is_accepted(spec, costed, each)), None))
+
+
+def without_idle(problem: Problem, placement: Placement) -> Placement:
+    """Return the placement with no more machines in each group than its tasks use."""
+    subsets = []
+    for group, subset in zip(placement.grouping, placement.subsets):
+        used = [max(_devices_in(placement.layouts[task], index) for task in group) for index in range(len(subset))]
+        subsets.append(tuple(min(count, -(-most // device_group.each) * device_group.each)
+                             for count, most, device_group in zip(subset, used, problem.hardware.device_groups)))
+    return replace(placement, subsets=tuple(subsets))
+
+
+def _devices_in(layout: TaskLayout, device_group: int) -> int:
+    return layout.strategy.tp * sum(kind.count * kind.stages.count(device_group) for kind in layout.arrangement)
 
 
 def run_freedom(spec: Spec, problem: Problem) -> Freedom:
@@ -75,7 +91,7 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
 
     fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
                     and all(has_roles(group, len(grouping) > 1) for group in grouping))
-    return replace(problem.freedom, groupings=fitting, cuts=tuple(
+    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, cuts=tuple(
         frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
         for number in numbers))
 
@@ -233,7 +249,8 @@ def _alike(costed: CostedProblem, tasks: Sequence[int], blocks: DeviceSubset, cu
     return found
 
 
-def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, colocated: int, tp: int, pp: int) -> bool:
+def can_split(spec: Spec, problem: Problem, number: int, subset: DeviceSubset, colocated: int, tp: int,
+              pp: int) -> bool:
     """Return whether a task's engine and model, and the ranks of a subset, allow so many slices and stages; in mode
     semi_sync so do the `colocated` ranks, which sample too."""
     apart = problem.mode != SYNC and problem.tasks[number].kind == GENERATE

@@ -72,7 +72,15 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
                      settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
                      activation_bytes(shape, width), frozen=frozen, follows=follows,
-                     stages=_has_stages(spec, kind, settings))
+                     stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings))
+
+
+def _states(shape: Shape, kind: str, settings: RoleRun) -> float:
+    """Return `ModelTask.states`. Without torch.compile FSDP's models rotate queries and keys with 10 states read or
+    written, divide into heads with 3, and activate and multiply with 5 of the feed-forward layer's width."""
+    if kind == GENERATE or settings.engine != "fsdp" or settings.compile or not shape.widening:
+        return ModelTask.states
+    return 23 + 5 * shape.widening / shape.hidden
 
 
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:

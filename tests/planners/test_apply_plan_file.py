@@ -18,7 +18,15 @@ from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
 from planners import apply_plan_file, plan
 from planners.heterogeneous.layouts import CostedProblem, cut_of
 from planners.heterogeneous.plan_file import digests_of, ranks_of, written
-from planners.heterogeneous.runnable import EngineLayouts, refused, run_freedom, run_groups, runnable
+from planners.heterogeneous.problem import Replicas, Strategy
+from planners.heterogeneous.runnable import (
+    EngineLayouts,
+    refused,
+    run_freedom,
+    run_groups,
+    runnable,
+    without_idle,
+)
 from planners.heterogeneous.search import groupings, search
 from planners.heterogeneous.workload import problem_of
 from planners.planner import roles_apart, roles_on_rollouts
@@ -78,11 +86,11 @@ def test_groups_are_those_that_train_first_and_those_that_sample(obey: Callable,
 
 
 def test_a_part_of_a_machine_that_trains_is_its_first_one(obey: Callable, tmp_path: Path) -> None:
-    device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which samples slowly
+    device = {"tflops": {"float32": 60}, "memory_gib": 80, "memory_gb_s": 5}  # which trains slowly
     machines = {"one": {"device": "new", "devices": 4}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"devices": {"new": device}, "machines": machines}))
     trainer, rollout = obey("mode=async").groups
-    assert (trainer.ranks, rollout.ranks) == (range(1), range(1, 4))
+    assert (trainer.ranks, rollout.ranks) == (range(3), range(3, 4))
 
 
 def test_models_are_split_as_the_plan_says(obey: Callable) -> None:
@@ -271,13 +279,24 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
     freedom = run_freedom(spec, problem)
     assert [{tp for tp, _ in cuts} for cuts in freedom.cuts] == [{1}, *[{1, 2, 4}] * 4]
     assert 1 < len(freedom.groupings) < len(groupings(problem))
-    limited = CostedProblem(replace(problem, freedom=freedom))
-    *_, last = search(limited.problem, 0, 3000, costed=limited)
-    assert not refused(spec, written(problem, last.placement, digests_of(spec, problem), "runnable", 0.0))
-    for group in last.placement.grouping:
-        items = {problem.tasks[task].memory_item for task in group}
-        cuts = {(problem.tasks[task].memory_item, cut_of(last.placement.layouts[task])) for task in group}
-        assert len(cuts) == len(items), "tasks of an engine are split alike"
+    answers = {each.placement for each in search(replace(problem, freedom=freedom), 0, 3000) if each.placement}
+    why = [refused(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
+    assert "" in why
+    assert all(not each or "follow each other" in each for each in why), "where devices stand is left to check"
+    for group, layouts in ((group, each.layouts) for each in answers for group in each.grouping):
+        splits = {(problem.tasks[task].memory_item, cut_of(layouts[task])) for task in group}
+        assert len(splits) == len({memory_item for memory_item, _ in splits}), "tasks of an engine are split alike"
+
+
+def test_machines_that_no_task_uses_are_left_out(spec_of: Callable) -> None:
+    spec = spec_of()
+    costed = CostedProblem(problem_of(spec))
+    costs, two = costed.costs, (Replicas((0,), 2),)
+    layouts = tuple(costs.layout(task, Strategy(2, micro=4), two) for task in range(3))
+    found = costed.placed(((0, 1, 2),), ((2, 2),), layouts)
+    assert without_idle(costed.problem, found) == replace(found, subsets=((2, 0),))
+    one = replace(found, layouts=(*layouts[:2], costs.layout(2, Strategy(1, micro=4), (Replicas((1,), 1),))))
+    assert without_idle(costed.problem, one) == one, "whole machines"
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

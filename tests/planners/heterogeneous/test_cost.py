@@ -31,7 +31,8 @@ FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLi
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
 FAR = NetworkLink(1e-3, 1e9)
 WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200, engine="megatron",
-                 activations=17 * 2 * 1000)
+                 activations=17 * 2 * 1000, outputs=0, states=0)
+"""Computes products alone: nothing is read or written between them."""
 
 
 def costs(task: ModelTask = WORK, groups: tuple[DeviceGroup, ...] = (FAST, SLOW)) -> CostModel:
@@ -191,8 +192,20 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     assert costed["update"].ideal([(FAST, 1)]) < float("inf")
 
 
+def test_what_is_computed_between_products_passes_through_memory() -> None:
+    """22 states of 1,000 × 2 B in each of 10 layers, as often as products; 16 bytes of a logit, 34 in training."""
+    tokens, one = 8 * WORK.tokens, (Replicas((0,), 1),)
+    for task, passes, logits in ((WORK, 1, 16), (replace(WORK, kind=TRAIN), 3, 34)):
+        states = replace(task, states=22)
+        assert seconds(states, Strategy(1), *one) - seconds(task, Strategy(1), *one) == pytest.approx(
+            tokens * passes * 10 * 22 * 1000 * 2 / 2e12)
+        head = replace(task, outputs=50_000)
+        assert seconds(head, Strategy(1), *one) - seconds(task, Strategy(1), *one) == pytest.approx(
+            tokens * logits * 50_000 / 2e12)
+
+
 def test_frozen_parameters_have_no_gradients_to_compute_and_to_send() -> None:
-    """Their gradient is a third of a pass forward and backward; 4 bytes of each other's are added up over the shares."""
+    """Their gradient is a third of training's arithmetic; of all others, 4 bytes are added up over the shares."""
     task = replace(WORK, kind=TRAIN)
     frozen = replace(task, frozen=task.parameters // 4)
     product = 8 * task.tokens * 2 * task.parameters / 100e12

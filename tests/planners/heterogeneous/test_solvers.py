@@ -181,8 +181,8 @@ def test_what_trains_one_role_stays_together() -> None:
     assert len(groupings(problem)) == 5
 
 
-@pytest.mark.parametrize("freedom", [Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False), Freedom(cuts=(frozenset({(1, 1)}),) * 3),
-                                     Freedom(balance=False)])
+@pytest.mark.parametrize("freedom", [Freedom(groupings=(((0, 1, 2),),)), Freedom(assignment=False),
+                                     Freedom(cuts=(frozenset({(1, 1)}),) * 3), Freedom(balance=False)])
 def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) -> None:
     problem = problem_of(mixed_spec("grpo", "multi_region"))
     free = searched(problem, budget=8000).placement.seconds
