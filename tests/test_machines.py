@@ -110,7 +110,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
                   f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)
-    run.eventually(lambda: {event["rank"] for event in run.events("worker useful")} >= {0, 1, 2})
+    run.eventually(lambda: {event["rank"] for event in run.events("worker caught up")} >= {0, 1, 2})
     run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
     run.eventually(lambda: run.tells("step 2/"))
     lost, = run.tells("step 2/")
@@ -182,7 +182,7 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     run.start("one")
     run.reach(4)
     run.start("two")
-    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker useful")))
+    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker caught up")))
     run.lose("one")
     assert run.ends() == {"two": 0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))

@@ -64,6 +64,11 @@ RETIRED: dict[str, set[str]] = {
 """Package or module: its retired words beside those."""
 
 
+MESSAGES = {"begun rows lost", "orphans left", "rows divided", "rows taken back", "rows taken over", "worker rests",
+            "worker useful"}
+"""Events and messages that others have replaced."""
+
+
 def words_of(text: str) -> Iterator[tuple[int, str]]:
     """Yield the words of all names and docstrings of a source, in lower case, with their lines."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -88,6 +93,16 @@ def test_retired_words_stay_away(package: str) -> None:
     retired = RETIRED[package] | EVERYWHERE
     assert {str(file.relative_to(ROOT)): wrong for file in files if (wrong := found(file.read_text(), retired))} == {}
     assert [file.name for file in files if set(file.stem.split("_")) & retired] == []
+
+
+def test_retired_messages_stay_away() -> None:
+    files = [file for top in ("distflow", "planners", "workers") for file in (ROOT / top).rglob("*.py")]
+    wrong = {f"{file.relative_to(ROOT)}:{node.lineno}: {text}" for file in files
+             for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)
+             for text in MESSAGES if text in node.value}
+    assert files
+    assert wrong == set()
 
 
 @pytest.mark.parametrize("text", ["seat = 1", "def a_seat(): pass", "class SeatOf: pass", '"""A Seat\'s end."""',

@@ -157,7 +157,7 @@ class TurnWriter:
         try:
             dock.put(rows, turn=self.number)
         except (DockError, RpcError) as error:  # others sample again what is not there
-            events.record("begun rows lost", rows=len(rows), reason=str(error))
+            events.record("partial rollouts lost", rows=len(rows), reason=str(error))
 
 
 def _newest(batches: list[Batch]) -> Batch:

@@ -269,8 +269,8 @@ class Supervisor:
     def _wait_until_scaled_up(self) -> bool:
         """Wait until there should be a worker; False if the run is over first."""
         if not self.should_run():
-            self._record("worker rests")
-            print(f"rank {self.rank} rests, as `distflow scale` has asked for", flush=True)
+            self._record("worker scaled down")
+            print(f"rank {self.rank} is scaled down, as `distflow scale` has asked", flush=True)
         while not self.should_run():
             if self.is_obsolete():
                 return False
@@ -386,7 +386,7 @@ class Supervisor:
         self.worker.signal(signal.SIGKILL)
         status, self.worker = self.worker.wait(), None
         if left := end_orphans(self.known_children):
-            self._record("orphans left", pids=sorted(left))
+            self._record("orphans ended", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return status
 

@@ -675,7 +675,7 @@ def should_run():
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     assert events_of(tmp_path, "failure") == []
-    assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
+    assert [event["rank"] for event in events_of(tmp_path, "worker scaled down")] == [0]
     for rank in range(2):
         assert [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
 
