@@ -119,7 +119,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["group"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state restored")
-    assert restored["source"] == "neighbour"
+    assert restored["source"] == "peer replica"
     assert restored["of_step"] >= 1
     assert [event["rank"] for event in run.events("worker ready")].count(2) == 1
     assert kept(run) >= 0.9
@@ -141,7 +141,7 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
     restored = run.events("state restored")
     assert len(restored) == training
-    assert {event["source"] for event in restored} == {"neighbour"}
+    assert {event["source"] for event in restored} == {"peer replica"}
     assert len({event["of_step"] for event in restored}) == 1
     assert restored[0]["of_step"] >= 4
 

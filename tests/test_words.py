@@ -30,7 +30,7 @@ RETIRED: dict[str, set[str]] = {
         "anew", "apart", "board", "controller", "doubtful", "foretell", "life", "neighbour", "nobody", "owes",
         "pulse", "seat", "warehouse"},
     "distflow/recovery": {
-        "anew", "apart", "doubtful", "foretell", "nobody", "owes", "pulse", "seat", "warehouse"},
+        "anew", "apart", "doubtful", "foretell", "neighbour", "nobody", "owes", "pulse", "seat", "warehouse"},
     "distflow/telemetry": {
         "controller", "doubtful", "foretell", "neighbour", "owes", "warehouse"},
     "distflow/config": {
@@ -64,7 +64,7 @@ RETIRED: dict[str, set[str]] = {
 """Package or module: its retired words beside those."""
 
 
-MESSAGES = {"begun rows lost", "orphans left", "rows divided", "rows taken back", "rows taken over", "worker rests",
+MESSAGES = {"begun rows lost", "neighbour lost", "neighbour/seconds", "orphans left", "rows divided", "rows taken back", "rows taken over", "worker rests",
             "worker useful"}
 """Events and messages that others have replaced."""
 

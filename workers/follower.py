@@ -37,7 +37,7 @@ from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 
 _LOOK = 0.5  # seconds between two looks whether the first trainer has ended
-_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "samples", "snapshot", "tokens",
+_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "peer_replica", "samples", "snapshot", "tokens",
              "waiting")
 """First parts of the names of metrics that each trainer has, whatever its nodes are."""
 

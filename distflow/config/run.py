@@ -80,7 +80,7 @@ class Robust(Document):
     and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
     writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
     was trained on since."""
-    neighbour: bool = True
+    peer_replica: bool = True
     """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
     so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
     there, and up to twice more on the first while that lasts longer than a step."""
@@ -97,7 +97,7 @@ class Robust(Document):
 
     @property
     def replicates(self) -> bool:
-        return self.snapshots and self.neighbour
+        return self.snapshots and self.peer_replica
 
 
 class Model(Document):

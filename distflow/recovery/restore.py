@@ -35,7 +35,7 @@ class ConsistentState:
 
 @dataclass(frozen=True)
 class FetchedShard:
-    """A rank's shard, in its own memory. source: `own memory`, or `neighbour` for a copy in another machine's memory.
+    """A rank's shard, in its own memory. source: `own memory`, or `peer replica` for a copy in another machine's memory.
     holder: the rank that had it."""
 
     slot: Slot
@@ -72,7 +72,7 @@ def fetch_shard(snapshots: Snapshots, replicas: Snapshots, least_steps: int) -> 
                 snapshots.newest = slot
                 rank = dist.get_rank()
                 own = mine.get(state.shard(rank)) is slot
-                return FetchedShard(slot, "own memory" if own else "neighbour", state.holders[rank])
+                return FetchedShard(slot, "own memory" if own else "peer replica", state.holders[rank])
     return None
 
 
