@@ -143,7 +143,7 @@ def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
     step, limit = sum(move.bytes_per_step for move in moves), int(spec.run.dock_gib * GIB)
     formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
                "that train")
-    copy = f"2 × dock_gib {spec.run.dock_gib:g} with --board, for each machine that trains which it may replace"
+    copy = f"2 × dock_gib {spec.run.dock_gib:g} with --store, for each machine that trains which it may replace"
     return MemoryItem("dock: samples", limit, formula), MemoryItem("dock: copy, where ranks sample", 2 * limit, copy)
 
 

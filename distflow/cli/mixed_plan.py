@@ -369,7 +369,7 @@ def _lost(options: argparse.Namespace, spec: Spec, costed: CostedProblem, placem
     lost = losses[chosen]
     starts = "without the start of processes (--starting)" if starting is None else \
         f"{starting:g} s to start processes (--starting)"
-    yield from ("", f"if {lost.machine} is lost (assumes --board or --store)", f"  starts again: {lost.restarts}")
+    yield from ("", f"if {lost.machine} is lost (assumes --store)", f"  starts again: {lost.restarts}")
     if lost.work == float("inf"):
         yield ("  lost: all of the run; there is nothing to go on from, with checkpoint.every=0 and no copy of the "
                "state on a second machine (robust.snapshots and robust.peer_replica, of two machines)")

@@ -81,15 +81,15 @@ class Robust(Document):
     writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
     was trained on since."""
     peer_replica: bool = True
-    """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
-    so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
-    there, and up to twice more on the first while that lasts longer than a step."""
+    """Whether, where machines start by themselves (--store), what `snapshots` copies goes on to the memory of a second
+    machine, so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer
+    state twice there, and up to twice more on the first while that lasts longer than a step."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
     Kubernetes and torchrun kill after 30 s."""
     machine_silence: float = Field(default=30.0, ge=3)
     """Seconds without a heartbeat, of which there is one a second, after which a machine counts as lost, where machines
-    start apart (--board)."""
+    start by themselves (--store)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state

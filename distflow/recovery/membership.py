@@ -1,6 +1,6 @@
 """Elastic membership: which of a run's ranks each machine has, where machines come and go.
 
-Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`, or etcd), in
+Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow store`, or etcd), in
 rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
 first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
 that trains is lost, one that samples takes over its block (`Membership.successor`): the ranks that train start again

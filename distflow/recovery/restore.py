@@ -35,8 +35,8 @@ class ConsistentState:
 
 @dataclass(frozen=True)
 class FetchedShard:
-    """A rank's shard, in its own memory. source: `own memory`, or `peer replica` for a copy in another machine's memory.
-    holder: the rank that had it."""
+    """A rank's shard, in its own memory. source: `own memory`, or `peer replica` for a copy in another machine's
+    memory. holder: the rank that had it."""
 
     slot: Slot
     source: str

@@ -143,7 +143,7 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     printed = capsys.readouterr().out
     for part in ("simple alternatives", "can be run: yes", "update → rollout", "a thousand samples cost ",
                  "of 14.4 GiB", "if quick:2 is lost", "starts again: all 6 ranks", "60 s to start processes",
-                 "if quick:2 is lost (assumes --board or --store)", "30.00 s until it is noticed",
+                 "if quick:2 is lost (assumes --store)", "30.00 s until it is noticed",
                  "share of time that trains 99.9", "every 6,335 h · 8 / its devices (Llama 3"):
         assert part in printed, part
     said = yaml.safe_load(Path("plan.yaml").read_text())
