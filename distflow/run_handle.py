@@ -119,7 +119,7 @@ class RunHandle:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Results of a run that has come to its end; empty before."""
+        """Results of a run that has finished; empty before."""
         return self._files.summary
 
     def report(self, file: str | os.PathLike[str] | None = None) -> Path:
@@ -132,13 +132,13 @@ class RunHandle:
 
     def wait(self, seconds: float | None = None) -> RunHandle:
         """Wait for the end of a run that `run` has started; an interrupt ends the wait, not the run. Raises RunFailed:
-        it ended before its last step; TimeoutError: it goes on after `seconds`."""
+        it ended before its last step; TimeoutError: it is still running after `seconds`."""
         if self.process is None:
             raise DistflowError(f"{self.folder} was not started by this process, which cannot wait for it; `running` "
                                 "says whether it goes on")
         status = self.process.wait() if seconds is None else self.process.poll(seconds)
         if status is None:
-            raise TimeoutError(f"{self.folder} goes on after {seconds:g} s")
+            raise TimeoutError(f"{self.folder} is still running after {seconds:g} s")
         self._reader.join()
         if status:
             raise RunFailed(f"{self.folder} ended with exit code {status}. Its last lines:\n" + "".join(self._said))

@@ -145,7 +145,7 @@ class LeaderLink:
         return self.leads and self.store.has("stop")
 
     def end(self, step: int, finished: bool) -> None:
-        """Have the others end after `step` steps, and wait until they have. `finished`: the run has come to its end,
+        """Have the others end after `step` steps, and wait until they have. `finished`: the run has finished,
         and was not stopped."""
         if not self.leads:
             return
@@ -193,7 +193,7 @@ class FollowerLink:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end, once it has ended."""
+        """Whether the run has finished, once it has ended."""
         return json.loads(self.store.get("ended") or "[0, false]")[1]
 
     @contextlib.contextmanager

@@ -551,7 +551,7 @@ class Run(Document):
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     report: bool = True
-    """Write report.html when the run has come to its end; `distflow report` writes it at any time."""
+    """Write report.html when the run has finished; `distflow report` writes it at any time."""
     timeline: bool = True
     """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
     profile: list[PositiveInt] = []
