@@ -18,7 +18,7 @@ from distflow.telemetry.ettr import Event, read
 from distflow.telemetry.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[1]
-_PATIENCE = 240.0
+_TIMEOUT = 240.0
 _LOOK = 0.05
 
 
@@ -87,7 +87,7 @@ class Cluster:
         """Raises:
             RunLost: it does not.
         """
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _TIMEOUT
         while not happens():
             if len(self.ended()) == len(self.machines) or time.monotonic() > until:
                 raise RunLost(self.said())
@@ -100,7 +100,7 @@ class Cluster:
             RunLost: they do not end.
         """
         try:
-            return {name: machine.wait(_PATIENCE) for name, machine in self.machines.items()}
+            return {name: machine.wait(_TIMEOUT) for name, machine in self.machines.items()}
         except subprocess.TimeoutExpired:
             raise RunLost(self.said()) from None
 

@@ -108,7 +108,7 @@ def batch_of(ids: torch.Tensor, mean: int) -> Batch:
 def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
     """One of the dock's clients: rounds until there are no more."""
     torch.set_num_threads(1)
-    with DockClient(addresses, token, f"client {number}", patience=_WAIT) as dock:
+    with DockClient(addresses, token, f"client {number}", timeout=_WAIT) as dock:
         dock.status()
         line.send("ready")
         while (job := line.recv()) is not None:
@@ -135,7 +135,7 @@ class Driver:
         self.token = secrets.token_bytes(32)
         self.children = [start(self.token) for _ in range(2)]
         self.addresses = [child.address for child in self.children]
-        with DockClient(self.addresses, self.token, "driver", patience=_WAIT) as dock:
+        with DockClient(self.addresses, self.token, "driver", timeout=_WAIT) as dock:
             dock.configure((Consumer("update", _COLUMNS),))
         self.clients: list[tuple[Any, Connection]] = []
         self.next = 0
@@ -219,7 +219,7 @@ def in_copies(rows: int, mean: int, rounds: int) -> Spread:
     token = secrets.token_bytes(32)
     children = [start(token) for _ in range(2)]
     found = []
-    with DockClient([child.address for child in children], token, "alone", patience=_WAIT) as dock:
+    with DockClient([child.address for child in children], token, "alone", timeout=_WAIT) as dock:
         dock.configure((Consumer("update", _COLUMNS),))
         for number in range(WARM + rounds):
             part = batch_of(torch.arange(number * rows, (number + 1) * rows), mean)

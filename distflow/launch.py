@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
 
 INVALID = 2
-_PATIENCE = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
+_RANK_0_TIMEOUT = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
 
 
 def parser() -> argparse.ArgumentParser:
@@ -310,7 +310,7 @@ def report(error: DistflowError, rank: int) -> None:
     """Print the error once for all ranks, which find the same mistakes: on rank 0, and on the others, which wait first,
     only if torchrun has not ended them by then."""
     if rank > 0 and isinstance(error, InvalidInput):
-        threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
+        threading.Event().wait(_RANK_0_TIMEOUT)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     report_to_torchrun("distflow refuses the configuration: what is wrong with it stands above torchrun's traceback"
                        if isinstance(error, InvalidInput) else text)

@@ -36,7 +36,7 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 
-_LOOK = 0.5  # seconds between two looks whether the first trainer has ended
+_POLL_INTERVAL = 0.5  # seconds between two looks whether the first trainer has ended
 _OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "peer_replica", "samples", "snapshot", "tokens",
              "waiting")
 """First parts of the names of metrics that each trainer has, whatever its nodes are."""
@@ -268,7 +268,7 @@ class FollowerSink:
             elif over:
                 return
             else:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
 
     def close(self) -> None:
         if gather_values(self.link.finished)[0]:

@@ -59,7 +59,7 @@ from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
 _INIT_ADDRESS = "process group"  # key in the store: address at which the ranks of an attempt initialise theirs
-_PATIENCE = 1.0  # seconds that a process has to end by itself after SIGTERM
+_EXIT_TIMEOUT = 1.0  # seconds that a process has to end by itself after SIGTERM
 
 
 def work(context: RankContext, worker_context: WorkerContext, export: Path | None = None) -> bool:
@@ -278,7 +278,7 @@ def _ending_on_sigterm() -> Iterator[list[Callable[[], None]]]:
 
     def end() -> None:
         while signals := os.read(read_end, 1):
-            if signals[0] == signal.SIGTERM and not over.wait(_PATIENCE):
+            if signals[0] == signal.SIGTERM and not over.wait(_EXIT_TIMEOUT):
                 for each in undo:
                     each()
                 os._exit(128 + signal.SIGTERM)

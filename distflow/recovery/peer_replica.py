@@ -22,7 +22,7 @@ from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 
-_PATIENCE = 30.0  # seconds without a byte after which the other machine counts as unreachable
+_READ_TIMEOUT = 30.0  # seconds without a byte after which the other machine counts as unreachable
 _LATE = 3  # steps after which a copy that is still under way is late
 
 
@@ -118,7 +118,7 @@ class PeerReplica:
         if copying is not None:
             copying.result()
         began = time.monotonic()
-        with contextlib.closing(connect(self._address(), self.token, _PATIENCE)) as connection:
+        with contextlib.closing(connect(self._address(), self.token, _READ_TIMEOUT)) as connection:
             head, rest = slot.image()
             connection.send({"shard": slot.shard, "head": head, "retained": retained})
             reply, _ = connection.receive()

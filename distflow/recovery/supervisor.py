@@ -73,7 +73,7 @@ def stop_message(folder: Path, step: int) -> str:
 
 
 _POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
-_GLANCE = 0.5  # seconds within which the store must answer while a worker is watched
+_STORE_TIMEOUT = 0.5  # seconds within which the store must answer while a worker is watched
 _GRACE = 5.0  # seconds that a worker has to clean up after it was told to end
 _EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that come from outside; a program's own mistake ends it by others, or by the kernel's SIGKILL."""
@@ -348,7 +348,7 @@ class Supervisor:
                 startup.current().end()
             try:
                 if (now := time.monotonic()) >= look_at:
-                    with self.store.within(_GLANCE):
+                    with self.store.within(_STORE_TIMEOUT):
                         if end := self._due_end(attempt):
                             return end
                     answered, look_at = time.monotonic(), now + paused(_POLL, self.ranks) - _POLL
@@ -425,7 +425,7 @@ class Supervisor:
 
     def _absent(self) -> str:
         """Return a sentence about collectives that not all ranks of the group have entered, if there are any."""
-        with self.store.within(_GLANCE):
+        with self.store.within(_STORE_TIMEOUT):
             text = absent_ranks(self.store.below(f"{self.group.name}/{self.heartbeat.attempt}"), self.group.ranks)
         return f" Collectives: {text}." if text else ""
 

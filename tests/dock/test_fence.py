@@ -33,7 +33,7 @@ def rows(ids) -> Batch:
 @pytest.fixture
 def directory(monkeypatch) -> ShardDirectory:
     """One whose fences look only when they are asked to."""
-    monkeypatch.setattr("distflow.dock.directory._LOOK", 600.0)
+    monkeypatch.setattr("distflow.dock.directory._POLL_INTERVAL", 600.0)
     return ShardDirectory(hosted())
 
 

@@ -261,7 +261,7 @@ def _when_begun(one: Membership) -> Rendezvous | None:
 
 def test_all_were_lost_where_all_train(store, pool, capfd, monkeypatch):
     """As when a cluster restarts and its etcd does not: nobody is left who would miss them."""
-    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    monkeypatch.setattr(membership, "_REPORT_AFTER", 0.1)
     joined(pool, *(machine(store, f"run host-{name} 7 7", most=2, grows=True) for name in "ab"))
     rounds = joined(pool, *(machine(store, f"run host-{name} 8 8", most=2, grows=True, silence=0.6) for name in "ab"))
     assert sorted((round.number, round.block, round.replaces) for round in rounds) == [(1, 0, False), (1, 1, False)]
