@@ -358,7 +358,7 @@ class Supervisor:
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
                 stack = "" if held else self.stack.dump(worker)
-                what = finding.what + " Somebody has stopped it (SIGSTOP)." * held + \
+                what = finding.what + " It was stopped (SIGSTOP)." * held + \
                     (f" It stands{where}." if (where := location_in(stack)) else "") + self._absent()
                 return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
                                      silent=finding.silent, outside=held)
@@ -421,7 +421,7 @@ class Supervisor:
             what = f"it was ended by {signal.Signals(-status).name}{location_in(stack)}.{why}"
             return self._failure(what, details=stack and f"{stack}\n{what}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
-        return self._failure(f"it ended with exit status {status} and without a word")
+        return self._failure(f"it ended with exit status {status} and reported nothing")
 
     def _absent(self) -> str:
         """Return a sentence about collectives that not all ranks of the group have entered, if there are any."""

@@ -142,7 +142,7 @@ ENDS = {
     "raise ValueError('a broken thing')": "ValueError: a broken thing",
     "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",
     "os.kill(os.getpid(), signal.SIGSEGV)": "it was ended by SIGSEGV in ",
-    "os._exit(9)": "it ended with exit status 9 and without a word",
+    "os._exit(9)": "it ended with exit status 9 and reported nothing",
     "sys.exit(8)": "it left by sys.exit(8)",
     "raise DistflowError('the disk is full')": "the disk is full",
     "raise MemoryError": "MemoryError",
