@@ -79,7 +79,7 @@ class SampleFlow:
         long = 3 * self.long_columns * self.response_tokens
         return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
 
-    def through_each_shard(self, shards: int, consumers: int) -> float:
+    def bytes_through_each_shard(self, shards: int, consumers: int) -> float:
         """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
 
         Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
@@ -89,7 +89,7 @@ class SampleFlow:
 
     def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
         """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
-        return self.through_each_shard(shards, consumers) / bytes_per_second
+        return self.bytes_through_each_shard(shards, consumers) / bytes_per_second
 
 
 def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:

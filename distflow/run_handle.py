@@ -82,7 +82,7 @@ class RunHandle:
 
     def __init__(self, folder: Path, process: Child | None = None, quiet: bool = False):
         self.folder, self.process, self._files = folder, process, RunReader(folder)
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._output: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read_output, args=(quiet,), daemon=True)
         if process is not None:
             self._reader.start()
@@ -141,7 +141,7 @@ class RunHandle:
             raise TimeoutError(f"{self.folder} is still running after {seconds:g} s")
         self._reader.join()
         if status:
-            raise RunFailed(f"{self.folder} ended with exit code {status}. Its last lines:\n" + "".join(self._said))
+            raise RunFailed(f"{self.folder} ended with exit code {status}. Its last lines:\n" + "".join(self._output))
         return self
 
     def stop(self) -> None:
@@ -160,6 +160,6 @@ class RunHandle:
     def _read_output(self, quiet: bool) -> None:
         assert self.process is not None
         for line in self.process.stdout:
-            self._said.append(line)
+            self._output.append(line)
             if not quiet:
                 print(line, end="", flush=True)

@@ -27,7 +27,7 @@ from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST, DockPlace
+from workers.rollout_channel import HOST, DockMembership
 
 ELASTIC_RUN = "elastic"  # the run id in the checksum of the token that the store has: the machines know no other
 _STORE_TIMEOUT = 30.0  # seconds within which the store must answer
@@ -175,13 +175,13 @@ class ElasticAgent:
     def poll(self) -> None:
         """Restart helper processes that have ended; raise MembershipChanged in a later round or if replaced."""
         round, block = self.rendezvous.number, self.rendezvous.block
-        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._lingers()):
+        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._is_draining()):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
         self.restart_standbys()
 
-    def _lingers(self) -> bool:
+    def _is_draining(self) -> bool:
         """Return whether workers go on although this machine has another block now: it serves the lost machine's shard
         first, and they put what they have sampled meanwhile."""
         if self.leaves_at == math.inf:
@@ -239,12 +239,12 @@ class ElasticAgent:
         return self.membership.silence
 
     @property
-    def dock_place(self) -> DockPlace:
+    def dock_membership(self) -> DockMembership:
         """This machine's part in the dock, on its first rank."""
         block, member = self.rendezvous.block, self.membership
         copies = [each for each in range(member.vital) if self.rank == 0 and member.successor(each) == block]
         takes = block if self.rank == 0 and self.replaces and block < member.vital else None
-        return DockPlace(takes, self.standbys, tuple(copies), member.silence)
+        return DockMembership(takes, self.standbys, tuple(copies), member.silence)
 
     @property
     def present(self) -> list[int]:

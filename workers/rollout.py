@@ -319,7 +319,7 @@ class RolloutContext:
             answered.add_done_callback(self._notice)
         if not self.validation.holds_weights:
             return _POLL_INTERVAL
-        return None if self.validation.is_passed_by() else 0.0
+        return None if self.validation.is_outdated() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())

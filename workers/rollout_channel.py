@@ -327,7 +327,7 @@ def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class DockPlace:
+class DockMembership:
     """A machine's part in the dock of a run whose machines come and go.
 
     takes: number of the shard that it takes over from a lost machine. standbys: those that it keeps, by number. copies:
@@ -340,7 +340,7 @@ class DockPlace:
     silence: float = 0.0
 
 
-def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, place: DockPlace,
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, membership: DockMembership,
                  in_order: bool = True) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
     store `max_bytes`. Where machines come and go, one that samples has a copy of it. `in_order`: the trainer takes the
@@ -351,26 +351,26 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts, in_order)), max_bytes=max_bytes)
-    directory = ShardDirectory(store.store, plan.ranks, place.silence) if place.silence else None
+    directory = ShardDirectory(store.store, plan.ranks, membership.silence) if membership.silence else None
     started = partial(start, token, host=host, directory=directory)
     keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
-    before, number = find(), place.takes
+    before, number = find(), membership.takes
     taken = directory is not None and number is not None and number in directory.known
     if taken and number is not None:
         again = partial(started, layout=layout_at(tuple(before)), number=number, standby=True)
-        shard_process = taken_over(place.standbys.pop(number, None), again)
+        shard_process = taken_over(membership.standbys.pop(number, None), again)
     else:
         shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
         met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
     layout = layout_at(tuple(find() if directory else [tuple(json.loads(text)) for text in met if text]))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
-                             layout, directory, place.standbys, max(_CLIENT_TIMEOUT, 3 * place.silence))
+                             layout, directory, membership.standbys, max(_CLIENT_TIMEOUT, 3 * membership.silence))
     if store.rank == 0 and not taken:
         with channel.dock("trainer 0") as dock:
             dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
-    for number in place.copies:
+    for number in membership.copies:
         channel.start_standby(number)
     return channel
 

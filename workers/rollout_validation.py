@@ -153,7 +153,7 @@ class ValidationRequests(Validations):
     def _outcome(self, number: int) -> ValidationResult:
         step, version = self.asked[number]
         if number not in self.answers:
-            return ValidationResult(step, step, missing=self._whereabouts())
+            return ValidationResult(step, step, missing=self._describe_progress())
         answer = self.answers[number][1]
         of_step = step if answer["version"] == version else self.steps.get(answer["version"])
         events.record("validated", of_step=of_step, asked_after=step, version=answer["version"], who=answer["who"])
@@ -165,7 +165,7 @@ class ValidationRequests(Validations):
         self.known.add(of_step)
         return ValidationResult(of_step, step, answer["values"], answer["answers"], answer["seconds"])
 
-    def _whereabouts(self) -> str:
+    def _describe_progress(self) -> str:
         assert self.dock is not None
         try:
             self.dock.lease(ANSWERED, self.channel.rows)
@@ -227,7 +227,7 @@ class RolloutValidation:
         held_from = self.engine.held_from
         return held_from is not None and self.engine.version >= held_from
 
-    def is_passed_by(self) -> bool:
+    def is_outdated(self) -> bool:
         """Return whether prompts may be owed newer weights than those that the engine has."""
         return self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
 

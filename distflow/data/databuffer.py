@@ -107,7 +107,7 @@ class Databuffer:
 
     def take(self, task: Task) -> Batch:
         """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
-        Raises `ColumnError` if a producer has not written rows or columns, `RankMissing` if a rank ended or timed out."""
+        Raises `ColumnError` if a producer has not written all of it, `RankMissing` if a rank ended or timed out."""
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
         lineage = [self.lineage.of(transfer.producer) for transfer in task.transfers]
         finest = max(zip(lineage, parts), key=lambda pair: len(pair[0]), default=None)

@@ -18,9 +18,9 @@ _SHOWN, _RANKS_SHOWN = 5, 4
 
 def missing_rows(lineage: RowLineage, producer: str, origin: Layout, assignment: ShardAssignment | None,
                  drawn: range | None, rank: int, missing: Sequence[int], now: Layout | None = None) -> str:
-    """Describe which rows of `producer` the ranks `missing` are to send to `rank`; if none is known, those of all others.
-    `assignment`: of the layout `origin`; `drawn`: the step's rows of the dataset, of all shares; `now`: `origin` with
-    the shares of this step."""
+    """Describe which rows of `producer` the ranks `missing` are to send to `rank`; if none is known, those of all
+    others. `assignment`: of the layout `origin`; `drawn`: the step's rows of the dataset, of all shares; `now`:
+    `origin` with the shares of this step."""
     owners = [other for other in range(origin.first, origin.last + 1) if origin.leads(other) and other != rank]
     asked = list(missing) or owners
     expected = {other: expected_rows(lineage, producer, origin, assignment, drawn, other, now)

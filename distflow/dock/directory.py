@@ -131,7 +131,7 @@ class Fence(threading.Thread):
         self.pause = min(_POLL_INTERVAL, directory.silence / _FENCE)
         self.fresh, self.store = 3 * self.pause, copy(directory.store)
         self.store.deadline = Deadline(self.pause)  # its own: other threads may wait longer
-        self.looked, self.doubted, self.replaced = time.monotonic(), 0.0, False
+        self.looked, self.recheck_since, self.replaced = time.monotonic(), 0.0, False
         self.over = self.warned = False
         self.due, self.changed = threading.Event(), threading.Condition()
 
@@ -156,12 +156,12 @@ class Fence(threading.Thread):
                 self.changed.wait_for(lambda: self.replaced or self._is_fresh())
         return not self.replaced
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """Have the next `holds` wait for a look that begins now or later."""
-        self.doubted = time.monotonic()
+        self.recheck_since = time.monotonic()
 
     def _is_fresh(self) -> bool:
-        return self.looked >= self.doubted and time.monotonic() - self.looked < self.fresh
+        return self.looked >= self.recheck_since and time.monotonic() - self.looked < self.fresh
 
     def _look(self) -> None:
         began, found = time.monotonic(), None

@@ -183,7 +183,8 @@ def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
 
 
 @pytest.mark.parametrize(("reads", "lost", "expected"), [
-    ("d_here d_there", "there", "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` has not written"),
+    ("d_here d_there", "there",
+     "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` has not written"),
 ])
 def test_missing_rows_are_named(reads, lost, expected):
     plan = (Builder(2, ONE)

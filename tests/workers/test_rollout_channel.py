@@ -16,7 +16,7 @@ from distflow.errors import Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from planners import plan
-from workers.rollout_channel import DockPlace, RolloutChannel, agreed_token, open_channel
+from workers.rollout_channel import DockMembership, RolloutChannel, agreed_token, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -72,7 +72,7 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
              "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: ""}
     made = plan(load("grpo.yaml", None, ["mode=async", "groups.rollout=1"], None), 3)
     with mock.patch.dict(os.environ, place):
-        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockPlace(silence=silence))
+        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockMembership(silence=silence))
     with channel.dock("any") as dock:
         assert [shard["rows"] for shard in dock.status()] == [0, 0]
     number = channel.shard_process and channel.shard_process.number
