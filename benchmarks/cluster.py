@@ -1,5 +1,5 @@
 """Machines that start apart, for tests and benchmarks: each is a torchrun of its own on one computer, with which the
-others share nothing but the board, the network and the run's folder."""
+others share nothing but the store, the network and the run's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distflow.telemetry.ettr import Event, read
 from distflow.telemetry.processes import kill_tree
 
 ROOT = Path(__file__).resolve().parents[1]
-_PATIENCE = 240.0
+_TIMEOUT = 240.0
 _LOOK = 0.05
 
 
@@ -27,31 +27,31 @@ class RunLost(Exception):
 
 
 class Cluster:
-    """A board or another store, and machines by name.
+    """A store of torch or another one, and machines by name.
 
     Args:
         cwd: where each of them is started; their logs go there.
         run: the folder of the run that they are for.
         arguments: of launch.py.
-        store: address of the store; default: a board of this cluster's own.
+        store: address of the store; default: one of this cluster's own.
         hosts: network namespaces, by `machines.machines`, in which the machines are, in the order of their start; the
-            board is in the last one. Default: all are on loopback.
+            store is in the last one. Default: all are on loopback.
     """
 
     def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str = "", hosts: Sequence[str] = ()):
         self.cwd, self.run, self.arguments, self.hosts = cwd, run, arguments, hosts
         self.machines: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.board, self.token, self.address = None, secrets.token_hex(16), store
+        self.store, self.token, self.address = None, secrets.token_hex(16), store
         if not store:
             self._serve()
 
     def _serve(self) -> None:
-        line = [sys.executable, "-m", "distflow.cli", "board", "--port", "0", "--show-token"]
+        line = [sys.executable, "-m", "distflow.cli", "store", "--port", "0", "--show-token"]
         line = within(self.hosts[-1], *line, "--host", address(len(self.hosts) - 1)) if self.hosts else line
-        self.board = subprocess.Popen(line, cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
-        text = "".join(self.board.stdout.readline() for _ in range(3))
-        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--board (\S+)", text, re.DOTALL).groups()
+        self.store = subprocess.Popen(line, cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
+        text = "".join(self.store.stdout.readline() for _ in range(3))
+        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--store (\S+)", text, re.DOTALL).groups()
 
     def start(self, name: str) -> None:
         """A machine of one rank."""
@@ -87,7 +87,7 @@ class Cluster:
         """Raises:
             RunLost: it does not.
         """
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _TIMEOUT
         while not happens():
             if len(self.ended()) == len(self.machines) or time.monotonic() > until:
                 raise RunLost(self.said())
@@ -100,7 +100,7 @@ class Cluster:
             RunLost: they do not end.
         """
         try:
-            return {name: machine.wait(_PATIENCE) for name, machine in self.machines.items()}
+            return {name: machine.wait(_TIMEOUT) for name, machine in self.machines.items()}
         except subprocess.TimeoutExpired:
             raise RunLost(self.said()) from None
 
@@ -127,7 +127,7 @@ class Cluster:
     def close(self) -> None:
         for name in list(self.machines):
             self.lose(name)
-        if self.board:
-            self.board.kill()
-            self.board.wait()
-            self.board.stdout.close()
+        if self.store:
+            self.store.kill()
+            self.store.wait()
+            self.store.stdout.close()

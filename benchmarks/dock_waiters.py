@@ -79,7 +79,7 @@ class Rollout:
         self.prompts, self.samples, self.step = given.prompts, given.samples, 0
         self.token = secrets.token_bytes(32)
         self.child = start(self.token)
-        self.dock = DockClient([self.child.address], self.token, "rollout", patience=_WAIT)
+        self.dock = DockClient([self.child.address], self.token, "rollout", timeout=_WAIT)
         self.dock.configure(consumers(self.prompts, self.samples))
 
     def fill(self, ranks: int) -> tuple[float, float]:

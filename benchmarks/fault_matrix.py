@@ -186,7 +186,7 @@ def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--part", choices=COURSES, action="append", help="default: all; with --quick sync")
-    parser.add_argument("--store", choices=("board", "etcd"), default="board", help="of the machines; default: board")
+    parser.add_argument("--store", choices=("tcp", "etcd"), default="tcp", help="of the machines; default: tcp")
     given = parsed(parser, arguments)
     given.part = list(dict.fromkeys(given.part or (["sync"] if given.quick else COURSES)))
     return given

@@ -36,7 +36,7 @@ from distflow.data.databuffer import Databuffer
 from distflow.plan import SOURCE, Column, Layout, Plan, Task, Transfer
 from distflow.telemetry.metrics import Metrics
 
-_PATIENCE = datetime.timedelta(seconds=120)
+_TIMEOUT = datetime.timedelta(seconds=120)
 """For a rank that does not come; the others then end, and so does the benchmark."""
 _SOON = 0.02
 """Seconds from a barrier to the moment at which all begin."""
@@ -212,7 +212,7 @@ def work(way: str, case: dict[str, Any], rank: int, store: str, line: Connection
     torch.set_num_threads(1)
     made = Case(**case)
     dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks,
-                            timeout=_PATIENCE)
+                            timeout=_TIMEOUT)
     target = Rank(way, made, rank)
     target.rehearse()
     line.send(asdict(made))

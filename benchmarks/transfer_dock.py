@@ -79,7 +79,7 @@ class SampleFlow:
         long = 3 * self.long_columns * self.response_tokens
         return self.samples * self.width * (long + 2 * self.prompt_tokens + 3 * self.scalars)
 
-    def through_each_shard(self, shards: int, consumers: int) -> float:
+    def bytes_through_each_shard(self, shards: int, consumers: int) -> float:
         """Return the bytes through each storage shard: its share of the rows, and their metadata (Eq. 4).
 
         Metadata are the sample's scalars, sent once to the index of every consumer (the paper's controllers).
@@ -89,7 +89,7 @@ class SampleFlow:
 
     def seconds(self, bytes_per_second: float, shards: int = 1, consumers: int = 0) -> float:
         """Return the seconds of moving it if each shard sends and receives `bytes_per_second` in all."""
-        return self.through_each_shard(shards, consumers) / bytes_per_second
+        return self.bytes_through_each_shard(shards, consumers) / bytes_per_second
 
 
 def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:
@@ -108,7 +108,7 @@ def batch_of(ids: torch.Tensor, mean: int) -> Batch:
 def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
     """One of the dock's clients: rounds until there are no more."""
     torch.set_num_threads(1)
-    with DockClient(addresses, token, f"client {number}", patience=_WAIT) as dock:
+    with DockClient(addresses, token, f"client {number}", timeout=_WAIT) as dock:
         dock.status()
         line.send("ready")
         while (job := line.recv()) is not None:
@@ -135,7 +135,7 @@ class Driver:
         self.token = secrets.token_bytes(32)
         self.children = [start(self.token) for _ in range(2)]
         self.addresses = [child.address for child in self.children]
-        with DockClient(self.addresses, self.token, "driver", patience=_WAIT) as dock:
+        with DockClient(self.addresses, self.token, "driver", timeout=_WAIT) as dock:
             dock.configure((Consumer("update", _COLUMNS),))
         self.clients: list[tuple[Any, Connection]] = []
         self.next = 0
@@ -219,7 +219,7 @@ def in_copies(rows: int, mean: int, rounds: int) -> Spread:
     token = secrets.token_bytes(32)
     children = [start(token) for _ in range(2)]
     found = []
-    with DockClient([child.address for child in children], token, "alone", patience=_WAIT) as dock:
+    with DockClient([child.address for child in children], token, "alone", timeout=_WAIT) as dock:
         dock.configure((Consumer("update", _COLUMNS),))
         for number in range(WARM + rounds):
             part = batch_of(torch.arange(number * rows, (number + 1) * rows), mean)

@@ -1,7 +1,7 @@
 """One pull of weights between two processes against the raw transport, in the same run.
 
 A trainer process publishes one new version after the other, untimed, and a rollout process pulls each: the time is from
-the call to verified weights in its memory, with everything that belongs to it: the board, finding a source, the proof
+the call to verified weights in its memory, with everything that belongs to it: the store, finding a source, the proof
 of the token, the lease, the manifest, requests, checksums. The raw transport moves as many bytes from the same memory
 to the same memory, and nothing else: one connection that is open already, no header, no checksum.
 

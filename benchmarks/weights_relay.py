@@ -40,10 +40,10 @@ _FIRST = "10.77.0.1"
 
 
 class Trainer:
-    """On the first machine, with the board."""
+    """On the first machine, with the store."""
 
     def __init__(self, token: bytes, address: str, mib: int):
-        self.board = store_on(_FIRST, PORT)
+        self.store = store_on(_FIRST, PORT)
         self.publisher = Publisher(TCPStoreClient(_FIRST, PORT, 60.0), token, rank=0,
                                    ranks=1, host=address, transport="tcp")
         self.tensors, self.version = {"weight": torch.zeros(mib * MIB // 4, dtype=torch.int32)}, 0

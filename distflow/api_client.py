@@ -44,7 +44,7 @@ class StepLost(DistflowError):
         self.step = step
 
 
-class _Elsewhere(Exception):
+class _StepMoved(Exception):
     """The run stands at another step, or has another worker, than the client believed."""
 
     def __init__(self, message: str, step: int, attempt: str):
@@ -243,7 +243,7 @@ class TrainingClient:
                 body["sampled"] = self._sampled
             try:
                 return self._reach("POST", name, msgpack.packb(body) or b"", until)
-            except _Elsewhere as error:
+            except _StepMoved as error:
                 self._attempt = error.attempt
                 if error.step == self.step and (not self._trained or name == "zero_grad"):
                     continue  # the new worker has all that this call builds on
@@ -270,7 +270,7 @@ class TrainingClient:
                 return msgpack.unpackb(reply.content, strict_map_key=False)
             elif reply.status_code == httpx.codes.CONFLICT:
                 found = reply.json()
-                raise _Elsewhere(found["error"]["message"], int(found["step"]), str(found["attempt"]))
+                raise _StepMoved(found["error"]["message"], int(found["step"]), str(found["attempt"]))
             else:
                 raise CallRefused(f"`{name}`: {_reason(reply)}")
         raise TimeoutError(f"no run has answered `{name}` at {self._address} for {self._seconds:g} s ({why}). Was it "

@@ -17,6 +17,7 @@ DistflowError
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,16 @@ class Diagnostic:
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        head += "" if head.endswith((".", ":", "?", "\n")) else "."
+        head += "" if head.endswith((".", ":", "?", "\n")) or _ends_with_command(head) else "."
         shown = self.lines or ((self.where,) if self.where else ())
         excerpt = "\n".join(filter(None, (location.excerpt() for location in shown)))
         return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part).rstrip()
+
+
+def _ends_with_command(text: str) -> bool:
+    """Return whether a text ends with a line to paste, which two spaces begin and three end."""
+    spaces = re.findall(r" {2,}(?=[\w\[{(-])", text.rpartition("\n")[2])
+    return bool(spaces) and len(spaces[-1]) == 2
 
 
 class InvalidInput(DistflowError):

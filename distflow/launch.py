@@ -1,7 +1,7 @@
 """Program of every rank: `torchrun --nproc-per-node 2 distflow/launch.py --dag grpo.yaml`.
 
     load_spec         DAG, run and cluster files, the same on every rank
-    run_elastic       with --board: join a round of machines, run_ranks, join the next one
+    run_elastic       with --store: join a round of machines, run_ranks, join the next one
     run_ranks         compute the plan, choose the run's folder, then one of
       run_supervised    a supervisor in this process, which forks workers and restarts them
       run_in_process    the worker in this process, for debuggers and --export
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
 
 INVALID = 2
-_PATIENCE = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
+_RANK_0_TIMEOUT = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,11 +65,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
-    result.add_argument("--board", "--store", metavar="HOST:PORT | etcd://…", dest="board",
+    result.add_argument("--store", metavar="HOST:PORT | etcd://…",
                         help="address of the store at which machines meet that each start by a torchrun of their own: "
-                        "of `distflow board`, or etcd://HOST:PORT,HOST:PORT/RUN")
+                        "of `distflow store`, or etcd://HOST:PORT,HOST:PORT/RUN")
     result.add_argument("--machines", metavar="N | MIN:MAX",
-                        help="with --board: how many there are, or how many are enough and how many there may be")
+                        help="with --store: how many there are, or how many are enough and how many there may be")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
     return result
 
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         spec = load_spec(options)
         if options.resume_if_exists:
             spec = resume_if_exists(spec, options)
-        if options.board or options.machines:
+        if options.store or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()
         return run_ranks(apply_plan_option(spec, options, _torchrun_number("WORLD_SIZE", 1)), options)
@@ -150,13 +150,13 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
     from planners import plan as make_plan
     from workers.elastic import ElasticAgent
 
-    if not (options.board and options.machines):
-        raise InvalidInput("--board and --machines go together:  --board HOST:PORT --machines 4")
+    if not (options.store and options.machines):
+        raise InvalidInput("--store and --machines go together:  --store HOST:PORT --machines 4")
     if options.plan:
-        raise InvalidInput("--plan is for ranks that all stay, and with --board machines come and go. Leave one out.")
+        raise InvalidInput("--plan is for ranks that all stay, and with --store machines come and go. Leave one out.")
     if options.in_process or options.export:
-        raise InvalidInput("--in-process and --export are for one machine. Leave them or --board out.")
-    elastic = ElasticAgent(options.board, options.machines, partial(make_plan, spec), spec.run.robust,
+        raise InvalidInput("--in-process and --export are for one machine. Leave them or --store out.")
+    elastic = ElasticAgent(options.store, options.machines, partial(make_plan, spec), spec.run.robust,
                            spec.hub_commits)
     spec.download_models()  # before others wait for this machine
     while elastic.join():
@@ -244,8 +244,8 @@ def load_spec(options: argparse.Namespace) -> Spec:
 def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:
     """Return the spec of the run that has the given name and a checkpoint, as for --resume, else the given spec. Rank 0
     renames a folder that was left without a checkpoint."""
-    if options.resume or options.board or not options.name:
-        raise InvalidInput("--resume-if-exists needs a --name, and neither --resume nor --board:  --name grpo-1 "
+    if options.resume or options.store or not options.name:
+        raise InvalidInput("--resume-if-exists needs a --name, and neither --resume nor --store:  --name grpo-1 "
                            "--resume-if-exists")
     folder = Path(spec.run.output, options.name)
     if complete_checkpoints(folder / "checkpoints"):
@@ -310,7 +310,7 @@ def report(error: DistflowError, rank: int) -> None:
     """Print the error once for all ranks, which find the same mistakes: on rank 0, and on the others, which wait first,
     only if torchrun has not ended them by then."""
     if rank > 0 and isinstance(error, InvalidInput):
-        threading.Event().wait(_PATIENCE)  # torchrun ends this process as soon as rank 0 has spoken and left
+        threading.Event().wait(_RANK_0_TIMEOUT)  # torchrun ends this process as soon as rank 0 has spoken and left
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     report_to_torchrun("distflow refuses the configuration: what is wrong with it stands above torchrun's traceback"
                        if isinstance(error, InvalidInput) else text)

@@ -82,7 +82,7 @@ class RunHandle:
 
     def __init__(self, folder: Path, process: Child | None = None, quiet: bool = False):
         self.folder, self.process, self._files = folder, process, RunReader(folder)
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._output: deque[str] = deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read_output, args=(quiet,), daemon=True)
         if process is not None:
             self._reader.start()
@@ -119,7 +119,7 @@ class RunHandle:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Results of a run that has come to its end; empty before."""
+        """Results of a run that has finished; empty before."""
         return self._files.summary
 
     def report(self, file: str | os.PathLike[str] | None = None) -> Path:
@@ -132,16 +132,16 @@ class RunHandle:
 
     def wait(self, seconds: float | None = None) -> RunHandle:
         """Wait for the end of a run that `run` has started; an interrupt ends the wait, not the run. Raises RunFailed:
-        it ended before its last step; TimeoutError: it goes on after `seconds`."""
+        it ended before its last step; TimeoutError: it is still running after `seconds`."""
         if self.process is None:
             raise DistflowError(f"{self.folder} was not started by this process, which cannot wait for it; `running` "
                                 "says whether it goes on")
         status = self.process.wait() if seconds is None else self.process.poll(seconds)
         if status is None:
-            raise TimeoutError(f"{self.folder} goes on after {seconds:g} s")
+            raise TimeoutError(f"{self.folder} is still running after {seconds:g} s")
         self._reader.join()
         if status:
-            raise RunFailed(f"{self.folder} ended with exit code {status}. Its last lines:\n" + "".join(self._said))
+            raise RunFailed(f"{self.folder} ended with exit code {status}. Its last lines:\n" + "".join(self._output))
         return self
 
     def stop(self) -> None:
@@ -160,6 +160,6 @@ class RunHandle:
     def _read_output(self, quiet: bool) -> None:
         assert self.process is not None
         for line in self.process.stdout:
-            self._said.append(line)
+            self._output.append(line)
             if not quiet:
                 print(line, end="", flush=True)

@@ -77,7 +77,7 @@ def bind(spec: Spec) -> tuple[dict[str, Contract], set[str], list[Diagnostic]]:
         contract, mistake = spec.functions.get(node.function or ""), None
         if node.function is None:
             contract, mistake = _default(spec, name, name in nameless)
-        elif contract and contract.marks.type != node.type and not _doubtful(spec, name, "type"):
+        elif contract and contract.marks.type != node.type and not _is_recovered(spec, name, "type"):
             where = spec.dag_source.location(("nodes", name, "type"))
             what = f"node `{name}` has type {node.type}, but its function `{contract.name}` is {contract.marks.type}"
             mistake = Diagnostic(what, where, f"Instead:  type: {contract.marks.type}")
@@ -107,7 +107,7 @@ def _default(spec: Spec, name: str, nameless: bool) -> tuple[Contract | None, Di
     return None, Diagnostic(what, spec.dag_source.location(("nodes", name), key=True), hint)
 
 
-def _doubtful(spec: Spec, node: str, key: str) -> bool:
+def _is_recovered(spec: Spec, node: str, key: str) -> bool:
     """Return whether loading has already reported it."""
     return ("nodes", node, key) in spec.dag_source.recovered
 
@@ -121,7 +121,7 @@ def _check_node_roles(spec: Spec) -> tuple[set[str], list[Diagnostic]]:
         if node.role in known:
             continue
         nameless.add(name)
-        if _doubtful(spec, name, "role"):
+        if _is_recovered(spec, name, "role"):
             continue
         what = f"node `{name}`: there is no role `{node.role}`"
         hint = did_you_mean(node.role, known, "Roles") or "Declare it under `roles:`."

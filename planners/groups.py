@@ -67,7 +67,7 @@ class GroupCut:
         return ROLLOUT if node in self.nodes else apart
 
     @property
-    def trained_apart(self) -> frozenset[str]:
+    def trained_by_others(self) -> frozenset[str]:
         return frozenset().union(*(each.nodes for each in self.trainers))
 
     def own(self, group: str) -> frozenset[str]:
@@ -177,7 +177,7 @@ def of_trainer(tasks: Iterable[Task], halves: GroupCut) -> tuple[Task, ...]:
     own = {task.node: task.writes for task in tasks if halves.owner(task.node) == TRAINER}
     bring = halves.crossing | {node: own[node] for node in halves.fused}
     return tuple(task if task.node in own and task.node not in halves.fused else
-                 _bringing(task, bring, task.node in halves.trained_apart or not halves.nodes)
+                 _bringing(task, bring, task.node in halves.trained_by_others or not halves.nodes)
                  for task in tasks if task.node in own or task.node in halves.crossing or task.samples)
 
 
@@ -186,10 +186,10 @@ def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) 
     wanted = {task.node: {(move.producer, name) for move in task.transfers for name in move.columns}
               for task in tasks if task.node in nodes}
     read = set().union(*wanted.values())
-    trained = halves.trained_apart | halves.own(TRAINER)
+    trained = halves.trained_by_others | halves.own(TRAINER)
     if not halves.nodes:  # mode sync: the step begins with what comes before these in the chain
         trained -= {*itertools.takewhile(lambda node: node not in nodes, halves.chain)}
-    drops = {KEEP} if nodes <= halves.trained_apart else set()
+    drops = {KEEP} if nodes <= halves.trained_by_others else set()
     bring = {node: tuple(name for name in names if (node, name) in read or name in drops)
              for node, names in halves.crossing.items()}
     return tuple(task if task.node in nodes else _bringing(task, bring, task.node in trained)

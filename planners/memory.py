@@ -50,7 +50,7 @@ from distflow.config.models import adapted, base_of
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import Diagnostic, Location
 from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
-from planners.transfers import choice_bytes
+from planners.transfers import routing_bytes
 
 GIB = 1024**3
 _TRAINING_STATE = 16
@@ -143,7 +143,7 @@ def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
     step, limit = sum(move.bytes_per_step for move in moves), int(spec.run.dock_gib * GIB)
     formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
                "that train")
-    copy = f"2 × dock_gib {spec.run.dock_gib:g} with --board, for each machine that trains which it may replace"
+    copy = f"2 × dock_gib {spec.run.dock_gib:g} with --store, for each machine that trains which it may replace"
     return MemoryItem("dock: samples", limit, formula), MemoryItem("dock: copy, where ranks sample", 2 * limit, copy)
 
 
@@ -282,7 +282,7 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
 
 def _choices(spec: Spec, role: str, generation: Generation) -> list[MemoryItem]:
     """Return the experts that are recorded of the answers under way."""
-    prompts, each = spec.run.data.max_prompt_tokens, choice_bytes(spec, role)
+    prompts, each = spec.run.data.max_prompt_tokens, routing_bytes(spec, role)
     each = each * generation.max_new_tokens // (prompts + generation.max_new_tokens)
     return [MemoryItem(f"{role}: rollout choices", generation.batch_rows * each,
                        f"{generation.batch_rows:,} rows × {each:,} B of experts")] if each else []

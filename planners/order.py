@@ -32,7 +32,7 @@ def graph_of(dag: Dag, source: YamlSource, writers: Mapping[str, str]) -> tuple[
             unsure.add(name)
     while not nx.is_directed_acyclic_graph(graph):
         cycle = [node for node, _ in nx.find_cycle(graph.reverse(copy=False))]
-        node, dependency = _least_wanted(dag, source, cycle)
+        node, dependency = _edge_to_remove(dag, source, cycle)
         mistakes.append(_cycle(dag, source, cycle, node, dependency))
         graph.remove_edge(dependency, node)
         unsure.update(cycle)
@@ -54,14 +54,14 @@ def _unknown(dag: Dag, node: str, dependency: str, where: Location, writers: Map
     return Diagnostic(what, where, "\n".join(part for part in hint if part))
 
 
-def _least_wanted(dag: Dag, source: YamlSource, cycle: list[str]) -> tuple[str, str]:
+def _edge_to_remove(dag: Dag, source: YamlSource, cycle: list[str]) -> tuple[str, str]:
     """Return the edge (node, dependency) of a cycle that is least likely meant: one that waits for training, whose new
     weights come by themselves in the next step; else the one that points furthest down the file."""
-    def unlikeliness(edge: tuple[str, str]) -> tuple[bool, int]:
+    def suspicion(edge: tuple[str, str]) -> tuple[bool, int]:
         lines = [source.location(("nodes", end), key=True).line for end in edge]
         return dag.nodes[edge[1]].type == "MODEL_TRAIN", lines[1] - lines[0]
 
-    return max(zip(cycle, [*cycle[1:], cycle[0]]), key=unlikeliness)
+    return max(zip(cycle, [*cycle[1:], cycle[0]]), key=suspicion)
 
 
 def _cycle(dag: Dag, source: YamlSource, cycle: list[str], node: str, dependency: str) -> Diagnostic:

@@ -146,10 +146,10 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
     where = spec.run_source.location(("layouts", request.node))
     split = {size: count for size, count in (request.split or {}).items() if count > 1}
     if request.engine is None and split:
-        what = f"node `{request.node}` wants {_said(split)}, but it computes with no model that could be split"
+        what = f"node `{request.node}` wants {_split_text(split)}, but it computes with no model that could be split"
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{dp: N}}}}")]
     if request.split is not None and leader.split is not None and request.model != leader.model:
-        ours, theirs = map(_said_of, (leader, request))
+        ours, theirs = map(_request_text, (leader, request))
         what = (f"nodes `{leader.node}` and `{request.node}` compute with the same engine of role `{request.role}`, "
                 f"but split its model differently: {ours} and {theirs}")
         return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{{ours}}}}}")]
@@ -160,8 +160,8 @@ def _check_node(spec: Spec, request: _LayoutRequest, leader: _LayoutRequest, ran
                                f"Leave `{key}` out of it, or set `pp`.")]
     width = replace(Layout(1), **request.split).width if request.split else 1
     if request.split is not None and ranks > 0 and ranks % width:
-        what = (f"node `{request.node}` splits its model over {width} ranks ({_said(split)}), which do not divide "
-                f"{ranks}")
+        what = (f"node `{request.node}` splits its model over {width} ranks ({_split_text(split)}), which do not "
+                f"divide {ranks}")
         return [Diagnostic(what, where, f"Start a multiple of {width} ranks, or split it otherwise.")]
     if request.split and (ranks // width * request.split["cp"]) % request.split["ep"]:
         what = (f"node `{request.node}` cuts the experts {request.split['ep']} ways (ep) over {ranks // width} shares "
@@ -240,12 +240,12 @@ def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> l
     return [Diagnostic(what, where, f"Instead:  layouts: {{{request.node}: {{tp: 1}}}}")]
 
 
-def _said_of(request: _LayoutRequest) -> str:
-    said = _said(request.split or {}, request.order)
+def _request_text(request: _LayoutRequest) -> str:
+    said = _split_text(request.split or {}, request.order)
     return f"{said}, layers: {[*request.unequal]}" if request.unequal else said
 
 
-def _said(split: dict[str, int], order: str = SHARES_OUTERMOST) -> str:
+def _split_text(split: dict[str, int], order: str = SHARES_OUTERMOST) -> str:
     sizes = ", ".join(f"{size}: {count}" for size, count in split.items() if count > 1) or "tp: 1"
     return sizes if order == SHARES_OUTERMOST else f"{sizes}, order: {order}"
 

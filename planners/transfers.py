@@ -43,7 +43,7 @@ class DockVolume:
         return sum(edge.bytes_per_step for edge in self.edges if edge.reader)
 
     @property
-    def through_each_shard(self) -> float:
+    def bytes_through_each_shard(self) -> float:
         return (self.bytes_in + self.bytes_out) / self.shards
 
 
@@ -124,13 +124,13 @@ def replicated(tasks: tuple[Task, ...], source: Layout) -> tuple[Task, ...]:
             copies = min(task.layout.dp, lineage.times(group[len(lineage.of(move.producer)) :])) if group else 1
             origin = source if move.producer == SOURCE else lineage.tasks[move.producer].layout
             size = move.bytes_per_step * copies
-            busiest = max(through_ranks(size, origin, task.layout).values())
+            busiest = max(bytes_through_ranks(size, origin, task.layout).values())
             arriving.append(replace(move, bytes_per_step=size, bytes_of_busiest_rank=round(busiest)) if size else move)
         result.append(replace(task, transfers=tuple(arriving)))
     return tuple(result)
 
 
-def through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
+def bytes_through_ranks(size: int, origin: Layout, target: Layout) -> dict[int, float]:
     """Return how many of `size` bytes that change their layout leave or reach each rank, when all rows are alike."""
     ranks = range(min(origin.first, target.first), max(origin.last, target.last) + 1)
     has, gets = ({rank: _part(layout, rank) for rank in ranks} for layout in (origin, target))
@@ -142,7 +142,7 @@ def _part(layout: Layout, rank: int) -> float:
     return 0.0 if share is None or not layout.leads(rank) else float(layout.part(share))
 
 
-def choice_bytes(spec: Spec, role: str) -> int:
+def routing_bytes(spec: Spec, role: str) -> int:
     """Return the bytes of the experts that a role chooses for the tokens of its longest row, if they are recorded."""
     settings, shape = spec.settings_of(role) if role in spec.dag.roles else None, spec.shape_of(role)
     if settings is None or shape is None or not settings.generation.routing_replay:
@@ -162,7 +162,7 @@ def row_bytes(spec: Spec, name: str, form: str) -> int:
         token = max((shape.token_pixels for shape in spec.shapes.values()), default=0)
         return data.max_prompt_tokens * token * _PIXEL
     if name == ROUTED_EXPERTS:
-        return max((choice_bytes(spec, role) for role in spec.run.roles), default=0)
+        return max((routing_bytes(spec, role) for role in spec.run.roles), default=0)
     longest = max((role.generation.max_new_tokens for role in spec.run.roles.values()), default=0)
     length = getattr(data, _LIMITED[name]) if name in _LIMITED else max(longest, 1)
     return length * (_CHARACTERS if form == "list[str]" else _TOKEN if name in _OF_TOKENS else _NUMBER)

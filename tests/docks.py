@@ -28,7 +28,7 @@ def dock(token: bytes) -> Iterator[Callable[..., DockClient]]:
              max_bytes: int | None = None) -> DockClient:
         services = [StorageShardServer(token) for _ in range(shards)]
         opened.extend(services)
-        client = DockClient([service.start() for service in services], token, "tester", patience=5.0)
+        client = DockClient([service.start() for service in services], token, "tester", timeout=5.0)
         opened.append(client)
         client.configure(consumers, max_bytes)
         client.services = services

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-_PATIENCE, _LOOK = 120.0, 0.1
+_TIMEOUT, _POLL_INTERVAL = 120.0, 0.1
 _DAEMONS = 4
 _CONFIGURATION = """
 ClusterName=test
@@ -101,11 +101,11 @@ class SlurmCluster:
 
     def until(self, happens: Callable[[], object], log: Path | None = None) -> None:
         """Wait until it happens; else fail with what the daemons and a job have said."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _TIMEOUT
         while not happens():
             assert time.monotonic() < end, self.said(log)
             assert all(each.poll() is None for each in self.daemons), self.said(log)
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
 
     def said(self, log: Path | None) -> str:
         logs = [*sorted(self.folder.glob("*.out")), *([log] if log and log.exists() else [])]
@@ -118,7 +118,7 @@ class SlurmCluster:
             self.until(lambda: not self.ask("squeue", "-h"))
         for daemon in reversed(self.daemons):
             daemon.terminate()
-            daemon.wait(_PATIENCE)
+            daemon.wait(_TIMEOUT)
 
 
 def _free_ports(count: int) -> list[int]:

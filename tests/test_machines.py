@@ -1,4 +1,4 @@
-"""Machines that start apart: each is a torchrun of its own here, with which the others share nothing but the board, the
+"""Machines that start apart: each is a torchrun of its own here, with which the others share nothing but the store, the
 network and the run's folder."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distflow.rpc.run_token import token_checksum
 from distflow.store.tcp import store_on
 from distflow.telemetry.timeline import PROMPTS, read
 from planners import plan
-from workers.elastic import BOARD, ElasticAgent
+from workers.elastic import ELASTIC_RUN, ElasticAgent
 
 STEPS, SOME, FEW = 90, 50, 20
 STEADY = """
@@ -88,7 +88,7 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     assert not [event for event in run.events("failure") if event["group"] == "the machines"]
-    assert run.board.wait(60) == 0
+    assert run.store.wait(60) == 0
 
 
 def kept(run: Cluster) -> float:
@@ -110,7 +110,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
                   f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)
-    run.eventually(lambda: {event["rank"] for event in run.events("worker useful")} >= {0, 1, 2})
+    run.eventually(lambda: {event["rank"] for event in run.events("worker caught up")} >= {0, 1, 2})
     run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
     run.eventually(lambda: run.tells("step 2/"))
     lost, = run.tells("step 2/")
@@ -119,7 +119,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["group"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state restored")
-    assert restored["source"] == "neighbour"
+    assert restored["source"] == "peer replica"
     assert restored["of_step"] >= 1
     assert [event["rank"] for event in run.events("worker ready")].count(2) == 1
     assert kept(run) >= 0.9
@@ -141,14 +141,14 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
     restored = run.events("state restored")
     assert len(restored) == training
-    assert {event["source"] for event in restored} == {"neighbour"}
+    assert {event["source"] for event in restored} == {"peer replica"}
     assert len({event["of_step"] for event in restored}) == 1
     assert restored[0]["of_step"] >= 4
 
 
 @pytest.mark.run
 def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspace):
-    """All three reach the board; two do not reach each other any more."""
+    """All three reach the store; two do not reach each other any more."""
     (workspace / "brevity.py").write_text(STEADY)
     with contextlib.ExitStack() as end:
         try:
@@ -182,7 +182,7 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     run.start("one")
     run.reach(4)
     run.start("two")
-    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker useful")))
+    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker caught up")))
     run.lose("one")
     assert run.ends() == {"two": 0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
@@ -192,25 +192,25 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
 
 
 MISTAKES = {
-    "no board": (("--board", "127.0.0.1:1", "--machines", "2"), {}, "there is no board at 127.0.0.1:1"),
-    "no --board": (("--machines", "2"), {}, "--board and --machines go together"),
-    "no --machines": (("--board", "127.0.0.1:1"), {}, "--board and --machines go together"),
-    "a port": (("--board", "127.0.0.1:99999", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
-    "in process": (("--board", "HERE", "--machines", "2", "--in-process"), {}, "are for one machine"),
-    "fewer": (("--board", "HERE", "--machines", "1:2", "--set", "layouts={rollout: {rows: [1, 1]}}"), {},
+    "no store": (("--store", "127.0.0.1:1", "--machines", "2"), {}, "there is no store at 127.0.0.1:1"),
+    "no --store": (("--machines", "2"), {}, "--store and --machines go together"),
+    "no --machines": (("--store", "127.0.0.1:1"), {}, "--store and --machines go together"),
+    "a port": (("--store", "127.0.0.1:99999", "--machines", "2"), {}, "--store 10.0.0.1:29400"),
+    "in process": (("--store", "HERE", "--machines", "2", "--in-process"), {}, "are for one machine"),
+    "fewer": (("--store", "HERE", "--machines", "1:2", "--set", "layouts={rollout: {rows: [1, 1]}}"), {},
               "Start 2 ranks"),
-    "an address": (("--board", "there", "--machines", "2"), {}, "--board 10.0.0.1:29400"),
-    "a span": (("--board", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
-    "another token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "of another run …"},
+    "an address": (("--store", "there", "--machines", "2"), {}, "--store 10.0.0.1:29400"),
+    "a span": (("--store", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
+    "another token": (("--store", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "of another run …"},
                       "has another token"),
-    "a short token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "and could be guessed"),
-    "no token": (("--board", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": ""}, "export DISTFLOW_TOKEN="),
-    "too few": (("--board", "HERE", "--machines", "1:3", "--set", "mode=async"), {}, "Write  --machines 2:3"),
-    "half a rollout": (("--board", "HERE", "--machines", "4", "--set", "mode=async", "--set", "layouts.rollout.tp=2",
+    "a short token": (("--store", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "guessed"}, "and could be guessed"),
+    "no token": (("--store", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": ""}, "export DISTFLOW_TOKEN="),
+    "too few": (("--store", "HERE", "--machines", "1:3", "--set", "mode=async"), {}, "Write  --machines 2:3"),
+    "half a rollout": (("--store", "HERE", "--machines", "4", "--set", "mode=async", "--set", "layouts.rollout.tp=2",
                         "--set", "roles.actor.rollout=vllm", "--set", "roles.actor.model.kv_heads=2"), {},
                        "ranks 2 to 3 sample with one model"),
-    "another run": (("--board", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the store is of another run"),
-    "other ranks": (("--board", "HERE", "--machines", "1"), {"LOCAL_WORLD_SIZE": "2"}, "they have 1, this one 2"),
+    "another run": (("--store", "HERE", "--machines", "2", "--set", "seed=7"), {}, "the store is of another run"),
+    "other ranks": (("--store", "HERE", "--machines", "1"), {"LOCAL_WORLD_SIZE": "2"}, "they have 1, this one 2"),
 }
 
 
@@ -218,11 +218,11 @@ MISTAKES = {
 def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    monkeypatch.setattr("workers.elastic._REACHED", 2.0)
-    board = hosted()
+    monkeypatch.setattr("workers.elastic._STORE_TIMEOUT", 2.0)
+    store = hosted()
     monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
-    board.put("token", token_checksum(BOARD))
-    address = f"127.0.0.1:{board.port}"
+    store.put("token", token_checksum(ELASTIC_RUN))
+    address = f"127.0.0.1:{store.port}"
     known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token of the run"}
     for name, value in (known | variables).items():
         monkeypatch.setenv(name, value)
@@ -236,11 +236,11 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
     assert expected in capsys.readouterr().err
 
 
-def board_says(*arguments: str, terminal: bool = False, **variables: str) -> str:
-    """Return the first lines of a board, which go to a pipe or a terminal, or all of them if it ends by itself."""
+def store_says(*arguments: str, terminal: bool = False, **variables: str) -> str:
+    """Return the first lines of a store, which go to a pipe or a terminal, or all of them if it ends by itself."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
     environment = {name: value for name, value in os.environ.items() if name != "DISTFLOW_TOKEN"} | variables
-    process = subprocess.Popen([sys.executable, "-m", "distflow.cli", "board", "--port", "0", *arguments],
+    process = subprocess.Popen([sys.executable, "-m", "distflow.cli", "store", "--port", "0", *arguments],
                                stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
@@ -255,25 +255,25 @@ def board_says(*arguments: str, terminal: bool = False, **variables: str) -> str
 
 
 def test_a_token_that_was_exported_is_not_printed():
-    said = board_says(DISTFLOW_TOKEN="exported on each machine")
+    said = store_says(DISTFLOW_TOKEN="exported on each machine")
     assert "exported on each machine" not in said
     assert "export DISTFLOW_TOKEN=" in said
-    assert "--board 127.0.0.1:" in said
+    assert "--store 127.0.0.1:" in said
 
 
 @pytest.mark.parametrize(("arguments", "terminal"), [(("--show-token",), False), ((), True)])
 def test_a_token_that_is_made_is_shown(arguments, terminal):
-    assert re.search(r"export DISTFLOW_TOKEN=[0-9a-f]{64}\b", board_says(*arguments, terminal=terminal))
+    assert re.search(r"export DISTFLOW_TOKEN=[0-9a-f]{64}\b", store_says(*arguments, terminal=terminal))
 
 
 def test_no_token_is_made_for_the_log_of_a_job():
-    said = board_says()
+    said = store_says()
     assert "export DISTFLOW_TOKEN=$(openssl rand -hex 32)" in said
-    assert "distflow board --show-token" in said
+    assert "distflow store --show-token" in said
 
 
 def test_a_port_that_is_taken(capsys, monkeypatch):
     monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
-    board = store_on("127.0.0.1")
-    assert main(["board", "--port", str(board.port)]) == 2
+    store = store_on("127.0.0.1")
+    assert main(["store", "--port", str(store.port)]) == 2
     assert "Another one may be there" in capsys.readouterr().err

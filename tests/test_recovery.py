@@ -170,7 +170,7 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     calm, stormy = (workspace / f"runs/{name}" for name in ("calm", "stormy"))
     require_all_told(stormy, SYNC)
     taken = {(event["step"], event["rank"]) for event in lines_of(stormy, "events")
-             if event["event"] == "rows taken over"}
+             if event["event"] == "cached rows used"}
     assert taken >= {(step, rank) for step in (7, 11) for rank in (0, 1)}, "sampled before the fault, and not again"
     ours, theirs = require_each_step_once(stormy), require_each_step_once(calm)
     for step in theirs:
@@ -320,7 +320,7 @@ def test_a_trainer_that_has_lost_its_copies_takes_its_steps_back(launch, workspa
     assert left() == []
     stormy = workspace / "runs/stormy"
     require_all_told(stormy, faults)
-    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows taken back")
+    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows rolled back")
     assert (taken["first_draw"], taken["rows"]) == (3, 2 * 4 * 8), "steps 4 and 5, of four groups of eight"
     require_same_samples(require_each_step_once(stormy, 8), calm)
     trained = [line.split("tok/s")[0] for line in done.stdout.splitlines() if "/8 " in line and "loss" in line]

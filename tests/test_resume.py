@@ -149,7 +149,7 @@ def test_the_same_command_starts_a_run_or_goes_on_with_it(launch, workspace):
     assert set(metrics_of(left)) == set(range(1, 6))
 
 
-@pytest.mark.parametrize("arguments", [(), ("--name", "a", "--board", "127.0.0.1:1")])
+@pytest.mark.parametrize("arguments", [(), ("--name", "a", "--store", "127.0.0.1:1")])
 def test_going_on_needs_a_name(workspace, monkeypatch, capsys, arguments):
     monkeypatch.chdir(workspace)
     assert main(["--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--resume-if-exists", *arguments]) == 2

@@ -58,7 +58,7 @@ def test_mistakes_are_found_before_anything_starts(here):
 @pytest.mark.run
 def test_a_run_is_stopped_after_its_step_and_one_that_fails_says_why(here):
     started = distflow.run("grpo.yaml", "tiny.yaml", set={"steps": 100_000}, quiet=True)
-    with pytest.raises(TimeoutError, match="goes on after 0 s"):
+    with pytest.raises(TimeoutError, match="is still running after 0 s"):
         started.wait(0)
     while "loss" not in started.metrics.columns:
         assert started.running

@@ -1,4 +1,4 @@
-"""What can be done to a job while it runs: break a worker, let rollouts rest, ask what it has cost, be told."""
+"""What can be done to a job while it runs: break a worker, scale rollouts down, ask what it has cost, be told."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     failures = [event for event in events if event["event"] == "failure"]
     assert [(event["group"], event["verdict"]) for event in failures] == [("trainer", "starts again")]
-    assert [event["rank"] for event in events if event["event"] == "worker rests"] == [2]
+    assert [event["rank"] for event in events if event["event"] == "worker scaled down"] == [2]
     assert [event["rank"] for event in events if event["event"] == "hook failed"] == [0]
     told = [json.loads(line) for line in (workspace / "hooks.jsonl").read_text().splitlines()]
     step = failures[0]["failed_step"]

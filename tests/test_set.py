@@ -112,7 +112,7 @@ def test_a_run_that_has_ended_is_not_told_anything(workspace, capsys, monkeypatc
     (run / "summary.json").write_text("{}")
     assert main(["set", str(run), "samples=3"]) == 2
     said = capsys.readouterr()
-    assert "has come to its end" in said.err
+    assert "has finished" in said.err
     assert f"distflow resume {run} --set steps=N --set samples=3" in said.err
     assert said.out == ""
     assert not (run / "changes.jsonl").exists()

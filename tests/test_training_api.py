@@ -95,7 +95,7 @@ def test_a_loop_learns_as_one_rank_would_though_a_worker_dies(workspace, monkeyp
         torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0)
     assert not victims
     assert "state restored" in set(two.events["event"])
-    assert "was stopped after step 4" in "".join(one._said)
+    assert "was stopped after step 4" in "".join(one._output)
     with pytest.raises(distflow.CallRefused, match="has made its 12 steps"):
         client.client.optim_step().result()
 

@@ -36,7 +36,7 @@ from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
 from workers.engines.collectives import chosen
-from workers.rollout_channel import DockPlace, RolloutChannel, open_channel
+from workers.rollout_channel import DockMembership, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
 _LEFT_OUT = "left out/{} {}"  # key in the store: a group's replica is not started again
@@ -218,9 +218,9 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
-    place = elastic.dock_place if elastic else DockPlace()
+    membership = elastic.dock_membership if elastic else DockMembership()
     in_order = spec.run.mode == "sync" or spec.run.on_stale == "wait"
-    channel = open_channel(plan, spec.run.data.batch, store, room, place, in_order) \
+    channel = open_channel(plan, spec.run.data.batch, store, room, membership, in_order) \
         if plan.groups and not alone else None
     if elastic and channel:
         elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys

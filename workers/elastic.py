@@ -27,13 +27,13 @@ from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST, DockPlace
+from workers.rollout_channel import HOST, DockMembership
 
-BOARD = "board"  # the id that stands for all runs of a board's token, in the checksum that the board has of it
-_REACHED = 30.0  # seconds
-_PARTING = 5.0  # seconds within which the store must learn that this machine leaves
-_LINGERING = 1.0  # seconds in which workers put what they have sampled before their machine trains
-_MEETING = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
+ELASTIC_RUN = "elastic"  # the run id in the checksum of the token that the store has: the machines know no other
+_STORE_TIMEOUT = 30.0  # seconds within which the store must answer
+_LEAVE_TIMEOUT = 5.0  # seconds within which the store must learn that this machine leaves
+_DRAIN_SECONDS = 1.0  # seconds in which workers put what they have sampled before their machine trains
+_WAIT_SLICE = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
 _POLL, _PORTS = 0.1, 1 << 16
 
 
@@ -53,10 +53,10 @@ class ElasticAgent:
                 plan_for(count * self.local)
         training = len(plan.groups[0].ranks) if plan.groups else plan.ranks
         if sum(group.kind == TRAINER for group in plan.groups) > 1:
-            raise InvalidInput("groups.trainers is for machines that all stay: with --board nothing replaces those of "
+            raise InvalidInput("groups.trainers is for machines that all stay: with --store nothing replaces those of "
                                "its ranks that are on a lost one. Take it out: the first ranks train these roles then")
         if any(group.kind == INFERENCE for group in plan.groups):
-            raise InvalidInput("groups.inference is for machines that all stay: with --board nothing replaces those "
+            raise InvalidInput("groups.inference is for machines that all stay: with --store nothing replaces those "
                                "of its ranks that are on a lost one. Take it out: the ranks that train infer then")
         vital, enough = -(-training // self.local), training // self.local + 1
         if plan.groups and least < enough:
@@ -89,7 +89,7 @@ class ElasticAgent:
         self._vacate_block(f"{key}/ended")
         if self.rank == 0:
             self.membership.store.put(key, self._found_rendezvous())
-        while not self.membership.store.wait([key], _MEETING):
+        while not self.membership.store.wait([key], _WAIT_SLICE):
             pass
         found = json.loads(self.membership.store.get(key) or "")
         if "end" in found:
@@ -111,7 +111,7 @@ class ElasticAgent:
     def _vacate_block(self, key: str) -> None:
         """Leave this machine's block to another, if it has taken over one, once all its ranks have ended their workers.
         """
-        ended, until = self.membership.store.add(key), time.monotonic() + _PARTING
+        ended, until = self.membership.store.add(key), time.monotonic() + _LEAVE_TIMEOUT
         if self.rank or self.leaves_at == math.inf:
             return
         while ended < self.local and time.monotonic() < until:
@@ -175,13 +175,13 @@ class ElasticAgent:
     def poll(self) -> None:
         """Restart helper processes that have ended; raise MembershipChanged in a later round or if replaced."""
         round, block = self.rendezvous.number, self.rendezvous.block
-        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._lingers()):
+        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._is_draining()):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
         self.restart_standbys()
 
-    def _lingers(self) -> bool:
+    def _is_draining(self) -> bool:
         """Return whether workers go on although this machine has another block now: it serves the lost machine's shard
         first, and they put what they have sampled meanwhile."""
         if self.leaves_at == math.inf:
@@ -190,7 +190,7 @@ class ElasticAgent:
             if not taken:
                 return False
             self.serve_shard(taken[0])
-            self.leaves_at = time.monotonic() + _LINGERING
+            self.leaves_at = time.monotonic() + _DRAIN_SECONDS
         return time.monotonic() < self.leaves_at
 
     def check_links(self, attempt: int) -> None:
@@ -220,7 +220,7 @@ class ElasticAgent:
     def conclude(self, failure: str = "") -> None:
         """Leave the run, done or failed for good. A rank that trains ends the run of all."""
         first = self.rendezvous.block == self.rank == 0
-        with contextlib.suppress(StoreUnavailable), self.store.within(_PARTING):  # without the store all end anyway
+        with contextlib.suppress(StoreUnavailable), self.store.within(_LEAVE_TIMEOUT):  # without it all end
             if first or (failure and self.rendezvous.block < self.membership.vital):
                 self.membership.finish(self.rendezvous.number, failure)
             self.membership.leave(self.rendezvous.number, self.rendezvous.block)
@@ -239,12 +239,12 @@ class ElasticAgent:
         return self.membership.silence
 
     @property
-    def dock_place(self) -> DockPlace:
+    def dock_membership(self) -> DockMembership:
         """This machine's part in the dock, on its first rank."""
         block, member = self.rendezvous.block, self.membership
         copies = [each for each in range(member.vital) if self.rank == 0 and member.successor(each) == block]
         takes = block if self.rank == 0 and self.replaces and block < member.vital else None
-        return DockPlace(takes, self.standbys, tuple(copies), member.silence)
+        return DockMembership(takes, self.standbys, tuple(copies), member.silence)
 
     @property
     def present(self) -> list[int]:
@@ -279,7 +279,7 @@ class ElasticAgent:
 def _address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < _PORTS:
-        raise InvalidInput(f"--board {address}: say where the board is, as  --board 10.0.0.1:29400")
+        raise InvalidInput(f"--store {address}: say where the store is, as  --store 10.0.0.1:29400")
     return host, int(port)
 
 
@@ -305,22 +305,22 @@ def _span(machines: str) -> tuple[int, int]:
 
 def join_store(address: str) -> Store:
     """Return a client of the store at which machines meet. Raises InvalidInput: none, or it is another run's."""
-    board = not address.startswith(ETCD)
-    host, port = _address(address) if board else ("", 0)
+    is_tcp = not address.startswith(ETCD)
+    host, port = _address(address) if is_tcp else ("", 0)
     if not os.environ.get(TOKEN):
-        given = "as where `distflow board` runs" if board else "with the same token"
+        given = "as where `distflow store` runs" if is_tcp else "with the same token"
         raise InvalidInput(f"the store at {address} asks for the run's token. Say on each machine, {given}:  export "
                            f"{TOKEN}=…")
-    mine = token_checksum(BOARD)
+    mine = token_checksum(ELASTIC_RUN)
     try:
-        store = open_store(address, _REACHED)
-        store.wait(["token"], _REACHED if board else 0.0)
-        asked = store.get("token") if board else store.put_if("token", mine, None)
+        store = open_store(address, _STORE_TIMEOUT)
+        store.wait(["token"], _STORE_TIMEOUT if is_tcp else 0.0)
+        asked = store.get("token") if is_tcp else store.put_if("token", mine, None)
     except StoreUnavailable as error:
-        remedy = f". Keep one with  distflow board --host {host} --port {port}" if board else ""
-        raise InvalidInput(f"there is no {'board' if board else 'etcd'} at {address}, or it cannot be reached: "
+        remedy = f". Start one:  distflow store --host {host} --port {port}" if is_tcp else ""
+        raise InvalidInput(f"there is no {'store' if is_tcp else 'etcd'} at {address}, or it cannot be reached: "
                            f"{error}{remedy}") from None
     if asked != mine:
-        raise InvalidInput(f"the {'board' if board else 'run'} at {address} has another token than {TOKEN} here: it "
+        raise InvalidInput(f"the {'store' if is_tcp else 'run'} at {address} has another token than {TOKEN} here: it "
                            "belongs to another run, or the token was copied wrongly")
     return store

@@ -36,8 +36,8 @@ from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 
-_LOOK = 0.5  # seconds between two looks whether the first trainer has ended
-_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "neighbour", "samples", "snapshot", "tokens",
+_POLL_INTERVAL = 0.5  # seconds between two looks whether the first trainer has ended
+_OF_RANKS = ("checkpoint", "data", "lines", "memory", "mfu", "peer_replica", "samples", "snapshot", "tokens",
              "waiting")
 """First parts of the names of metrics that each trainer has, whatever its nodes are."""
 
@@ -145,7 +145,7 @@ class LeaderLink:
         return self.leads and self.store.has("stop")
 
     def end(self, step: int, finished: bool) -> None:
-        """Have the others end after `step` steps, and wait until they have. `finished`: the run has come to its end,
+        """Have the others end after `step` steps, and wait until they have. `finished`: the run has finished,
         and was not stopped."""
         if not self.leads:
             return
@@ -193,7 +193,7 @@ class FollowerLink:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end, once it has ended."""
+        """Whether the run has finished, once it has ended."""
         return json.loads(self.store.get("ended") or "[0, false]")[1]
 
     @contextlib.contextmanager
@@ -268,7 +268,7 @@ class FollowerSink:
             elif over:
                 return
             else:
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
 
     def close(self) -> None:
         if gather_values(self.link.finished)[0]:

@@ -21,7 +21,7 @@ from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import current
 from workers.execution import TrainExecutor
 from workers.loop import run_chain
-from workers.rollout_channel import ArrivedRows, Patience, RolloutChannel
+from workers.rollout_channel import ArrivedRows, RolloutChannel, SampleTimeout
 
 
 class Fusion:
@@ -43,13 +43,13 @@ class Fusion:
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
         self.seconds = self.exposed = 0.0  # of computing for the draw; of these, when all its rows had come
 
-    def run(self, dock: DockClient, draw: int, patience: Patience) -> None:
-        """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come before `patience` was over."""
+    def run(self, dock: DockClient, draw: int, timeout: SampleTimeout) -> None:
+        """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come before `timeout` was over."""
         count, known = self.loader.batch * self.channel.rows, torch.empty(0, dtype=torch.int64)
         hidden, self.seconds, self.written = dict.fromkeys((task.node for task in self.tasks), 0.0), 0.0, {}
         while len(known) < count:
             missing = self.loader.batch - len(known) // self.channel.rows
-            ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, patience)
+            ids, tokens = self._look(dock, draw, len(known) + -(-missing // 2) * self.channel.rows, timeout)
             new = ~torch.isin(ids, known)
             known = ids
             for node, seconds in self._compute(dock, ids[new], tokens[new]).items():
@@ -65,20 +65,20 @@ class Fusion:
         for task in self.step_tasks:
             yield task, self.written[task.node].columns, self.written[task.node].ids
 
-    def _look(self, dock: DockClient, draw: int, least: int, patience: Patience) -> tuple[Tensor, Tensor]:
+    def _look(self, dock: DockClient, draw: int, least: int, timeout: SampleTimeout) -> tuple[Tensor, Tensor]:
         """Return the ids and the tokens of all rows that have come, at least so many; on all ranks what rank 0 saw."""
         seen = b""
         while not seen:
-            seen = gather(self._seen(dock, draw, least, patience) if self.rank == 0 else b"")[0]
+            seen = gather(self._seen(dock, draw, least, timeout) if self.rank == 0 else b"")[0]
         ids, tokens = msgpack.unpackb(seen)
         return torch.tensor(ids), torch.tensor(tokens)
 
-    def _seen(self, dock: DockClient, draw: int, least: int, patience: Patience) -> bytes:
+    def _seen(self, dock: DockClient, draw: int, least: int, timeout: SampleTimeout) -> bytes:
         """Return the rows that are there; nothing if they are too few so far, as the other ranks wait for an answer."""
         try:
-            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=patience.wait)
+            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=timeout.wait)
         except TimedOut as error:
-            patience.check(error)
+            timeout.check(error)
             return b""
         return msgpack.packb([column.tolist() for column in seen]) or b""
 

@@ -157,7 +157,7 @@ class TurnWriter:
         try:
             dock.put(rows, turn=self.number)
         except (DockError, RpcError) as error:  # others sample again what is not there
-            events.record("begun rows lost", rows=len(rows), reason=str(error))
+            events.record("partial rollouts lost", rows=len(rows), reason=str(error))
 
 
 def _newest(batches: list[Batch]) -> Batch:
@@ -169,7 +169,7 @@ def _newest(batches: list[Batch]) -> Batch:
 
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _STEPS = 64  # whose seconds are kept: more than may be under way
-_MOMENT = 0.2  # seconds that a thread waits for work before it checks whether the run is over
+_POLL_INTERVAL = 0.2  # seconds that a thread waits for work before it checks whether the run is over
 
 
 @dataclass
@@ -243,7 +243,7 @@ class RolloutContext:
                 first()
             finally:
                 self.ended = True
-            while wait(under_way, _MOMENT).not_done:
+            while wait(under_way, _POLL_INTERVAL).not_done:
                 for engine in engines.values():
                     engine.rollout.candidates("")  # followers see that this rank is alive
         for name in engines:
@@ -280,7 +280,7 @@ class RolloutContext:
                         self.ended = True  # prompts under way do not outlast a dock that fails
                 self._save_partial(dock)
                 self.complete.put(None)
-                while not self.all_put.wait(_MOMENT) and self.failure is None and not self.channel.over:
+                while not self.all_put.wait(_POLL_INTERVAL) and self.failure is None and not self.channel.over:
                     self._renew_leases(dock)
         finally:
             self.complete.put(None)
@@ -299,27 +299,27 @@ class RolloutContext:
                 break
             self._renew_leases(dock)
             wait = self._validate(dock)
-            if wait is not None and self.room.acquire(timeout=_MOMENT):
+            if wait is not None and self.room.acquire(timeout=_POLL_INTERVAL):
                 if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=wait):
                     return self._prompt(dock, lease)
                 self.room.release()
             if not wait:
-                time.sleep(_MOMENT)
+                time.sleep(_POLL_INTERVAL)
         return None
 
     def _validate(self, dock: DockClient) -> float | None:
         """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
         weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
         if self.validation is None:
-            return _MOMENT
+            return _POLL_INTERVAL
         if request := self.validation.lease(dock):
             self.leases[VALIDATION, request.number] = request, time.monotonic()
             answered = self.pool.submit(self.validation.answer, request)
             answered.add_done_callback(lambda job: self.leases.pop((VALIDATION, request.number), None))
             answered.add_done_callback(self._notice)
         if not self.validation.holds_weights:
-            return _MOMENT
-        return None if self.validation.is_passed_by() else 0.0
+            return _POLL_INTERVAL
+        return None if self.validation.is_outdated() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:
         self.leases[ROLLOUT, lease.number] = (lease, time.monotonic())
@@ -396,7 +396,7 @@ class RolloutContext:
         while going_on and self.failure is None:
             found: dict[int, list[Prompt]] = {}
             with contextlib.suppress(queue.Empty):
-                prompt = self.complete.get(timeout=_MOMENT)
+                prompt = self.complete.get(timeout=_POLL_INTERVAL)
                 while prompt is not None:
                     found.setdefault(prompt.step, []).append(prompt)
                     prompt = self.complete.get_nowait()

@@ -45,19 +45,19 @@ RESULT = "result"  # column of an answered request to validate
 VALIDATING = "validating"  # what the dock is told of a rollout that has a request to validate, and the weights for it
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
-_PATIENCE, _AGAIN = 10.0, 5.0  # seconds: of clients, and between two starts of a standby that ends at once
+_CLIENT_TIMEOUT, _RESTART_INTERVAL = 10.0, 5.0  # seconds; of standbys that end at once
 _SAMPLES, _REQUESTS = (0, 1 << 48), (1 << 48, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
-_LOOKS = 4  # at who validates, in the time that a wait for rollouts may take
-_PARTING, _MOMENT = 10.0, 0.05  # seconds in which all ranks see that the run is over, and between two checks
+_STATUS_POLLS = 4  # at who validates, in the time that a wait for rollouts may take
+_LEAVE_TIMEOUT, _POLL_INTERVAL = 10.0, 0.05  # seconds in which all ranks see the run end
 
 
 @dataclass
 class RolloutChannel:
     """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows. A
     prompt has `rows` samples, a step `prompts`. `shard_process`: of this machine's storage shard, if this rank starts
-    it. Where machines come and go: `directory` of the shards; `standbys` here, by number; and `patience`, seconds for
+    it. Where machines come and go: `directory` of the shards; `standbys` here, by number; and `timeout`, seconds for
     which a shard may be out of reach."""
 
     store: Store
@@ -71,7 +71,7 @@ class RolloutChannel:
     layout: DockLayout | None = None
     directory: ShardDirectory | None = None
     standbys: dict[int, ShardProcess] = field(default_factory=dict)
-    patience: float = 10.0
+    timeout: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
     found: tuple[int, dict[str, int]] = (-1, {})  # set of versions that was read last, and its number
     known_over: bool = False
@@ -85,7 +85,7 @@ class RolloutChannel:
         return replace(self, shard_process=None, standbys={})
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
-        return DockClient(self.addresses, self.token, who, self.patience, attempt, self.directory)
+        return DockClient(self.addresses, self.token, who, self.timeout, attempt, self.directory)
 
     def weights(self, role: str) -> Store:
         return self.store.below(f"weights/{role}")
@@ -171,9 +171,9 @@ class RolloutChannel:
     def leave(self) -> None:
         """Announce that this rank needs the dock no more. A rank with a storage shard waits for the others."""
         self.store.add(_LEFT)
-        until = time.monotonic() + (_PARTING if self.shard_process is not None else 0.0)
+        until = time.monotonic() + (_LEAVE_TIMEOUT if self.shard_process is not None else 0.0)
         while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
-            time.sleep(_MOMENT)
+            time.sleep(_POLL_INTERVAL)
 
     def serve_shard(self, number: int) -> None:
         """Have this machine's standby serve in place of a lost machine's shard, if it has one that lives."""
@@ -188,7 +188,7 @@ class RolloutChannel:
         ended = [each for each in self.standbys.values() if each.process.poll() is not None]
         if not ended or self.layout is None or (now := time.monotonic()) < self.standbys_at:
             return
-        self.standbys_at = now + _AGAIN
+        self.standbys_at = now + _RESTART_INTERVAL
         for standby in ended:
             standby.stop()
             self.start_standby(standby.number)
@@ -214,7 +214,7 @@ class RolloutChannel:
             self.shard_process.stop()
 
 
-class Patience:
+class SampleTimeout:
     """Clock of a wait for rollouts, which stands still while one of them validates: its prompts come later then."""
 
     def __init__(self, channel: RolloutChannel, dock: DockClient, limit: float):
@@ -231,12 +231,12 @@ class Patience:
     @property
     def wait(self) -> float:
         """Seconds to wait before the next look at who validates."""
-        return min(self.left, self.limit / _LOOKS)
+        return min(self.left, self.limit / _STATUS_POLLS)
 
     def is_over(self) -> bool:
         """Return whether `limit` seconds have passed since anybody was seen to validate."""
         if (now := time.monotonic()) >= self.look_at or not self.left:  # it asks all shards
-            self.look_at = now + self.limit / _LOOKS
+            self.look_at = now + self.limit / _STATUS_POLLS
             if self.channel.is_validating(self.dock):
                 self.renew()
         return not self.left
@@ -327,7 +327,7 @@ def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class DockPlace:
+class DockMembership:
     """A machine's part in the dock of a run whose machines come and go.
 
     takes: number of the shard that it takes over from a lost machine. standbys: those that it keeps, by number. copies:
@@ -340,7 +340,7 @@ class DockPlace:
     silence: float = 0.0
 
 
-def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, place: DockPlace,
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, membership: DockMembership,
                  in_order: bool = True) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
     store `max_bytes`. Where machines come and go, one that samples has a copy of it. `in_order`: the trainer takes the
@@ -351,26 +351,26 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, plac
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts, in_order)), max_bytes=max_bytes)
-    directory = ShardDirectory(store.store, plan.ranks, place.silence) if place.silence else None
+    directory = ShardDirectory(store.store, plan.ranks, membership.silence) if membership.silence else None
     started = partial(start, token, host=host, directory=directory)
     keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
-    before, number = find(), place.takes
+    before, number = find(), membership.takes
     taken = directory is not None and number is not None and number in directory.known
     if taken and number is not None:
         again = partial(started, layout=layout_at(tuple(before)), number=number, standby=True)
-        shard_process = taken_over(place.standbys.pop(number, None), again)
+        shard_process = taken_over(membership.standbys.pop(number, None), again)
     else:
         shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
         met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
     layout = layout_at(tuple(find() if directory else [tuple(json.loads(text)) for text in met if text]))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
-                             layout, directory, place.standbys, max(_PATIENCE, 3 * place.silence))
+                             layout, directory, membership.standbys, max(_CLIENT_TIMEOUT, 3 * membership.silence))
     if store.rank == 0 and not taken:
         with channel.dock("trainer 0") as dock:
             dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
-    for number in place.copies:
+    for number in membership.copies:
         channel.start_standby(number)
     return channel
 

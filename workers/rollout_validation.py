@@ -41,8 +41,8 @@ from workers.rollout_channel import (
     RESULT,
     VALIDATING,
     VALIDATION,
-    Patience,
     RolloutChannel,
+    SampleTimeout,
     report_column,
     reports_of,
 )
@@ -51,7 +51,7 @@ from workers.validation import MISSING, ValidationResult, Validations, Validator
 _ASKED, _VOID = "validation asked", "validation void"
 _ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
 """Events after which a request is no longer open, and where each has the step that has asked."""
-_LOOK = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits
+_POLL_INTERVAL = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits
 _LOST = "the run was interrupted before it was answered, and its weights are no longer there"
 
 
@@ -80,7 +80,7 @@ class ValidationRequests(Validations):
         known, lost = list[int](), list[int]()
         if dist.get_rank() == 0:
             self.dock = channel.dock("trainer 0, which validates")
-            self.patience = Patience(channel, self.dock, limit)
+            self.timeout = SampleTimeout(channel, self.dock, limit)
             if resumed_at is not None:
                 known, lost = self._take_over(reader, resumed_at)
         state = json.loads(gather(json.dumps([known, lost, bool(self.asked or lost)]).encode())[0])
@@ -92,7 +92,7 @@ class ValidationRequests(Validations):
         self.open = True
         if self.dock is not None:
             if not self.asked:
-                self.patience.renew()
+                self.timeout.renew()
             version = self.role.version
             events.record(_ASKED, of_step=step, version=version)
             self.asked[self.channel.enqueue_validation(self.dock, step, version)] = step, version
@@ -141,10 +141,10 @@ class ValidationRequests(Validations):
             number, content = self.channel.validation_of(lease), reports_of(self.dock.fetch(lease), RESULT)
             if number in self.asked:
                 self.answers[number] = lease, json.loads(content[0])
-                self.patience.renew()
+                self.timeout.renew()
             else:
                 self.dock.commit(lease)  # of an earlier attempt, or given up
-        late = self.patience.is_over()
+        late = self.timeout.is_over()
         for number in sorted(self.asked):
             if number not in self.answers and not late:
                 return
@@ -153,7 +153,7 @@ class ValidationRequests(Validations):
     def _outcome(self, number: int) -> ValidationResult:
         step, version = self.asked[number]
         if number not in self.answers:
-            return ValidationResult(step, step, missing=self._whereabouts())
+            return ValidationResult(step, step, missing=self._describe_progress())
         answer = self.answers[number][1]
         of_step = step if answer["version"] == version else self.steps.get(answer["version"])
         events.record("validated", of_step=of_step, asked_after=step, version=answer["version"], who=answer["who"])
@@ -165,7 +165,7 @@ class ValidationRequests(Validations):
         self.known.add(of_step)
         return ValidationResult(of_step, step, answer["values"], answer["answers"], answer["seconds"])
 
-    def _whereabouts(self) -> str:
+    def _describe_progress(self) -> str:
         assert self.dock is not None
         try:
             self.dock.lease(ANSWERED, self.channel.rows)
@@ -227,7 +227,7 @@ class RolloutValidation:
         held_from = self.engine.held_from
         return held_from is not None and self.engine.version >= held_from
 
-    def is_passed_by(self) -> bool:
+    def is_outdated(self) -> bool:
         """Return whether prompts may be owed newer weights than those that the engine has."""
         return self.channel.newest_versions().get(self.role.name, 0) > self.engine.version
 
@@ -249,7 +249,7 @@ class RolloutValidation:
     def _has_weights(self, lease: Lease) -> bool:
         """Wait for the weights of a request. Return whether they have come: a trainer that has died may have been the
         only one that had them, and the one that restarts asks for others."""
-        look = paused(_LOOK, self.channel.ranks)
+        look = paused(_POLL_INTERVAL, self.channel.ranks)
         while not self.engine.wait(int(lease.versions[0]), look):
             if self.channel.validation_of(lease) not in self.channel.validations():
                 return False

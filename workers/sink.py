@@ -37,7 +37,7 @@ from workers.follower import LeaderLink, write_models
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended early"
-_MOMENT = 0.2  # seconds between two looks at validations that are awaited
+_POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaited
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")
 _LOGPROBS = ("rollout_logprobs", "actor_logprobs", "reference_logprobs")
@@ -176,7 +176,7 @@ class Sink:
         if self.validator and self.late:
             self._validate(self.done)
             while self.validator.open:
-                self._note_validations(self.done, wait=_MOMENT)
+                self._note_validations(self.done, wait=_POLL_INTERVAL)
             self.validator.close()
 
     def flush(self) -> None:

@@ -36,7 +36,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.follower import FollowerLink, RunOver
 from workers.fusion import Fusion
 from workers.roles import tokenizer_of
-from workers.rollout_channel import REPORT, Patience, ReceivedColumns, RolloutChannel, awaited_by, reports_of
+from workers.rollout_channel import REPORT, ReceivedColumns, RolloutChannel, SampleTimeout, awaited_by, reports_of
 from workers.train_context import TrainContext
 
 _WAIT = 0.5  # seconds of a wait for rows, between two looks whether the first trainer asks for anything
@@ -73,10 +73,10 @@ class AsyncSource(Dataloader):
         switched = time.perf_counter()
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
-        patience = Patience(self.channel, self.dock, self.limit)
+        timeout = SampleTimeout(self.channel, self.dock, self.limit)
         if self.fusion is not None:
-            self.fusion.run(self.dock, number, patience)
-        self.rows = self._receive(number, patience)
+            self.fusion.run(self.dock, number, timeout)
+        self.rows = self._receive(number, timeout)
         if self.colocated is not None:
             waited, fused = time.perf_counter() - switched, self.fusion
             self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
@@ -102,23 +102,23 @@ class AsyncSource(Dataloader):
             self.channel.enqueue_prompts(self.dock, torch.arange(first * self.batch, last * self.batch))
             self.enqueued = last
 
-    def _receive(self, number: int, patience: Patience) -> Batch:
+    def _receive(self, number: int, timeout: SampleTimeout) -> Batch:
         """Return this rank's rows of draw `number`."""
-        return self._leased(number, patience, self.batch)
+        return self._leased(number, timeout, self.batch)
 
-    def _leased(self, number: int, patience: Patience, prompts: int) -> Batch:
-        return self.dock.fetch(self._lease(self.consumer, number, patience, prompts))
+    def _leased(self, number: int, timeout: SampleTimeout, prompts: int) -> Batch:
+        return self.dock.fetch(self._lease(self.consumer, number, timeout, prompts))
 
-    def _lease(self, consumer: str, number: int, patience: Patience, prompts: int) -> Lease:
+    def _lease(self, consumer: str, number: int, timeout: SampleTimeout, prompts: int) -> Lease:
         """Lease so many prompts under this number, which all ranks name."""
         while True:
             try:
-                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=patience.wait, step=number,
+                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=timeout.wait, step=number,
                                         share=self.rank, shares=self.plan.ranks)
                 self.leases.append(lease)
                 return lease
             except TimedOut as error:
-                patience.check(error)
+                timeout.check(error)
 
     def put_for_others(self, task: Task, written: Batch) -> None:
         """Put columns of a task that other trainers read, `written` for this rank's rows. Rows that were dropped get
@@ -147,7 +147,7 @@ class AsyncSource(Dataloader):
         """Yield what a node of another group writes for this rank's rows, once it is there for all rows."""
         self.dock.report_activity(f"waiting for node `{node}` of other ranks")
         began, number = time.perf_counter(), self.drawn_before - 1
-        self._lease(self.awaited[node], number, Patience(self.channel, self.dock, self.limit), self.batch)
+        self._lease(self.awaited[node], number, SampleTimeout(self.channel, self.dock, self.limit), self.batch)
         received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept(buffer)
         if len(mine):
             rows = self.dock.fetch(mine, self.dock.layout.consumer(self.awaited[node]).reads)
@@ -203,7 +203,7 @@ class AsyncSource(Dataloader):
         count = self.batch * self.channel.rows
         for consumer in self.consumers:
             if rows := self.dock.rollback(consumer, self.drawn_before):
-                events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
+                events.record("rows rolled back", rows=rows, first_draw=self.drawn_before)
             with contextlib.suppress(DockError):  # it is committed
                 for number in reversed(range(self.drawn_before)):
                     lease = self.dock.try_lease(consumer, count, step=number, shares=self.plan.ranks)
@@ -280,7 +280,7 @@ class FollowerSource(AsyncSource):
         current().maximum("waiting/samples", time.perf_counter() - began)
         return self.at(torch.unique(self.rows.ids // self.channel.rows))
 
-    def _lease(self, consumer: str, number: int, patience: Patience | None, prompts: int) -> Lease:
+    def _lease(self, consumer: str, number: int, timeout: SampleTimeout | None, prompts: int) -> Lease:
         """Return the lease of a step's rows, and do what the first trainer asks for meanwhile; all ranks as the first
         one sees it. Raises RunOver: the first trainer does no such step."""
         count = prompts * self.channel.rows
@@ -359,11 +359,11 @@ class UnorderedSource(AsyncSource):
         if len(self.ends) == 3 and self._is_full():
             self.dock.release_before(TRAINER, self.ends[0])
 
-    def _receive(self, number: int, patience: Patience) -> Batch:
+    def _receive(self, number: int, timeout: SampleTimeout) -> Batch:
         parts, missing = [], self.batch
         while missing:
-            rows = self._leased(self.taken, patience, missing)
-            patience.renew()  # what is missing now is sampled again from its beginning
+            rows = self._leased(self.taken, timeout, missing)
+            timeout.renew()  # what is missing now is sampled again from its beginning
             self.taken += 1
             prompts = rows.ids // self.channel.rows
             good = self._taken(prompts, self._are_old(rows))
@@ -409,7 +409,7 @@ class UnorderedSource(AsyncSource):
     def reconcile(self) -> None:
         """Roll back what was taken after the state that training goes on from."""
         if self.rank == 0 and (rows := self.dock.rollback(TRAINER, self.taken)):
-            events.record("rows taken back", rows=rows, first_draw=self.drawn_before)
+            events.record("rows rolled back", rows=rows, first_draw=self.drawn_before)
 
     def release_before(self, state: dict[str, Any]) -> None:
         if self.rank == 0:

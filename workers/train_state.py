@@ -47,8 +47,8 @@ class TrainState:
         if isinstance(link, FollowerLink):
             self.first, folder = folder, folder / link.role
         self.folder, self.every, self.roles, self.source = folder, settings.every, roles, source
-        patience = datetime.timedelta(seconds=limit)
-        group = dist.new_group(backend="gloo", timeout=patience) if settings.every else None  # for a thread of its own
+        timeout = datetime.timedelta(seconds=limit)
+        group = dist.new_group(backend="gloo", timeout=timeout) if settings.every else None  # for a thread of its own
         assert not isinstance(group, int), "all ranks are in it"
         self.checkpoints = Checkpoints(folder, settings.keep, group, self.first)
         self.in_memory = worker_context is not None

@@ -58,8 +58,8 @@ from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
 
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
-_MEETING = "process group"  # key in the store: where the ranks of an attempt meet
-_PATIENCE = 1.0  # seconds that a process has to end by itself after SIGTERM
+_INIT_ADDRESS = "process group"  # key in the store: address at which the ranks of an attempt initialise theirs
+_EXIT_TIMEOUT = 1.0  # seconds that a process has to end by itself after SIGTERM
 
 
 def work(context: RankContext, worker_context: WorkerContext, export: Path | None = None) -> bool:
@@ -119,11 +119,11 @@ def _meet(store: Store, rank: int, first: int, wait_limit: float) -> TCPStore:
     rank does not come, or is not reached."""
     if rank == first:
         server = store_on(own_host(store.own_host))
-        store.put(_MEETING, json.dumps([server.host, server.port]))
+        store.put(_INIT_ADDRESS, json.dumps([server.host, server.port]))
         return server
-    if not store.wait([_MEETING], wait_limit):
+    if not store.wait([_INIT_ADDRESS], wait_limit):
         raise RankMissing(f"rank {first} has not come within {wait_limit:g} s", [first])
-    host, port = json.loads(store.get(_MEETING) or "")
+    host, port = json.loads(store.get(_INIT_ADDRESS) or "")
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False,
                         timeout=datetime.timedelta(seconds=wait_limit))
@@ -278,7 +278,7 @@ def _ending_on_sigterm() -> Iterator[list[Callable[[], None]]]:
 
     def end() -> None:
         while signals := os.read(read_end, 1):
-            if signals[0] == signal.SIGTERM and not over.wait(_PATIENCE):
+            if signals[0] == signal.SIGTERM and not over.wait(_EXIT_TIMEOUT):
                 for each in undo:
                     each()
                 os._exit(128 + signal.SIGTERM)

@@ -17,7 +17,7 @@ from distflow.launch import INVALID, refuse_foreign_packages
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
            "run": "runs", "resume": "runs",
-           "board": "board", "watch": "look", "why": "look", "log": "look", "report": "look", "trace": "look",
+           "store": "store", "watch": "look", "why": "look", "log": "look", "report": "look", "trace": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
            "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",
            "convert": "convert", "schema": "author", "completion": "author"}

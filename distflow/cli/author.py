@@ -78,7 +78,7 @@ _PYTEST = """# The settings of a folder above, as of a clone of distflow, do not
 
 def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("algorithm", metavar="DAG", help="a shipped algorithm with a reward to begin with, as grpo")
-    parser.add_argument("name", metavar="NAME", 
+    parser.add_argument("name", metavar="NAME",
                         help="folder of the new algorithm, whose name its module has, as my_algo or code/my_algo")
 
 

@@ -33,7 +33,7 @@ def _described(spec: Spec) -> Iterator[str]:
     yield from table(rows)
     for name, found in ((name, filtered(records)) for name, records in training.items()):
         if found:
-            yield f"{name}: {len(found):,} of {len(found.records):,} records are kept; {found.said()}"
+            yield f"{name}: {len(found):,} of {len(found.records):,} records are kept; {found.describe()}"
     for name, other, found in overlaps(training, tested, field):
         yield (f"\n{other} ({len(tested[other]):,} questions): {found.exact:,} are in {name}, and {found.near:,} "
                f"others nearly so (at least {NEAR:.0%} of their runs of eight letters are the same)")

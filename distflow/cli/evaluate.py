@@ -25,7 +25,7 @@ from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
 from distflow.telemetry.run_reader import RunReader
 
-_PATIENCE = 300.0
+_PROBLEM_LIMIT = 300.0
 """Seconds for the rewards of a problem's answers, which are all earned in one step. A call has the run's timeout."""
 _OF_ROLE = ("generation", "dtype", "rollout")
 _NOT_OF_DATA = ("train", "batch")
@@ -118,7 +118,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
     dag["imports"], nodes = model.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
-    nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PATIENCE * problems)}
+    nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PROBLEM_LIMIT * problems)}
     role = dict(model.role)
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}

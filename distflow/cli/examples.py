@@ -23,8 +23,8 @@ EXAMPLES: dict[str, str] = {
     "resume": """
         distflow resume runs/grpo-1                    # as it was
         distflow resume runs/grpo-1 --ranks 4 --set steps=1000""",
-    "board": """
-        distflow board --host 10.0.0.5 --port 29400    # then on each machine: launch.py --board 10.0.0.5:29400""",
+    "store": """
+        distflow store --host 10.0.0.5 --port 29400    # then on each machine: launch.py --store 10.0.0.5:29400""",
     "watch": """
         distflow watch runs/grpo-1""",
     "why": """

@@ -369,10 +369,10 @@ def _lost(options: argparse.Namespace, spec: Spec, costed: CostedProblem, placem
     lost = losses[chosen]
     starts = "without the start of processes (--starting)" if starting is None else \
         f"{starting:g} s to start processes (--starting)"
-    yield from ("", f"if {lost.machine} is lost (assumes --board or --store)", f"  starts again: {lost.restarts}")
+    yield from ("", f"if {lost.machine} is lost (assumes --store)", f"  starts again: {lost.restarts}")
     if lost.work == float("inf"):
         yield ("  lost: all of the run; there is nothing to go on from, with checkpoint.every=0 and no copy of the "
-               "state on a second machine (robust.snapshots and robust.neighbour, of two machines)")
+               "state on a second machine (robust.snapshots and robust.peer_replica, of two machines)")
     else:
         yield (f"  lost: {duration(lost.work)} of work on the mean; {duration(lost.detecting)} until it is noticed "
                f"(robust.machine_silence); {duration(lost.fetching)} to bring the state; {starts}")

@@ -95,7 +95,7 @@ def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:
     yield from ("", "through the dock, if every edge passed it (bytes a step, rows at the run's longest)")
     rows = [(f"{edge.producer} → {edge.reader or 'dock'}", ", ".join(edge.columns), _size(edge.bytes_per_step))
             for edge in volume.edges]
-    yield from table([*rows, (f"each of {shards} shards", "", _size(volume.through_each_shard))])
+    yield from table([*rows, (f"each of {shards} shards", "", _size(volume.bytes_through_each_shard))])
 
 
 def _memory(plan: Plan) -> Iterator[str]:

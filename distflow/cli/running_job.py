@@ -194,10 +194,10 @@ def change_settings(options: argparse.Namespace) -> int:
 
 
 def _require_unfinished(folder: Path, settings: list[str]) -> None:
-    """Raise InvalidInput if the run has come to its end: no process is left to read its settings."""
+    """Raise InvalidInput if the run has finished: no process is left to read its settings."""
     if (folder / SUMMARY).is_file():
         wanted = " ".join(f"--set {text}" for text in settings)
-        raise InvalidInput(f"{folder} has come to its end ({SUMMARY} is there), so that nothing would read these "
+        raise InvalidInput(f"{folder} has finished ({SUMMARY} is there), so that nothing would read these "
                            f"settings. To go on with it under them:  distflow resume {folder} --set steps=N {wanted}")
 
 

@@ -80,16 +80,16 @@ class Robust(Document):
     and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
     writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
     was trained on since."""
-    neighbour: bool = True
-    """Whether, where machines start apart (--board), what `snapshots` copies goes on to the memory of a second machine,
-    so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer state twice
-    there, and up to twice more on the first while that lasts longer than a step."""
+    peer_replica: bool = True
+    """Whether, where machines start by themselves (--store), what `snapshots` copies goes on to the memory of a second
+    machine, so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer
+    state twice there, and up to twice more on the first while that lasts longer than a step."""
     shutdown_timeout: PositiveFloat = 25.0
     """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
     Kubernetes and torchrun kill after 30 s."""
     machine_silence: float = Field(default=30.0, ge=3)
     """Seconds without a heartbeat, of which there is one a second, after which a machine counts as lost, where machines
-    start apart (--board)."""
+    start by themselves (--store)."""
     detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
     """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
     `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
@@ -97,7 +97,7 @@ class Robust(Document):
 
     @property
     def replicates(self) -> bool:
-        return self.snapshots and self.neighbour
+        return self.snapshots and self.peer_replica
 
 
 class Model(Document):
@@ -551,7 +551,7 @@ class Run(Document):
     trajectories: NonNegativeInt = 16
     """Rows of each step and rank whose turns are written to trajectories/, for nodes that converse."""
     report: bool = True
-    """Write report.html when the run has come to its end; `distflow report` writes it at any time."""
+    """Write report.html when the run has finished; `distflow report` writes it at any time."""
     timeline: bool = True
     """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
     profile: list[PositiveInt] = []

@@ -36,7 +36,7 @@ def check_data(spec: Spec) -> list[str]:
         empty = check_records(records, fields_of(spec.run.data, spec.run.data.columns), _nth(records),
                               branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
-    notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.said()}"
+    notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
               for name, records in training.items() if (found := filtered(records))]
     tested = open_validation_sets(spec)
     for name, records in tested.items():

@@ -107,7 +107,7 @@ class Databuffer:
 
     def take(self, task: Task) -> Batch:
         """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
-        Raises `ColumnError` if a producer owes rows or columns, `RankMissing` if a rank ended or timed out."""
+        Raises `ColumnError` if a producer has not written all of it, `RankMissing` if a rank ended or timed out."""
         parts = [self._fetch(transfer, task) for transfer in task.transfers]
         lineage = [self.lineage.of(transfer.producer) for transfer in task.transfers]
         finest = max(zip(lineage, parts), key=lambda pair: len(pair[0]), default=None)
@@ -229,7 +229,7 @@ class Databuffer:
         where = f"node `{task.node}` on rank {self.rank}"
         if len(lost):
             raise ColumnError(f"{where} lacks rows {lost[:5].tolist()} of columns {', '.join(transfer.columns)}, which "
-                              f"node `{transfer.producer}` owes")
+                              f"node `{transfer.producer}` has not written")
         extra = part.ids[~torch.isin(part.ids, ids // times)] if len(part) * times != len(ids) else part.ids[:0]
         if len(extra):
             raise ColumnError(f"{where} has rows {extra[:5].tolist()} of columns {', '.join(transfer.columns)} from "

@@ -138,7 +138,7 @@ class Filtered:
         self.kept = numpy.fromiter(kept, numpy.int64)
         if not len(self.kept):
             raise InvalidInput(Diagnostic(f"`data.filter` keeps none of its {len(records):,} records "
-                                          f"({self.said()})", records.where(0)))
+                                          f"({self.describe()})", records.where(0)))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -149,7 +149,7 @@ class Filtered:
     def where(self, index: int) -> Location:
         return self.records.where(int(self.kept[index]))
 
-    def said(self) -> str:
+    def describe(self) -> str:
         return ", ".join(f"`{text}` drops {count:,}" for text, count in self.dropped.items())
 
     def _keeps(self, index: int, record: Record, keeps: dict[str, Callable[[Record], Any]]) -> bool:

@@ -43,17 +43,17 @@ class DockClient:
         addresses: of all shards by number. One is enough to find the others.
         token: the run's.
         who: name of this process in messages, as "rollout 3"; the host and process id are added.
-        patience: seconds without any answer after which a process of the dock counts as unreachable.
+        timeout: seconds without any answer after which a process of the dock counts as unreachable.
         attempt: of the group that this process restarts with, if that is all there is of the consumer. Requests of an
             attempt before the one that has rolled back last are refused.
         directory: of the shards, if another process may take the place of one. Its `addresses` name it still.
     """
 
-    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, patience: float = 10.0, attempt: int = 0,
+    def __init__(self, addresses: Sequence[Address], token: bytes, who: str, timeout: float = 10.0, attempt: int = 0,
                  directory: ShardDirectory | None = None):
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.directory = directory
-        self.pool = ConnectionPool(token, self.who, patience, error_from, self._locate, self._renew_all,
+        self.pool = ConnectionPool(token, self.who, timeout, error_from, self._locate, self._renew_all,
                                    directory.seconds if directory else math.inf)
         self.epochs: dict[int, int] = {}  # of the shards' processes that rows were fetched from last, by number
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place

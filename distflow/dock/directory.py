@@ -27,10 +27,10 @@ from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
 _ANSWER, _START = 3.0, 60.0
 """Seconds within which the store must answer: whoever waits for a shard has more to look after; and at a start, when it
 has much to do."""
-_LOOK = 1.0  # seconds between two looks of a process that waits
+_POLL_INTERVAL = 1.0  # seconds between two looks of a process that waits
 _FENCE = 6
-"""A fence looks this often in the seconds after which a silent machine is replaced, or once in `_LOOK`. The store has
-as long to answer, and a shard counts on its entry for three times as long: half of those seconds at most."""
+"""A fence looks this often in the seconds after which a silent machine is replaced, or once in `_POLL_INTERVAL`. The
+store has as long to answer, and a shard counts on its entry for three times as long: half of those seconds at most."""
 _FAILURES = (DistflowError, OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError,
              MemoryError)
 """Errors of a look at the store that end no fence: all replies of its shard wait for it."""
@@ -73,7 +73,7 @@ class ShardDirectory:
     @property
     def seconds(self) -> float:
         """Seconds between two looks of a process at a shard's entry."""
-        return paused(_LOOK, self.clients)
+        return paused(_POLL_INTERVAL, self.clients)
 
     def find(self, number: int) -> ShardEntry | None:
         """Return the present entry of a shard. Raises StoreUnavailable."""
@@ -128,10 +128,10 @@ class Fence(threading.Thread):
     def __init__(self, directory: ShardDirectory, number: int, entry: ShardEntry, on_replaced: Callable[[], None]):
         super().__init__(name="fence", daemon=True)
         self.number, self.entry, self.on_replaced = number, entry, on_replaced
-        self.pause = min(_LOOK, directory.silence / _FENCE)
+        self.pause = min(_POLL_INTERVAL, directory.silence / _FENCE)
         self.fresh, self.store = 3 * self.pause, copy(directory.store)
         self.store.deadline = Deadline(self.pause)  # its own: other threads may wait longer
-        self.looked, self.doubted, self.replaced = time.monotonic(), 0.0, False
+        self.looked, self.recheck_since, self.replaced = time.monotonic(), 0.0, False
         self.over = self.warned = False
         self.due, self.changed = threading.Event(), threading.Condition()
 
@@ -156,12 +156,12 @@ class Fence(threading.Thread):
                 self.changed.wait_for(lambda: self.replaced or self._is_fresh())
         return not self.replaced
 
-    def doubt(self) -> None:
+    def recheck(self) -> None:
         """Have the next `holds` wait for a look that begins now or later."""
-        self.doubted = time.monotonic()
+        self.recheck_since = time.monotonic()
 
     def _is_fresh(self) -> bool:
-        return self.looked >= self.doubted and time.monotonic() - self.looked < self.fresh
+        return self.looked >= self.recheck_since and time.monotonic() - self.looked < self.fresh
 
     def _look(self) -> None:
         began, found = time.monotonic(), None

@@ -234,20 +234,20 @@ class ConsumerIndex:
         self._make_ready(slots[(rows["held"][slots] == 0) & rows.complete(slots)])
         return table[0, committed]
 
-    def relearn(self, listed: Sequence[tuple[Iterable[str], Ids]], lives_there: Callable[[Ids], numpy.ndarray],
+    def rebuild(self, listed: Sequence[tuple[Iterable[str], Ids]], stored_there: Callable[[Ids], numpy.ndarray],
                 replaced: bool = True) -> None:
         """Forget the rows that a shard does not list any more, ahead of `learn`. Committed rows whose results were lost
         with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way may
         lack results that have come since. `listed`: ids by the columns that they have."""
         known = self.rows["ids"][self.rows.all()]
         there = numpy.concatenate([numpy.empty(0, numpy.int64), *(ids for _, ids in listed)])
-        self._forget(self.rows.find(known[lives_there(known) & ~numpy.isin(known, there)]))
+        self._forget(self.rows.find(known[stored_there(known) & ~numpy.isin(known, there)]))
         for names, ids in listed:
             if replaced and not set(self.consumer.writes) <= set(names):
                 self.done.remove_all(ids[self.done.among(ids)])
             slots = self.rows.here(ids)
             self.rows.set_columns(slots, frozenset(names))
-            self._unready(slots[~self.rows.complete(slots)])
+            self._make_unready(slots[~self.rows.complete(slots)])
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
               shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
@@ -435,10 +435,10 @@ class ConsumerIndex:
         """Release the oldest retained step, but none of the newest two: the last state's copies may be incomplete."""
         return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else _NO_IDS
 
-    def release_torn(self, listed: Ids, lives_there: Callable[[Ids], numpy.ndarray]) -> Ids:
+    def release_torn(self, listed: Ids, stored_there: Callable[[Ids], numpy.ndarray]) -> Ids:
         """Release the steps of which a shard has lost rows, given all rows that it lists; return their other rows."""
         return self._release([number for number, rows in self.retained.items()
-                              if (lives_there(rows.ids) & ~numpy.isin(rows.ids, listed)).any()])
+                              if (stored_there(rows.ids) & ~numpy.isin(rows.ids, listed)).any()])
 
     def final(self, rows: Ids) -> Ids:
         """Return those of committed rows that are not retained."""
@@ -513,7 +513,7 @@ class ConsumerIndex:
         if granted.request:
             self.by_request[granted.request] = granted
         self.rows["lease"][slots], self.rows["held"][slots] = granted.number, 1
-        self._unready(slots)
+        self._make_unready(slots)
         return granted
 
     def _make_ready(self, slots: Ids, first: bool = False) -> None:
@@ -521,7 +521,7 @@ class ConsumerIndex:
         self.rows["ready"][slots] = 1
         self.ready.add(self.rows["ids"][slots], first)
 
-    def _unready(self, slots: Ids) -> None:
+    def _make_unready(self, slots: Ids) -> None:
         if len(slots := slots[self.rows["ready"][slots] > 0]):
             self.rows["ready"][slots] = 0
             self.ready.discard(self.rows["ids"][slots])
@@ -553,7 +553,7 @@ class ConsumerIndex:
         self._forget(self.rows.here(ids))
 
     def _forget(self, slots: Ids) -> None:
-        self._unready(slots)
+        self._make_unready(slots)
         self.rows.remove(slots)
 
     def _lost(self, number: int, ids: Ids, step: int | None = None) -> str:

@@ -168,7 +168,7 @@ class StorageShardServer:
             copies = self.state.replicate((put, [payload.data]))  # of a repeated put too: it may be on its way
         for follower, copied in copies:
             if not follower.wait(copied) and self.fence is not None:
-                self.fence.doubt()
+                self.fence.recheck()
             self.over = self.over or follower.has_taken_over
         return {"stored": len(stored)}, []
 
@@ -182,7 +182,7 @@ class StorageShardServer:
             self._end_replaced()
         finally:
             if self.fence is not None:
-                self.fence.doubt()  # the standby may have ended its connection since it serves the shard
+                self.fence.recheck()  # the standby may have ended its connection since it serves the shard
             with self.state.lock:
                 self.state.followers.remove(follower)
             follower.end()

@@ -273,7 +273,7 @@ class ShardState:
         elif update["kind"] == "stored":
             self.room.note(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
-            self._relearn(self.indexes[update["consumer"]], update)
+            self._rebuild(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             ids = self.storage.rows["ids"][self.storage.rows.all()]
             self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
@@ -363,7 +363,7 @@ class ShardState:
         return {"kind": "listing", "consumer": consumer, "shard": self.storage.number, "parts": parts,
                 "epoch": self.epoch, "done": ids[done].tobytes()}
 
-    def _relearn(self, index: ConsumerIndex, update: Update) -> None:
+    def _rebuild(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
         index.finish(read_ids(update["done"]))
         source = index.consumer.name, update["shard"]
@@ -371,12 +371,12 @@ class ShardState:
         self.epochs[source] = update["epoch"]
         layout = self.configured()
 
-        def lives_there(ids: Ids) -> numpy.ndarray:
+        def stored_there(ids: Ids) -> numpy.ndarray:
             return layout.shard_of(ids) == update["shard"]
 
-        index.relearn([(columns, table[0]) for columns, table in parts], lives_there, replaced)
+        index.rebuild([(columns, table[0]) for columns, table in parts], stored_there, replaced)
         listed = numpy.concatenate([numpy.empty(0, numpy.int64), *(table[0] for _, table in parts)])
-        self.retire(index.consumer.name, index.release_torn(listed, lives_there))
+        self.retire(index.consumer.name, index.release_torn(listed, stored_there))
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
         for columns, table in parts:
             self.retire(index.consumer.name, index.final(index.learn(table, columns)))

@@ -78,7 +78,7 @@ def tensor_cores(uuid: str) -> Callable[[], bool] | None:
     return worked
 
 
-_LOOK = 1.0  # seconds between two looks at a GPU, and beyond which a look at a worker is late
+_POLL_INTERVAL = 1.0  # seconds between two looks at a GPU, and beyond which a look at a worker is late
 
 
 @dataclass(frozen=True)
@@ -178,14 +178,14 @@ class HealthMonitor:
 
     def begin(self, heartbeat: Heartbeat) -> None:
         self.heartbeat, self.gpu = heartbeat, ""
-        self.progress, self.heartbeats = Silence(_LOOK), Silence(_LOOK)
+        self.progress, self.heartbeats = Silence(_POLL_INTERVAL), Silence(_POLL_INTERVAL)
         self.cores: TensorCores | None = None
 
     def look(self) -> Finding | None:
         observation = self._observe()
         for each in self.detectors:
             if what := each(observation):
-                return Finding(f"it {what}.", symptom=observation.mute < _LOOK * 2, silent=observation.silent)
+                return Finding(f"it {what}.", symptom=observation.mute < _POLL_INTERVAL * 2, silent=observation.silent)
         return None
 
     def _observe(self) -> Observation:
@@ -203,11 +203,11 @@ class TensorCores:
     """Tensor cores of a worker's GPU. worked: whether they have since it was last called."""
 
     def __init__(self, worked: Callable[[], bool]):
-        self.worked, self.silence, self.periods, self.looked = worked, Silence(_LOOK), 0, time.monotonic()
+        self.worked, self.silence, self.periods, self.looked = worked, Silence(_POLL_INTERVAL), 0, time.monotonic()
 
     def idle(self) -> float:
         """Return the seconds since they last worked, by a look once a second."""
-        if time.monotonic() - self.looked > _LOOK:
+        if time.monotonic() - self.looked > _POLL_INTERVAL:
             self.looked = time.monotonic()
             self.periods += self.worked()
         return self.silence.of(self.periods)

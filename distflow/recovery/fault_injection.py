@@ -111,7 +111,8 @@ class FaultInjector:
                  elastic: bool = False):
         if not elastic and any(fault.kind == "machine" for fault in run.faults):
             raise UnboundedFault("the fault `machine` ends all processes that a torchrun has started, which would be "
-                                 "this run: start the machines apart (--board and --machines), or take  kind: kill")
+                                 "this run: start the machines by themselves (--store and --machines), or take  "
+                                 "kind: kill")
         self.run, self.group, self.rank, self.ranks = run, group, rank, ranks
         self.folder, self.snapshots = folder / "faults", snapshots
         self.began, self.seconds, self.last = time.monotonic(), 0.0, 0

@@ -1,6 +1,6 @@
 """Elastic membership: which of a run's ranks each machine has, where machines come and go.
 
-Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow board`, or etcd), in
+Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow store`, or etcd), in
 rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
 first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
 that trains is lost, one that samples takes over its block (`Membership.successor`): the ranks that train start again
@@ -44,7 +44,7 @@ MACHINES = "machines"  # prefix of the keys in the store
 HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and between two looks at the store
 _NO_BLOCK = -1  # of a machine that waits for one
 _VACANT, _LEAVING = "vacant", "leaving"  # holders of a block whose machine has taken over another one
-_PATIENCE = 5.0  # seconds after which a machine that waits for others says so
+_REPORT_AFTER = 5.0  # seconds after which a machine that waits for others says so
 _ANSWER, _REPORTS = 5.0, 10.0
 """Seconds within which a machine must be reached (a packet that is lost is sent again after one second, and after
 three), and within which all machines must have said which others they reach."""
@@ -270,9 +270,9 @@ class Membership:
         while (members := self._members(round)) is None:
             if self.is_superseded(round):
                 return None
-            if not reported and time.monotonic() - since > _PATIENCE:
+            if not reported and time.monotonic() - since > _REPORT_AFTER:
                 self._report_waiting(round)
-            reported = time.monotonic() - since > _PATIENCE
+            reported = time.monotonic() - since > _REPORT_AFTER
             mine = mine or self.store.add(f"{round}/came")
             self.store.put(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
             if not self._is_first(round, mine, seen):  # that one looks at the others
@@ -337,7 +337,7 @@ class Membership:
                         (replaces := self._take(round, block, before, silent)) is not None:
                     return block, blocks, replaces
             _report_losses(self, Rendezvous(round, _NO_BLOCK, blocks), silences, reported)  # perhaps all are lost
-            if time.monotonic() - since > _PATIENCE:
+            if time.monotonic() - since > _REPORT_AFTER:
                 print(f"other machines have all {blocks} blocks of ranks; this one waits until one of them is lost",
                       flush=True)
                 since = math.inf

@@ -40,7 +40,7 @@ def kill_cause(before: int | None) -> str:
     if before is None or now is None:
         return "The kernel may have ended it because memory was full."
     return f"The kernel probably ended it because memory was full: it has ended {now - before} since this one began." \
-        if now > before else "Somebody sent it: the kernel has ended nothing for lack of memory meanwhile."
+        if now > before else "Another process sent it: the kernel has killed nothing for memory since."
 
 
 def limit() -> int | None:

@@ -22,7 +22,7 @@ from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.events import record
 from distflow.telemetry.metrics import current
 
-_PATIENCE = 30.0  # seconds without a byte after which the other machine counts as unreachable
+_READ_TIMEOUT = 30.0  # seconds without a byte after which the other machine counts as unreachable
 _LATE = 3  # steps after which a copy that is still under way is late
 
 
@@ -59,12 +59,12 @@ class PeerReplica:
     def report(self) -> None:
         """Report to all ranks, with the metrics of a step, whether a copy is under way and which has arrived."""
         idle = self.poll()
-        current().per_rank("neighbour", idle, self.arrived)
+        current().per_rank("peer_replica", idle, self.arrived)
         if idle and self.sending is not None:
-            current().maximum("neighbour/seconds", self.seconds)
+            current().maximum("peer_replica/seconds", self.seconds)
         self.late = 0 if idle else self.late + 1
         if self.late == _LATE:
-            self._warn("neighbour late", f"the copy of step {_step_of(self.sending)} has been on its way to another "
+            self._warn("replica late", f"the copy of step {_step_of(self.sending)} has been on its way to another "
                        f"machine's memory for {_LATE} steps")
 
     def poll(self) -> bool:
@@ -78,21 +78,21 @@ class PeerReplica:
         if not self.error_text:
             self.seconds = job.result()
         if self.error_text and not before:
-            self._warn("neighbour lost", f"the copy of step {step} has not come into another machine's memory: "
+            self._warn("replica lost", f"the copy of step {step} has not come into another machine's memory: "
                        f"{self.error_text}")
         elif before and not self.error_text:
-            record("neighbour back", of_step=step)
+            record("replica reconnected", of_step=step)
         return True
 
     def release(self, step: int, snapshots: Snapshots) -> bool:
         """Release the slot that is not needed any more after `step` steps; return, alike on all ranks, whether the next
         may be sent. All ranks must have called `report`."""
-        reported = [entry for rank in current().of_ranks if (entry := rank.get("neighbour")) is not None]
+        reported = [entry for rank in current().of_ranks if (entry := rank.get("peer_replica")) is not None]
         if len(reported) < len(current().of_ranks):
             return False
         self.arrived_from_all = min(there for _, there in reported)
         if self.arrived_from_all >= 0:
-            current().maximum("neighbour/steps_behind", step - self.arrived_from_all)
+            current().maximum("peer_replica/steps_behind", step - self.arrived_from_all)
         if not all(idle for idle, _ in reported):
             return False
         if self.sending is not None:
@@ -109,7 +109,7 @@ class PeerReplica:
             return
         self.sending = snapshots.newest
         snapshots.held.append(self.sending)
-        thread = ThreadPoolExecutor(1, "neighbour")
+        thread = ThreadPoolExecutor(1, "peer_replica")
         retained = None if self.retained is None else self.retained.shard
         self.job = thread.submit(self._send, snapshots.copying, self.sending, retained)
         thread.shutdown(wait=False)
@@ -118,7 +118,7 @@ class PeerReplica:
         if copying is not None:
             copying.result()
         began = time.monotonic()
-        with contextlib.closing(connect(self._address(), self.token, _PATIENCE)) as connection:
+        with contextlib.closing(connect(self._address(), self.token, _READ_TIMEOUT)) as connection:
             head, rest = slot.image()
             connection.send({"shard": slot.shard, "head": head, "retained": retained})
             reply, _ = connection.receive()

@@ -35,8 +35,8 @@ class ConsistentState:
 
 @dataclass(frozen=True)
 class FetchedShard:
-    """A rank's shard, in its own memory. source: `own memory`, or `neighbour` for a copy in another machine's memory.
-    holder: the rank that had it."""
+    """A rank's shard, in its own memory. source: `own memory`, or `peer replica` for a copy in another machine's
+    memory. holder: the rank that had it."""
 
     slot: Slot
     source: str
@@ -72,7 +72,7 @@ def fetch_shard(snapshots: Snapshots, replicas: Snapshots, least_steps: int) -> 
                 snapshots.newest = slot
                 rank = dist.get_rank()
                 own = mine.get(state.shard(rank)) is slot
-                return FetchedShard(slot, "own memory" if own else "neighbour", state.holders[rank])
+                return FetchedShard(slot, "own memory" if own else "peer replica", state.holders[rank])
     return None
 
 
@@ -86,19 +86,19 @@ def _exchange(state: ConsistentState, mine: dict[StateShard, Slot], snapshots: S
     heads = {owner: head for part in reported for owner, head in msgpack.unpackb(part, strict_map_key=False).items()}
     if len(heads) < len(state.holders):
         return None
-    rests = {owner: rest for owner, (_, rest) in images.items()}
+    tails = {owner: rest for owner, (_, rest) in images.items()}
     if rank not in held:
         slot = _spare_slot(state, mine, snapshots)
-        return slot if slot.paste(heads[rank], partial(_transfer, state.holders, heads, rests)) else None
-    _transfer(state.holders, heads, rests)
+        return slot if slot.paste(heads[rank], partial(_transfer, state.holders, heads, tails)) else None
+    _transfer(state.holders, heads, tails)
     return held[rank] if held[rank] in snapshots.slots else _paste(_spare_slot(state, mine, snapshots), *images[rank])
 
 
-def _transfer(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, memoryview],
+def _transfer(holders: Sequence[int], heads: dict[int, bytes], tails: dict[int, memoryview],
               room: memoryview | None = None) -> None:
     """Send the shards of all ranks that lack theirs, this rank's into `room`. All ranks go through them in one order,
     which cannot deadlock, and meet after each part, so that none waits long. `heads`: the first bytes of all slots, by
-    owner; `rests`: the others of those that are here."""
+    owner; `tails`: the others of those that are here."""
     rank = dist.get_rank()
     sizes = {owner: end_of(heads[owner]) - HEAD for owner, holder in enumerate(holders) if owner != holder}
     for start in range(0, max(sizes.values(), default=0), _PART):
@@ -106,7 +106,7 @@ def _transfer(holders: Sequence[int], heads: dict[int, bytes], rests: dict[int, 
             part = slice(start, start + _PART)
             with peer_errors():
                 if rank == holders[owner]:
-                    dist.send(torch.frombuffer(rests[owner][part], dtype=torch.uint8), owner)
+                    dist.send(torch.frombuffer(tails[owner][part], dtype=torch.uint8), owner)
                 elif rank == owner and room is not None:
                     dist.recv(torch.frombuffer(room[part], dtype=torch.uint8), holders[owner])
         barrier()

@@ -73,7 +73,7 @@ def stop_message(folder: Path, step: int) -> str:
 
 
 _POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
-_GLANCE = 0.5  # seconds within which the store must answer while a worker is watched
+_STORE_TIMEOUT = 0.5  # seconds within which the store must answer while a worker is watched
 _GRACE = 5.0  # seconds that a worker has to clean up after it was told to end
 _EXTERNAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that come from outside; a program's own mistake ends it by others, or by the kernel's SIGKILL."""
@@ -269,8 +269,8 @@ class Supervisor:
     def _wait_until_scaled_up(self) -> bool:
         """Wait until there should be a worker; False if the run is over first."""
         if not self.should_run():
-            self._record("worker rests")
-            print(f"rank {self.rank} rests, as `distflow scale` has asked for", flush=True)
+            self._record("worker scaled down")
+            print(f"rank {self.rank} is scaled down, as `distflow scale` has asked", flush=True)
         while not self.should_run():
             if self.is_obsolete():
                 return False
@@ -348,7 +348,7 @@ class Supervisor:
                 startup.current().end()
             try:
                 if (now := time.monotonic()) >= look_at:
-                    with self.store.within(_GLANCE):
+                    with self.store.within(_STORE_TIMEOUT):
                         if end := self._due_end(attempt):
                             return end
                     answered, look_at = time.monotonic(), now + paused(_POLL, self.ranks) - _POLL
@@ -358,7 +358,7 @@ class Supervisor:
             if finding := self.monitor.look():
                 held = stopped(worker.pid)
                 stack = "" if held else self.stack.dump(worker)
-                what = finding.what + " Somebody has stopped it (SIGSTOP)." * held + \
+                what = finding.what + " It was stopped (SIGSTOP)." * held + \
                     (f" It stands{where}." if (where := location_in(stack)) else "") + self._absent()
                 return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
                                      silent=finding.silent, outside=held)
@@ -386,7 +386,7 @@ class Supervisor:
         self.worker.signal(signal.SIGKILL)
         status, self.worker = self.worker.wait(), None
         if left := end_orphans(self.known_children):
-            self._record("orphans left", pids=sorted(left))
+            self._record("orphans ended", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return status
 
@@ -421,11 +421,11 @@ class Supervisor:
             what = f"it was ended by {signal.Signals(-status).name}{location_in(stack)}.{why}"
             return self._failure(what, details=stack and f"{stack}\n{what}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
-        return self._failure(f"it ended with exit status {status} and without a word")
+        return self._failure(f"it ended with exit status {status} and reported nothing")
 
     def _absent(self) -> str:
         """Return a sentence about collectives that not all ranks of the group have entered, if there are any."""
-        with self.store.within(_GLANCE):
+        with self.store.within(_STORE_TIMEOUT):
             text = absent_ranks(self.store.below(f"{self.group.name}/{self.heartbeat.attempt}"), self.group.ranks)
         return f" Collectives: {text}." if text else ""
 

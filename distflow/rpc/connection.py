@@ -62,7 +62,7 @@ class Connection:
         self.memory: MappedHeap | ServedHeap | None = None
         self.in_shared_memory = 0  # bytes of the next payload that are there
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
-        self.patience, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
+        self.timeout, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
 
     def send(self, header: Header, buffers: Iterable[Part] = ()) -> None:
         """Send a message. Parts that are small on average are joined first; else only scattered ones are copied."""
@@ -126,11 +126,11 @@ class Connection:
             self._into(part)
             size -= len(part)
 
-    def wait_at_most(self, patience: float, look: float, on_silence: Callable[[], None]) -> None:
-        """Let a client wait `patience` seconds for each next byte. Meanwhile `on_silence` is called every `look`
+    def wait_at_most(self, timeout: float, look: float, on_silence: Callable[[], None]) -> None:
+        """Let a client wait `timeout` seconds for each next byte. Meanwhile `on_silence` is called every `look`
         seconds; an `OSError` that it raises ends the wait."""
-        self.patience, self.on_silence = patience, on_silence
-        self.sock.settimeout(min(patience, look))
+        self.timeout, self.on_silence = timeout, on_silence
+        self.sock.settimeout(min(timeout, look))
 
     def delay(self) -> float:
         """Return the shortest round trip that the kernel has measured, in seconds; 0 where it tells none."""
@@ -200,7 +200,7 @@ class Connection:
                 views[first] = views[first][sent:]
 
     def _stay_patient(self, since: float) -> None:
-        if self.deadline is not None or time.monotonic() - since >= self.patience:
+        if self.deadline is not None or time.monotonic() - since >= self.timeout:
             raise TimeoutError("no byte was sent or taken in time")
         self.on_silence()
 

@@ -26,10 +26,10 @@ Reply = tuple[Header, numpy.ndarray]
 
 
 class RetryPolicy:
-    """Patience with broken connections: they are tried again until `patience` seconds have passed."""
+    """Retries over broken connections, until `timeout` seconds have passed."""
 
-    def __init__(self, patience: float):
-        self.patience = patience
+    def __init__(self, timeout: float):
+        self.timeout = timeout
         self.since: float | None = None
 
     def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
@@ -37,9 +37,9 @@ class RetryPolicy:
         so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if isinstance(error, TimeoutError) and not moved or now - self.since >= self.patience:
+        if isinstance(error, TimeoutError) and not moved or now - self.since >= self.timeout:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
-            raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.patience:g} s "
+            raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.timeout:g} s "
                               f"({error or type(error).__name__}). It may have died, with what it held, or it is "
                               "stopped: then continue it") from None
         time.sleep(_PAUSE)
@@ -70,9 +70,9 @@ class ConnectionPool:
         on_moved: called with an address whose process is another one than before, once that is connected.
     """
 
-    def __init__(self, token: bytes, who: str, patience: float, error_from: Callable[[Header], Exception],
+    def __init__(self, token: bytes, who: str, timeout: float, error_from: Callable[[Header], Exception],
                  locate: Callable[[Address], Address], on_moved: Callable[[Address], None], look: float):
-        self.token, self.who, self.patience, self.session = token, who, patience, secrets.token_hex(8)
+        self.token, self.who, self.timeout, self.session = token, who, timeout, secrets.token_hex(8)
         self.error_from, self.locate, self.on_moved, self.look = error_from, locate, on_moved, look
         self.located: dict[Address, Address] = {}  # where each process was looked for last
         self.served: dict[Address, Address] = {}  # where one has answered last
@@ -86,10 +86,10 @@ class ConnectionPool:
     def ask_all(self, requests: Iterable[Request], wait: float = 0.0) -> list[Reply]:
         """Send requests to several processes at once; return the replies in their order.
 
-        Raises `Unreachable` if one does not reply within the patience, and `wait` seconds that it may wait by itself
+        Raises `Unreachable` if one does not reply within the timeout, and `wait` seconds that it may wait by itself
         before it replies; else what `error_from` makes of the first reply that reports an error.
         """
-        requests, retry = list(requests), RetryPolicy(self.patience)
+        requests, retry = list(requests), RetryPolicy(self.timeout)
         self._ask_for_room(requests, retry)
         replies: dict[int, Reply] = {}
         with contextlib.ExitStack() as failed:
@@ -164,7 +164,7 @@ class ConnectionPool:
                 connection, size = self.connections.get(at), sum(map(len, buffers))
                 if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
                     asked[at] = connection.memory, size
-                    connection.wait_at_most(self.patience, self.look, partial(self._check, at))
+                    connection.wait_at_most(self.timeout, self.look, partial(self._check, at))
                     connection.send({"op": "reserve", "size": size})
             for at, (memory, size) in [*asked.items()]:
                 memory.take_room(self.connections[at].receive(most=0)[0], size)
@@ -182,7 +182,7 @@ class ConnectionPool:
         address, header, buffers = request
         try:
             connection = self._connection(address)
-            connection.wait_at_most(self.patience + wait, self.look, partial(self._check, address))
+            connection.wait_at_most(self.timeout + wait, self.look, partial(self._check, address))
             if self.sent_activity.get(address) != self.activity:
                 self.sent_activity[address] = self.activity
                 header = header | {"activity": self.activity}
@@ -218,7 +218,7 @@ class ConnectionPool:
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
             at = self.located[address] = self.locate(address)
-            connection = connect(at, self.token, min(self.patience, _CONNECT), self.look, partial(self._check, address))
+            connection = connect(at, self.token, min(self.timeout, _CONNECT), self.look, partial(self._check, address))
             answer = connection.ask({"op": "hello", "who": self.who, "session": self.session})
             connection.memory = MappedHeap.of_server(answer["memory"], self.token)
             self.connections[address] = connection

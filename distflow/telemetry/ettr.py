@@ -83,7 +83,7 @@ def account(events: Iterable[Event]) -> FailureCosts:
             if mine and mine[-1][1] == math.inf:  # of a worker whose end has no event
                 _close_intervals(result, [rank], last[rank])
             mine.append((now, math.inf))
-        elif kind in ("worker ended", "worker rests"):
+        elif kind in ("worker ended", "worker scaled down"):
             _close_intervals(result, [rank], now)
         elif kind == "failure":
             first, final = event["ranks"]
@@ -118,12 +118,12 @@ def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
         if again or event["event"] == "failure":
             break  # later events are of another attempt, or of another start of the task
         mine += [event] if event.get("attempt") == failure["attempt"] + 1 else []
-    started, ready, useful = ([event for event in mine if event["event"] == f"worker {kind}"]
-                              for kind in ("started", "ready", "useful"))
+    started, ready, caught_up = ([event for event in mine if event["event"] == f"worker {kind}"]
+                              for kind in ("started", "ready", "caught up"))
     if started:
         found.start = max(event["time"] for event in started) - failure["time"]
     if ready:
         found.connect, found.load = (max(event["seconds"][part] for event in ready) for part in ("connect", "load"))
-    if useful and ready:
-        found.first = max(event["time"] for event in useful) - max(event["time"] for event in ready)
+    if caught_up and ready:
+        found.first = max(event["time"] for event in caught_up) - max(event["time"] for event in ready)
     return found

@@ -116,7 +116,7 @@ class Heartbeat:
         """Finish the step: it will not be repeated."""
         self.page.finished += 1
         if self.page.finished == 1:
-            record("worker useful", attempt=self.attempt)
+            record("worker caught up", attempt=self.attempt)
 
     def set_gpu(self, gpu: str) -> None:
         """Set this worker's GPU, by its NVML name: GPU-…."""

@@ -30,7 +30,7 @@ from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
 
 _EVERY = 1.0  # seconds between two looks at the files
-_PARTING = 60.0  # seconds at the end of a run for what is left
+_EXIT_TIMEOUT = 60.0  # seconds at the end of a run for what is left
 _FILE = "loggers.json"
 
 
@@ -225,7 +225,7 @@ class LogProcesses:
         for child in self.children.values():
             child.stdin.close()
         for child in self.children.values():
-            if child.poll(_PARTING) is None:
+            if child.poll(_EXIT_TIMEOUT) is None:
                 child.end()
         self.check()
 

@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals that may be sent to all processes of a run at once, and that its supervisors act on."""
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LEFT, _KILLED, _STOPS, _LOOK = 2.0, 5.0, 1.0, 0.02
+_TERM_TIMEOUT, _KILL_TIMEOUT, _STOP_TIMEOUT, _POLL_INTERVAL = 2.0, 5.0, 1.0, 0.02
 """Seconds that a process has to end after SIGTERM and after SIGKILL, and to stop; and between two looks."""
 _spawned: set[int] = set()  # processes that `spawn` has started and that have not been waited for
 
@@ -282,9 +282,9 @@ def _stop(processes: set[int]) -> None:
     """Stop processes, and wait until they stand still: one that is forking when the signal comes still has a child."""
     for process in processes:
         _send(process, signal.SIGSTOP)
-    until = time.monotonic() + _STOPS
+    until = time.monotonic() + _STOP_TIMEOUT
     while any(_runs(process) for process in processes) and time.monotonic() < until:
-        time.sleep(_LOOK / 10)
+        time.sleep(_POLL_INTERVAL / 10)
 
 
 def _runs(process: int) -> bool:
@@ -297,10 +297,10 @@ def end_orphans(known: Collection[int]) -> set[int]:
     """End the children of this process that are neither known nor spawned, whatever session they are in: by SIGTERM and
     SIGCONT, and after a while with their descendants by SIGKILL. Return those that even SIGKILL has not ended in time:
     they wait in the kernel, as for a disk that does not answer."""
-    deadline, signalled = time.monotonic() + _LEFT, set()
+    deadline, signalled = time.monotonic() + _TERM_TIMEOUT, set()
     while left := _unreaped(children(os.getpid()) - _spawned.union(known)):
         over = time.monotonic() > deadline
-        if time.monotonic() > deadline + _KILLED:
+        if time.monotonic() > deadline + _KILL_TIMEOUT:
             return left
         for each in left if over else left - signalled:
             if over:
@@ -309,7 +309,7 @@ def end_orphans(known: Collection[int]) -> set[int]:
                 _send(each, signal.SIGTERM)
                 _send(each, signal.SIGCONT)
         signalled |= left
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     return set()
 
 

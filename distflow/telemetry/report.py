@@ -78,7 +78,7 @@ def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: Run
     if not failures:
         faults = "Nothing has failed."
     else:
-        faults = f"It has had {broken}." if state == "does not go on" else f"It has survived {broken}."
+        faults = f"It has had {broken}." if state == "is not running" else f"It has survived {broken}."
     ended = "" if reader.summary else f" It {state}, after {count:,} of {wanted} steps."
     return {"kind": kind, "text": f"{learned}{ended} {faults}"}
 

@@ -2,7 +2,7 @@
 
     launch.json, *.yaml, plan.json      what another process needs to repeat or resume the run
     metrics.jsonl, samples.jsonl, samples/, validation.jsonl, tensorboard/    appended to while the run goes on
-    summary.json                        the run has come to its end: results, command, host, versions, commit
+    summary.json                        the run has finished: results, command, host, versions, commit
 
 A full disk does not end a run: lines and TensorBoard steps that cannot be written are left out.
 """

@@ -25,7 +25,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry.processes import alive, began
 
 NAME = "run.lock"
-_PATIENCE, _LOOK = 3.0, 0.1  # seconds in which killed processes are gone, and between two looks
+_EXIT_TIMEOUT, _POLL_INTERVAL = 3.0, 0.1  # seconds in which killed processes are gone, and between two looks
 _EVERY = 30.0  # seconds between two checks of a lock that is held
 _WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without `flock`
 
@@ -107,7 +107,7 @@ class RunLock:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return  # no reason for a run to end; it is tried again
             raise
-        until, self.locked = time.monotonic() + _PATIENCE, True
+        until, self.locked = time.monotonic() + _EXIT_TIMEOUT, True
         while not self._taken(file):
             if time.monotonic() > until:
                 held = holder(self.path.parent)
@@ -116,7 +116,7 @@ class RunLock:
                     break
                 os.close(file)
                 raise refusal(self.path.parent, held)
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         self.file, self.looked = file, time.monotonic()
         self._sign(file)
 

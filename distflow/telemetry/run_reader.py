@@ -19,7 +19,7 @@ import yaml
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.telemetry.run_lock import in_use
 
-SUMMARY = "summary.json"  # exists once a run has come to its end
+SUMMARY = "summary.json"  # exists once a run has finished
 _AGE = re.compile(r"staleness/tokens/\d+")
 _SETTINGS = ("dag.yaml", "run.yaml")
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ class RunReader:
 
     @property
     def summary(self) -> Row:
-        """Results of a run that has come to its end; empty before."""
+        """Results of a run that has finished; empty before."""
         return self._json(SUMMARY)
 
     @property
@@ -94,10 +94,10 @@ class RunReader:
 
     @property
     def state(self) -> str:
-        """What the run does: `goes on`, `has come to its end`, or `does not go on`."""
+        """What the run does: `is running`, `has finished`, or `is not running`."""
         if (self.folder / SUMMARY).is_file():
-            return "has come to its end"
-        return "goes on" if in_use(self.folder) else "does not go on"
+            return "has finished"
+        return "is running" if in_use(self.folder) else "is not running"
 
     def settings(self) -> dict[str, str]:
         """Return the settings of the run as `section.key: value`."""

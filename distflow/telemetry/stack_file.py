@@ -12,7 +12,7 @@ import time
 from distflow.telemetry.processes import Child
 
 _DUMP, _DUMP_ALL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask a process for the stack of a thread, and of all
-_PATIENCE, _PAUSE = 1.0, 0.02  # seconds that a process has to write its stack, and between two looks at it
+_WRITE_TIMEOUT, _POLL_INTERVAL = 1.0, 0.02  # seconds that a process has to write its stack, and between two looks at it
 _LONGEST = 2000  # characters of a stack that are read
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARIES = tuple({sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")} | {"<"})
@@ -49,8 +49,8 @@ class StackFile:
         os.ftruncate(self.requested, 0)
         os.lseek(self.requested, 0, os.SEEK_SET)
         process.signal(number)
-        until, before = time.monotonic() + _PATIENCE, ""
-        while time.monotonic() < until and process.poll(_PAUSE) is None \
+        until, before = time.monotonic() + _WRITE_TIMEOUT, ""
+        while time.monotonic() < until and process.poll(_POLL_INTERVAL) is None \
                 and not before == (text := _stacks(self.requested)) > "":
             before = text
         return _stacks(self.requested)

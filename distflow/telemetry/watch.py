@@ -67,7 +67,7 @@ class RunView:
     @property
     def state(self) -> str:
         state = self.reader.state
-        return f"{state}: it was stopped or has failed" if state == "does not go on" else state
+        return f"{state}: it was stopped or has failed" if state == "is not running" else state
 
     def seconds_left(self) -> float | None:
         seconds = [value for _, value in list(self.curves.get("seconds", ()))[-20:]]
@@ -93,7 +93,7 @@ def page(view: RunView) -> Group:
 
 def _head(view: RunView) -> RenderableType:
     left = view.seconds_left()
-    remaining = f"left {_duration(left)}" if left and view.state == "goes on" else view.state
+    remaining = f"left {_duration(left)}" if left and view.state == "is running" else view.state
     head = Table.grid(padding=(0, 2))
     head.add_row(Text(view.folder.name, style="bold"), f"step {view.step}/{view.steps}",
                  ProgressBar(total=max(view.steps, 1), completed=view.step, width=20), remaining)
@@ -116,10 +116,11 @@ def _ranks(view: RunView) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("rank", "role", "doing", "for", "step", "weights", "memory"):
         table.add_column(name, no_wrap=name != "doing", overflow="ellipsis")
-    now, goes_on = time.time(), view.state == "goes on"
+    now, running = time.time(), view.state == "is running"
     for number, rank in view.ranks.items():
-        silent = goes_on and rank.silence(now) > 0
-        doing = rank.doing.name.replace("computing node ", "") if rank.doing else "has ended"
+        silent = running and rank.silence(now) > 0
+        doing = rank.doing.name.replace("computing node ", "") if rank.doing else \
+            "idle" if running else "has ended"
         spent = _duration(rank.seen - rank.doing.start) if rank.doing else ""
         version = view.versions.get(number)
         if silent:
@@ -156,7 +157,7 @@ def watch(folder: Path, once: bool = False, console: Console | None = None) -> N
         console.print(page(view))
         return
     with Live(page(view), console=console, auto_refresh=False) as live:
-        while view.state == "goes on":
+        while view.state == "is running":
             time.sleep(_EVERY)
             view.look()
             live.update(page(view), refresh=True)

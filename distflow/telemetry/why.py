@@ -94,7 +94,7 @@ def explain(folder: Path, complete: Callable[[Path], Sequence[Path]], step: int 
     reader = RunReader.of(folder, "distflow why runs/grpo-1")
     metrics = reader.timed_steps()
     if step is None:
-        if reader.state == "goes on":
+        if reader.state == "is running":
             yield from stuck(folder, len(metrics))
         elif not reader.summary:
             yield from dead(reader, complete)
@@ -116,7 +116,7 @@ def stuck(folder: Path, done: int) -> Iterator[str]:
     """Say what ranks do now, which of them the others wait for, and where it stands in its code."""
     ranks, now = timeline.newest(folder), time.time()
     usual = _usual_seconds(timeline.read(folder, range(max(1, done - 5), done + 1)).spans)
-    yield f"{folder.name} goes on; {done} steps are done."
+    yield f"{folder.name} is running; {done} steps are done."
     late: dict[int, float] = {}  # by rank, how much later than usual; without a sign it is later than all others
     waits: list[int] = []  # ranks that wait much longer than usual
     for number, rank in sorted(ranks.items()):
@@ -178,10 +178,10 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
 
 
 def dead(reader: RunReader, complete: Callable[[Path], Sequence[Path]]) -> Iterator[str]:
-    """Say what ended a run that has neither come to its end nor goes on, and how it can; `complete` as in `explain`."""
+    """Say what ended a run that has neither finished nor is running, and how it can; `complete` as in `explain`."""
     ends = [event for event in reader.rows("events") if event["event"] in ("failure", "run stopped", "worker started")]
     failures = [event for event in ends if event["event"] == "failure"]
-    yield f"{reader.folder.name} does not go on, and has not come to its end."
+    yield f"{reader.folder.name} is not running, and has not finished."
     if ends and ends[-1]["event"] == "run stopped":
         step, failures = ends[-1]["after_step"], []
         when = f"after step {step}" if step else "within a step"

@@ -81,13 +81,13 @@ class PullerConnection:
 class SourceServer:
     """Server of the chunk stores in `stores`, from `start` to `close`.
 
-    transports: those that pullers may choose from. patience: seconds without a request after which a lease may go to
+    transports: those that pullers may choose from. timeout: seconds without a request after which a lease may go to
     another puller. on_lease: called with the name of the puller that has the lease, or "", whenever that changes.
     """
 
-    def __init__(self, token: bytes, who: str, host: str, transports: dict[str, Transport], patience: float,
+    def __init__(self, token: bytes, who: str, host: str, transports: dict[str, Transport], timeout: float,
                  on_lease: Callable[[str], None]):
-        self.who, self.transports, self.patience, self.on_lease = who, transports, patience, on_lease
+        self.who, self.transports, self.timeout, self.on_lease = who, transports, timeout, on_lease
         self.stores: dict[str, ChunkStore] = {}
         self.leaseholder: PullerConnection | None = None
         self.sharing = set[PullerConnection]()
@@ -110,16 +110,16 @@ class SourceServer:
     def offer(self, chunks: ChunkStore) -> None:
         self.stores = {**self.stores, chunks.key: chunks}
 
-    def withdraw(self, key: str, patience: float = 0.0) -> None:
-        """Stop serving a version; wait up to `patience` seconds for the puller that has its lease."""
-        deadline = time.monotonic() + patience
+    def withdraw(self, key: str, timeout: float = 0.0) -> None:
+        """Stop serving a version; wait up to `timeout` seconds for the puller that has its lease."""
+        deadline = time.monotonic() + timeout
         with self.changed:
             while self._is_pulled(key) and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
             self.stores = {other: chunks for other, chunks in self.stores.items() if other != key}
 
     def _is_pulled(self, key: str) -> bool:
-        return any(client is not None and client.key == key and time.monotonic() - client.heard < self.patience
+        return any(client is not None and client.key == key and time.monotonic() - client.heard < self.timeout
                    for client in (self.leaseholder, *self.sharing))
 
     def _serve(self, connection: Connection, hello: Header) -> None:
@@ -178,7 +178,7 @@ class SourceServer:
                 client.leaseholder, client.key = other, chunks.key
                 return self._have(client, chunks), []
             if other is not None and other is not client:
-                if other.who != client.who and time.monotonic() - other.heard < self.patience:
+                if other.who != client.who and time.monotonic() - other.heard < self.timeout:
                     return {"busy": other.who}, []
                 other.connection.hang_up()
             self.leaseholder, client.leaseholder, client.key = client, None, chunks.key
@@ -245,7 +245,7 @@ class SourceServer:
         return found
 
 
-_LOOK, _PATIENCE = 0.02, 1.0  # seconds between two looks at who has come, of rank 0 and of others
+_POLL_INTERVAL, _OTHERS_POLL_INTERVAL = 0.02, 1.0  # seconds between two looks at who has come, of rank 0 and of others
 
 
 class Publisher:
@@ -255,17 +255,17 @@ class Publisher:
     Args:
         host: the address at which pullers reach this process.
         transport: what pullers may choose from: `auto` offers all that this process can use.
-        patience: seconds for which a puller may delay a new version while it pulls the one before the last.
+        timeout: seconds for which a puller may delay a new version while it pulls the one before the last.
         meeting: seconds within which all ranks must have come, or `WeightsLate` is raised.
     """
 
     def __init__(self, store: Store, token: bytes, *, rank: int, ranks: int, host: str = "127.0.0.1",
-                 transport: str = "auto", patience: float = 5.0, meeting: float = 300.0):
-        self.rank, self.ranks, self.patience = rank, ranks, patience
+                 transport: str = "auto", timeout: float = 5.0, meeting: float = 300.0):
+        self.rank, self.ranks, self.timeout = rank, ranks, timeout
         self.buffers = SharedMemoryPool(memory_name("weights", token))
         available = transports(transport, self.buffers, host)
         who = f"trainer-{rank}"
-        self.source = SourceServer(token, who, host, available, patience,
+        self.source = SourceServer(token, who, host, available, timeout,
                                    lambda serving: self.directory.update(serving=serving))
         self.directory = Directory(store, SourceEntry(who, self.source.address, rank, machine=machine_of(available)),
                                    ranks=ranks)
@@ -308,7 +308,7 @@ class Publisher:
     def _withdraw(self) -> None:
         newest = self.directory.newest_of(self.attempt)
         for chunks in [held for held in self.held if held.version < newest]:
-            self.source.withdraw(chunks.key, self.patience)
+            self.source.withdraw(chunks.key, self.timeout)
             self.held.remove(chunks)
 
     @torch.no_grad()
@@ -351,7 +351,8 @@ class Publisher:
         earlier attempt have other nonces. Whoever agrees last begins it."""
         store, mine, agreed, deadline = self.directory.store, secrets.token_hex(8), "", time.monotonic() + limit
         store.put(f"meeting/{self.rank}", mine)
-        pause, present = (_LOOK if self.rank == 0 else _PATIENCE) * (1 + self.ranks / 100), list[str]()
+        pause = (_POLL_INTERVAL if self.rank == 0 else _OTHERS_POLL_INTERVAL) * (1 + self.ranks / 100)
+        present = list[str]()
         while time.monotonic() < deadline:
             if self.rank == 0:
                 present = self._propose(present)

@@ -326,7 +326,7 @@ def _thread(work: Callable[[SourceClient], None], client: SourceClient) -> Itera
         thread.join()
 
 
-_LOOK = 0.1
+_POLL_INTERVAL = 0.1
 
 
 class Puller:
@@ -393,7 +393,7 @@ class Puller:
             if self.stopped.is_set() or time.monotonic() > until:
                 raise WeightsLate(f"no version of the weights could be pulled in {seconds:g} s; the newest "
                                   f"published is {self.newest()}{last_error}. The trainer may be down: start it again")
-            self.stopped.wait(_LOOK)
+            self.stopped.wait(_POLL_INTERVAL)
 
     def stop(self) -> None:
         """Let the pull that is under way raise `WeightsLate`, and any other after it."""

@@ -26,6 +26,6 @@ def test_table_1(row):
 
 def test_warehouses_share_the_volume():
     flow = SampleFlow(K, 16, 2 * K, 5, 16 * K, 3)
-    alone, shared = flow.through_each_shard(1, 5), flow.through_each_shard(16, 5)
+    alone, shared = flow.bytes_through_each_shard(1, 5), flow.bytes_through_each_shard(16, 5)
     assert shared == alone / 16
     assert alone / flow.nbytes < 1.001, "metadata are next to nothing"

@@ -7,6 +7,7 @@ import pytest
 from distflow.config.dag import Dag
 from distflow.config.run import Run
 from distflow.config.yaml_source import check, parse
+from distflow.errors import InvalidInput
 
 GOOD = "steps: 3\ndata: {train: x.jsonl}\n"
 
@@ -77,3 +78,12 @@ def test_a_hint_says_where_a_key_belongs(text: str, hint: str) -> None:
     _, mistakes = check(Run, parse(GOOD + text, "file"))
     assert len(mistakes) == 1
     assert mistakes[0].hint.startswith(hint)
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("there is none", "there is none."),
+    ("there is none. Name one:  --data x.jsonl", "there is none. Name one:  --data x.jsonl"),
+    ("name one, as  --data x.jsonl   or leave it out", "name one, as  --data x.jsonl   or leave it out."),
+    ("it is wrong:", "it is wrong:")])
+def test_a_line_to_paste_ends_without_a_full_stop(text: str, shown: str) -> None:
+    assert str(InvalidInput(text)) == shown

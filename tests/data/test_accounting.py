@@ -18,7 +18,7 @@ from distflow.data.exchange import gather
 from distflow.plan import SOURCE, Plan
 from distflow.telemetry.metrics import Metrics
 from planners import plan as make_plan
-from planners.transfers import through_ranks
+from planners.transfers import bytes_through_ranks
 
 ROWS, PROMPT, RESPONSE, GROUP = 96, 50, 70, 4
 
@@ -82,5 +82,6 @@ def test_the_plan_expects_what_is_moved(tmp_path, layouts, moved):
         assert 0.95 / copies * move.bytes_per_step <= moves <= 1.05 * move.bytes_per_step, edge
     through: Counter[int] = Counter()
     for edge, move in expected.items():
-        through.update(through_ranks(move.bytes_per_step, layouts[move.producer], layouts[edge.partition("/")[2]]))
+        reader = layouts[edge.partition("/")[2]]
+        through.update(bytes_through_ranks(move.bytes_per_step, layouts[move.producer], reader))
     assert 0.75 < metrics["data/bytes_of_busiest_rank"] / max(through.values()) < 1.05

@@ -183,7 +183,8 @@ def take_after_a_loss(plan: Plan, node: str, lost: str) -> str:
 
 
 @pytest.mark.parametrize(("reads", "lost", "expected"), [
-    ("d_here d_there", "there", "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` owes"),
+    ("d_here d_there", "there",
+     "node `join` on rank 1 lacks rows [0] of columns d_there, which node `there` has not written"),
 ])
 def test_missing_rows_are_named(reads, lost, expected):
     plan = (Builder(2, ONE)
@@ -239,7 +240,7 @@ def test_who_is_waited_for_is_named():
     for rank, text in enumerate((first, second)):
         assert (f"node `b` on rank {rank} waits for columns r_a, d_a of the rows of node `a`, on rank 0 to 2: "
                 "rank 2 did") in text
-        assert "Of these rows rank 2 owes 4 of them by its share: 28, 29, 30, 31" in text
+        assert "Of these rows rank 2 is to send 4 of them by its share: 28, 29, 30, 31" in text
         assert "rank 2 is in step 4, computing node `a`, for " in text.splitlines()[-1]
 
 

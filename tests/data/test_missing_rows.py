@@ -1,4 +1,4 @@
-"""Rows that a missing rank owes: known without it, and equal to what the rank would have had."""
+"""Rows that a missing rank is to send: known without it, and equal to what the rank would have had."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_rows_coarser_than_units_are_named_once():
 
 def test_without_a_named_rank_all_are_named_and_without_known_rows_the_share_is():
     text = missing_rows(lineage(), "rollout", THREE, None, range(30), 1, ())
-    assert text == ("rank 0 owes 20 of them by its share: 0, 1, 2, 3, 4, …; "
-                    "rank 2 owes 20 of them by its share: 40, 41, 42, 43, 44, …")
-    assert missing_rows(lineage(), "rollout", THREE, None, None, 1, [2]) == "rank 2 owes share 2 of 3 of them"
+    assert text == ("rank 0 is to send 20 of them by its share: 0, 1, 2, 3, 4, …; "
+                    "rank 2 is to send 20 of them by its share: 40, 41, 42, 43, 44, …")
+    assert missing_rows(lineage(), "rollout", THREE, None, None, 1, [2]) == "rank 2 is to send share 2 of 3 of them"
     assert missing_rows(lineage(), "rollout", THREE, None, range(3), 1,
-                        [3]) == "rank 3 owes none of them, but must come too"
+                        [3]) == "rank 3 is to send none of them, but must join in"
     wide = Layout(9)
     plan = Builder(9, wide).node("a", "r_prompt", "", wide).plan()
     assert missing_rows(RowLineage(plan.tasks, wide), SOURCE, wide, None, None, 0, ()).endswith(

@@ -62,7 +62,7 @@ def test_the_plan_expects_what_the_dock_counts(grpo, dock, shards):
             assert set(fetched.columns) == set(edge.columns)
     through = [part["received"] + part["sent"] for part in at.status()]
     assert sum(through) == pytest.approx(volume.bytes_in + volume.bytes_out, rel=0.05)
-    assert max(through) == pytest.approx(volume.through_each_shard, rel=0.05)
+    assert max(through) == pytest.approx(volume.bytes_through_each_shard, rel=0.05)
 
 
 def test_each_column_goes_in_once_and_out_for_every_reader(grpo):

@@ -16,7 +16,7 @@ HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 2)
 
 def test_clients_of_a_dead_shard_look_at_its_entry_once_in_a_while(token, monkeypatch):
     """They try to connect 20 times a second, in several threads."""
-    monkeypatch.setattr("distflow.dock.directory._LOOK", 600.0)
+    monkeypatch.setattr("distflow.dock.directory._POLL_INTERVAL", 600.0)
     hosted = store_on("127.0.0.1")
     store, server = CountingStore(hosted.port), StorageShardServer(token)
     directory = ShardDirectory(store)

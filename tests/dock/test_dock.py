@@ -243,7 +243,7 @@ def test_an_answer_that_never_comes_is_an_error(dock, token):
     at = dock()
     at.services[0].state.lock.acquire()
     try:
-        with (DockClient(at.addresses, token, "impatient", patience=1.0) as other,
+        with (DockClient(at.addresses, token, "impatient", timeout=1.0) as other,
               pytest.raises(Unreachable, match="has not sent or taken a byte for 1 s")):
             other.status()
     finally:
@@ -253,7 +253,7 @@ def test_an_answer_that_never_comes_is_an_error(dock, token):
 def test_an_answer_that_comes_late_is_not_taken_for_another(dock, token):
     at = dock(2)
     at.put(tokens(range(8)))
-    with DockClient(at.addresses, token, "impatient", patience=1.0) as other:
+    with DockClient(at.addresses, token, "impatient", timeout=1.0) as other:
         other.fetch(torch.arange(8), ["tokens"])
         with at.services[0].state.lock, pytest.raises(Unreachable):
             other.fetch(torch.arange(8), ["tokens"])

@@ -33,7 +33,7 @@ def rows(ids) -> Batch:
 @pytest.fixture
 def directory(monkeypatch) -> ShardDirectory:
     """One whose fences look only when they are asked to."""
-    monkeypatch.setattr("distflow.dock.directory._LOOK", 600.0)
+    monkeypatch.setattr("distflow.dock.directory._POLL_INTERVAL", 600.0)
     return ShardDirectory(hosted())
 
 
@@ -137,7 +137,7 @@ def test_a_store_that_stands_still_holds_up_no_put(token, monkeypatch):
             longest = max(longest, time.monotonic() - began)
         assert found.count(False) <= 1, "a crowded machine may be late once"
         assert longest < server.fence.fresh
-        server.fence.doubt()
+        server.fence.recheck()
         assert at.put(rows(range(4, 8))) == 4
     server.close()
     store.end()
@@ -156,7 +156,7 @@ def test_an_entry_that_cannot_be_read_decides_nothing(at, server, directory, cap
     directory.store.put("0", text) if text else directory.store.delete("0")
     with caplog.at_level(logging.WARNING, "distflow.dock"):
         for row in range(3):
-            server.fence.doubt()
+            server.fence.recheck()
             assert at.put(rows([row])) == 1
     assert caplog.text.count("shard 0 of the dock cannot look") == bool(text)
 
@@ -167,7 +167,7 @@ def test_a_fence_that_ends_holds_up_no_reply(at, server, monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(server.fence, "_look", end)
-    server.fence.doubt()
+    server.fence.recheck()
     assert at.put(rows([0])) == 1
 
 
@@ -176,11 +176,11 @@ def test_a_shard_whose_connection_to_the_store_has_ended_looks_by_another_one(at
     gone = StoreUnavailable("store", 0.0, "reset", gone=True)
     server.fence.store = store = Unsteady(server.fence.store)
     store.errors[:] = gone, gone
-    server.fence.doubt()
+    server.fence.recheck()
     assert at.put(rows([0])) == 1, "nothing is decided"
     directory.take(0, ELSEWHERE)
     store.errors[:] = [gone]
-    server.fence.doubt()
+    server.fence.recheck()
     with pytest.raises(Unreachable):
         at.put(rows([1]))
 

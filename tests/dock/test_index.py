@@ -105,7 +105,7 @@ def test_a_step_is_committed_once_whoever_comes():
     made = index_of()
     first = made.lease(2, 0.0, "a", step=0)
     made.dropped("a", 1.0)
-    made.relearn([(["tokens"], numpy.array([0]))], lambda rows: rows == 0)  # so that the second draw has other rows
+    made.rebuild([(["tokens"], numpy.array([0]))], lambda rows: rows == 0)  # so that the second draw has other rows
     second = made.lease(2, 2.0, "b", step=0)
     assert ids(second) == [1, 2]
     assert made.commit(second.number, 0, second.ids, 3.0)
@@ -170,9 +170,9 @@ def test_results_that_were_lost_with_a_shard_are_made_again():
     scored = reward.lease(6, 0.0, "a")
     reward.commit(scored.number, None, scored.ids, 0.0)
     listed = [(["tokens"], numpy.array([1])), (["tokens", "rewards"], numpy.array([5]))]
-    update.relearn(listed, lambda rows: rows % 2 == 1)
+    update.rebuild(listed, lambda rows: rows % 2 == 1)
     assert ready(update) == [0, 2, 4, 5]
-    reward.relearn(listed, lambda rows: rows % 2 == 1)
+    reward.rebuild(listed, lambda rows: rows % 2 == 1)
     reward.learn(table([1]), ["tokens"])
     reward.learn(table([5]), ["tokens", "rewards"])
     assert ids(reward.lease(6, 1.0, "b")) == [1], "its reward is made again"
@@ -183,7 +183,7 @@ def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     made = index_of(range(2))
     first = made.lease(2, 0.0, "a")
     made.expire(10.0)
-    made.relearn([], lambda rows: rows >= 0)
+    made.rebuild([], lambda rows: rows >= 0)
     made.learn(table(range(2)), ["tokens", "rewards"])
     with pytest.raises(LeaseLost):
         made.renew(first.number, 11.0, "a")

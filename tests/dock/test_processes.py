@@ -111,7 +111,7 @@ def test_a_stopped_shard_is_noticed_in_the_time_of_the_request_itself(children, 
     """A large put asks for room first; the request before it may have waited longer."""
     child = children()
     rows = Batch(torch.arange(4), {"tokens": torch.zeros(4, 1 << 16)})
-    with DockClient([child.address], token, "rollout", patience=2.0) as dock:
+    with DockClient([child.address], token, "rollout", timeout=2.0) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
         dock.put(rows)
         assert len(dock.lease("update", 4, wait=wait)) == 4
@@ -167,7 +167,7 @@ def test_a_rollout_that_is_killed_within_a_put_leaves_no_group_of_two_attempts(c
 def test_one_that_takes_the_place_of_another_begins_with_nothing(children, token):
     """Its rows can be produced once more."""
     dead = children()
-    with DockClient([dead.address], token, "trainer", patience=60) as dock:
+    with DockClient([dead.address], token, "trainer", timeout=60) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
         for _ in range(2):
             assert dock.put(tokens(range(4))) == 4
@@ -178,7 +178,7 @@ def test_one_that_takes_the_place_of_another_begins_with_nothing(children, token
 
 def test_it_ends_with_whoever_started_it_and_that_is_noticed(children, token):
     child = children()
-    with DockClient([child.address], token, "test", patience=2.0) as dock:
+    with DockClient([child.address], token, "test", timeout=2.0) as dock:
         dock.configure((Consumer("update", ("tokens",)),))
         child.process.stdin.close()
         assert child.process.poll(10) == 0

@@ -124,5 +124,5 @@ def test_step_or_share(wrong):
 
 
 def test_no_machine_is_lost_that_is_all_of_the_run(tmp_path):
-    with pytest.raises(UnboundedFault, match=r"start the machines apart \(--board and --machines\)"):
+    with pytest.raises(UnboundedFault, match=r"start the machines by themselves \(--store and --machines\)"):
         faults(tmp_path, {"kind": "machine", "step": 2, "phase": "training"})

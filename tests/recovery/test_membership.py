@@ -261,7 +261,7 @@ def _when_begun(one: Membership) -> Rendezvous | None:
 
 def test_all_were_lost_where_all_train(store, pool, capfd, monkeypatch):
     """As when a cluster restarts and its etcd does not: nobody is left who would miss them."""
-    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    monkeypatch.setattr(membership, "_REPORT_AFTER", 0.1)
     joined(pool, *(machine(store, f"run host-{name} 7 7", most=2, grows=True) for name in "ab"))
     rounds = joined(pool, *(machine(store, f"run host-{name} 8 8", most=2, grows=True, silence=0.6) for name in "ab"))
     assert sorted((round.number, round.block, round.replaces) for round in rounds) == [(1, 0, False), (1, 1, False)]
@@ -317,7 +317,7 @@ def test_an_end_is_everybodys(store, pool):
 
 
 def test_a_store_of_another_run(store, etcd):
-    for kept, remedy in ((store, "a board of its own:  distflow board --port"),
+    for kept, remedy in ((store, "a store of its own:  distflow store --port"),
                          (EtcdStore(etcd.address("one"), LONG), f"--store etcd://127.0.0.1:{etcd.clients[0]}/ANOTHER")):
         machine(kept, "a").agree("one run")
         with pytest.raises(InvalidInput, match=f"has digest one run, here it is another. .*{remedy}"):
@@ -328,7 +328,7 @@ def test_a_run_that_is_done_is_not_begun_again(store):
     """An etcd remembers it; a job that found nothing to do must not look as if it had done it."""
     machine(store, "a").agree("the run")
     machine(store, "a").finish(0)
-    with pytest.raises(InvalidInput, match="is done, and nothing is left to do here; each run needs a board"):
+    with pytest.raises(InvalidInput, match="is done, and nothing is left to do here; each run needs a store"):
         machine(store, "another job").agree("the run")
 
 

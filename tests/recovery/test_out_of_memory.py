@@ -15,7 +15,8 @@ from distflow.recovery.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(("before", "now", "said"), [
-    (3, 3, "Somebody sent it"), (3, 5, "The kernel probably ended it because memory was full: it has ended 2 since"),
+    (3, 3, "Another process sent it"),
+    (3, 5, "The kernel probably ended it because memory was full: it has ended 2 since"),
     (None, 5, "The kernel may have ended it"), (3, None, "The kernel may have ended it")])
 def test_the_cause_of_a_kill_is_no_more_than_is_known(monkeypatch, before, now, said):
     monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)

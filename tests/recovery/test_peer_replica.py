@@ -122,7 +122,7 @@ def test_the_last_two_are_there_complete(rank, start, replicas, tmp_path):
     back = {"weight": torch.zeros(1000)}
     assert replicas.load(replicas.complete()[StateShard(0, 0, 4, 0, 1)], back) == {"step": 4}
     assert (back["weight"] == 4).all()
-    assert rank.values["neighbour/seconds"] > 0
+    assert rank.values["peer_replica/seconds"] > 0
     assert sum(slot.memory() is not None for slot in rank.snapshots.slots) == 2, "that costs no third copy here"
     assert not happened(tmp_path)
 
@@ -138,13 +138,13 @@ def test_no_step_waits_for_one_that_is_slow(rank, start, replicas, tmp_path, cap
     assert steps(rank.snapshots) == [1, 2, 6, 7]
     assert steps(replicas) == [1]
     assert rank.peer_replica.sending.shard.step == 2
-    assert happened(tmp_path) == ["neighbour late"]
+    assert happened(tmp_path) == ["replica late"]
     assert "the copy of step 2 has been on its way" in capsys.readouterr().err
     replica_server.process.signal(signal.SIGCONT)
     rank.arrived()
     assert steps(replicas) == [1, 2]
     assert rank.step(8, SIZE)
-    assert current().collect(lambda mine: [mine])["neighbour/steps_behind"] == 6
+    assert current().collect(lambda mine: [mine])["peer_replica/steps_behind"] == 6
     rank.arrived()
     assert steps(replicas) == [2, 8]
 
@@ -159,11 +159,11 @@ def test_one_that_is_lost_is_reported_once_and_may_come_back(rank, start, replic
         assert rank.step(step)
         rank.arrived()
     assert capsys.readouterr().err.count("the copy of step 2 has not come into another machine's memory") == 1
-    assert happened(tmp_path) == ["neighbour lost"]
+    assert happened(tmp_path) == ["replica lost"]
     start()
     assert rank.step(4)
     rank.arrived()
-    assert happened(tmp_path) == ["neighbour lost", "neighbour back"]
+    assert happened(tmp_path) == ["replica lost", "replica reconnected"]
     assert steps(replicas) == [1, 4], "what had arrived from all stays until the next has"
 
 

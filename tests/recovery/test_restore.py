@@ -110,13 +110,13 @@ def brought(memory: Callable[[], tuple[Snapshots, Snapshots]], least: int) -> tu
 
 
 @pytest.mark.parametrize(("memory", "least", "expected"), [
-    (survivors, -1, [(5, "neighbour", 1), (5, "own memory", 1)]),
-    (survivors, 5, [(5, "neighbour", 1), (5, "own memory", 1)]),
+    (survivors, -1, [(5, "peer replica", 1), (5, "own memory", 1)]),
+    (survivors, 5, [(5, "peer replica", 1), (5, "own memory", 1)]),
     (survivors, 6, [None, None]),
-    (moved, -1, [(5, "neighbour", 0), (5, "neighbour", 0)]),
-    (torn, -1, [(4, "neighbour", 1), (4, "own memory", 1)]),
+    (moved, -1, [(5, "peer replica", 0), (5, "peer replica", 0)]),
+    (torn, -1, [(4, "peer replica", 1), (4, "own memory", 1)]),
     (all_torn, -1, [None, None]),
-    (restarted, -1, [(6, "neighbour", 1), (6, "own memory", 1)]),
+    (restarted, -1, [(6, "peer replica", 1), (6, "own memory", 1)]),
 ], ids=["lost", "as new as the disk", "the disk is newer", "moved", "torn", "all torn", "only a copy is torn"])
 def test_each_rank_gets_its_shard(memory, least, expected):
     assert run_ranks(2, brought, memory, least) == expected
@@ -170,8 +170,8 @@ def long(parts: int) -> tuple[int, str, int] | None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_shards_are_sent_in_parts(parts):
-    assert run_ranks(2, long, parts) == [(5, "neighbour", 1), (5, "own memory", 1)]
+    assert run_ranks(2, long, parts) == [(5, "peer replica", 1), (5, "own memory", 1)]
 
 
 def test_what_comes_torn_counts_for_nothing():
-    assert run_ranks(2, spoilt_on_the_way, 1) == [(4, "neighbour", 1), (4, "own memory", 1)]
+    assert run_ranks(2, spoilt_on_the_way, 1) == [(4, "peer replica", 1), (4, "own memory", 1)]

@@ -142,7 +142,7 @@ ENDS = {
     "raise ValueError('a broken thing')": "ValueError: a broken thing",
     "os.kill(os.getpid(), signal.SIGKILL)": "it was ended by SIGKILL.",
     "os.kill(os.getpid(), signal.SIGSEGV)": "it was ended by SIGSEGV in ",
-    "os._exit(9)": "it ended with exit status 9 and without a word",
+    "os._exit(9)": "it ended with exit status 9 and reported nothing",
     "sys.exit(8)": "it left by sys.exit(8)",
     "raise DistflowError('the disk is full')": "the disk is full",
     "raise MemoryError": "MemoryError",
@@ -675,7 +675,7 @@ def should_run():
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     assert events_of(tmp_path, "failure") == []
-    assert [event["rank"] for event in events_of(tmp_path, "worker rests")] == [0]
+    assert [event["rank"] for event in events_of(tmp_path, "worker scaled down")] == [0]
     for rank in range(2):
         assert [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
 

@@ -129,7 +129,7 @@ def test_nobody_there():
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = sock.getsockname()
     with pytest.raises(Unreachable, match="cannot be reached for 0.1 s"):
-        DockClient([address], bytes(32), "me", patience=0.1).status()
+        DockClient([address], bytes(32), "me", timeout=0.1).status()
 
 
 def test_a_port_that_is_taken(service, token):

@@ -150,7 +150,7 @@ def test_what_is_held_for_a_request_is_released_when_another_process_refuses_it(
     assert [each["heap"] - each["bytes"] < 64 for each in at.status()] == [True, True]
     at.put(tokens(range(1, 8, 2)))
     at.services[1].close()
-    at.pool.patience = 0.2
+    at.pool.timeout = 0.2
     with pytest.raises(Unreachable):
         at.fetch(torch.arange(8), ["tokens"])
     wait_until_nothing_is_held(at)

@@ -31,7 +31,7 @@ def test_while_the_trainer_starts_again_rollouts_count():
     """Two of four ranks are gone for 4 of 16 seconds."""
     events = [*(ready(0, rank) for rank in range(4)), failure(4, 1, [0, 1]),
               *(event(4.5, rank, "worker started", attempt=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
-              event(9, 0, "worker useful", attempt=1), event(9.5, 1, "worker useful", attempt=1),
+              event(9, 0, "worker caught up", attempt=1), event(9.5, 1, "worker caught up", attempt=1),
               event(16, 0, "worker ended")]
     found = account(events)
     assert found.ettr == pytest.approx(1 - 2 * 4 / (4 * 16))
@@ -57,7 +57,7 @@ def test_what_ends_the_task_ends_all_its_ranks():
 
 
 def test_a_rank_that_rests_is_not_effective():
-    events = [ready(0, 0), ready(0, 1), event(5, 1, "worker rests"), ready(8, 1), event(10, 0, "worker ended")]
+    events = [ready(0, 0), ready(0, 1), event(5, 1, "worker scaled down"), ready(8, 1), event(10, 0, "worker ended")]
     assert account(events).ettr == pytest.approx(17 / 20)
 
 

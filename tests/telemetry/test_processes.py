@@ -18,8 +18,8 @@ from distflow.telemetry import processes
 
 def test_an_orphan_that_nothing_ends_is_not_waited_for_without_end(monkeypatch):
     """As one that waits for a disk: here SIGKILL is not sent, since a test cannot make the kernel hold a process."""
-    monkeypatch.setattr(processes, "_LEFT", 0.1)
-    monkeypatch.setattr(processes, "_KILLED", 0.1)
+    monkeypatch.setattr(processes, "_TERM_TIMEOUT", 0.1)
+    monkeypatch.setattr(processes, "_KILL_TIMEOUT", 0.1)
     monkeypatch.setattr(processes, "kill_tree", lambda each: None)
     known = processes.children(os.getpid())
     with subprocess.Popen(["sh", "-c", "trap '' TERM; echo; while :; do sleep 600; done"], stdout=subprocess.PIPE,

@@ -103,14 +103,14 @@ def test_the_verdict_is_no_better_than_the_intervals(run, means, kind, said):
 def test_the_verdict_tells_of_failures_and_of_the_end(run):
     folder = run("one")
     assert validated(folder, BAD, GOOD)["text"].endswith(
-        "It does not go on, after 4 of 4 steps. It has had 1 failure.")
+        "It is not running, after 4 of 4 steps. It has had 1 failure.")
     (folder / "summary.json").write_text('{"steps": 4}')
     assert read_run(folder)["verdict"]["text"].endswith("6.67 min. It has survived 1 failure.")
     (folder / "events.jsonl").unlink()
     assert read_run(folder)["verdict"]["text"].endswith("6.67 min. Nothing has failed.")
     (folder / "metrics.jsonl").unlink()
     (folder / "summary.json").unlink()
-    assert read_run(folder)["verdict"] == {"kind": "open", "text": "No step is done; the run does not go on."}
+    assert read_run(folder)["verdict"] == {"kind": "open", "text": "No step is done; the run is not running."}
 
 
 def test_a_run_that_was_killed_is_read(run):

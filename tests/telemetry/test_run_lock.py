@@ -23,7 +23,7 @@ import os, select, sys
 from pathlib import Path
 from distflow.telemetry.run_lock import RunLock
 from distflow.telemetry import run_lock
-run_lock._PATIENCE, run_lock._EVERY = 0.2, 0.0
+run_lock._EXIT_TIMEOUT, run_lock._EVERY = 0.2, 0.0
 lock = RunLock(Path(sys.argv[1]), *sys.argv[2:3])
 lock.hold()
 child = os.fork()
@@ -68,7 +68,7 @@ def no_flock(monkeypatch):
 
 
 def test_a_second_job_is_refused_and_learns_by_whom(tmp_path, hold, monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     holder = hold()
     with pytest.raises(InvalidInput, match=f"(?s)is in use: process {holder.pid} on {socket.gethostname()} trains it "
                        f"since 20.*kill {holder.pid}"):
@@ -93,14 +93,14 @@ def test_what_is_released_is_free(tmp_path):
 
 
 def test_another_process_of_the_same_job_goes_on(tmp_path, hold, monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     hold("the same")
     RunLock(tmp_path, "the same").hold()
 
 
 def test_a_job_whose_ranks_start_again_keeps_its_run(tmp_path, hold, monkeypatch):
     """The lock is free for a moment, but torchrun, which it names, goes on."""
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     written = hold()
     text = (tmp_path / NAME).read_text()
     (tmp_path / NAME).unlink()
@@ -119,7 +119,7 @@ def test_a_lock_that_was_removed_is_taken_again(tmp_path, monkeypatch):
 
 
 def test_without_flock_the_written_name_decides(tmp_path, hold, no_flock, monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     holder = hold()
     with pytest.raises(InvalidInput, match=f"process {holder.pid}"):
         RunLock(tmp_path).hold()
@@ -130,7 +130,7 @@ def test_without_flock_the_written_name_decides(tmp_path, hold, no_flock, monkey
 
 
 def test_without_flock_another_machine_must_be_asked(tmp_path, no_flock, monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     lock = RunLock(tmp_path)
     lock.hold()
     text = json.loads((tmp_path / NAME).read_text())
@@ -162,7 +162,7 @@ def test_a_passing_error_of_the_file_system_leaves_the_lock_held(tmp_path, monke
 
 def test_who_takes_over_a_job_has_the_lock_when_the_former_gives_it_up(tmp_path, hold, monkeypatch):
     """As rank 0 of elastic machines, when another machine becomes the first."""
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.2)
+    monkeypatch.setattr(run_lock, "_EXIT_TIMEOUT", 0.2)
     monkeypatch.setattr(run_lock, "_EVERY", 0.0)
     before = RunLock(tmp_path, "the same")
     before.hold()

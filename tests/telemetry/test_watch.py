@@ -15,6 +15,7 @@ from rich.console import Console
 
 from distflow.cli import main
 from distflow.errors import InvalidInput
+from distflow.telemetry.run_lock import RunLock
 from distflow.telemetry.timeline import Timeline
 from distflow.telemetry.watch import RunView, page, sparkline
 
@@ -55,7 +56,7 @@ def test_the_page_says_where_the_run_is_and_what_ranks_do(folder) -> None:
     assert all(len(line) <= 80 for line in said.splitlines())
     head, *rest = said.splitlines()
     assert "step 10/40" in head
-    assert "does not go on" in said, "nobody holds its lock"
+    assert "is not running" in said, "nobody holds its lock"
     assert any(line.startswith("reward") and "0.1" in line and "█" in line for line in rest)
     row = next(line for line in rest if line.startswith("0 "))
     assert row.split()[:3] == ["0", "trainer", "`update`"]
@@ -63,6 +64,20 @@ def test_the_page_says_where_the_run_is_and_what_ranks_do(folder) -> None:
     assert " GiB" in row
     assert [line for line in rest if "rank 1  " in line] == [rest[-1]]
     assert rest[-1].endswith("failure: it was ended by SIGKILL")
+
+
+def test_a_rank_without_an_activity_is_idle_until_the_run_ends(folder) -> None:
+    """As a rollout of a resumed run, before it has its first prompt."""
+    file = folder / "timeline" / "rank0.jsonl"
+    file.write_text(json.dumps({**json.loads(file.read_text().splitlines()[-1]), "now": None}) + "\n")
+    view = RunView(folder)
+    view.look()
+    assert "trainer  has ended" in text_of(view)
+    lock = RunLock(folder, "job")
+    lock.hold()
+    said = text_of(view)
+    assert "trainer  idle" in said
+    assert "left 60.0 s" in said
 
 
 def test_new_steps_are_read_and_a_resumed_run_is_read_again(folder) -> None:
@@ -111,5 +126,5 @@ def test_a_run_is_watched_on_a_terminal_until_it_ends(launch, workspace) -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     text = shown.decode()
     assert "step 4/4" in text
-    assert "has come to its end" in text
+    assert "has finished" in text
     assert "1     trainer" in text

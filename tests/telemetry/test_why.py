@@ -204,7 +204,7 @@ def test_a_run_that_was_killed_is_told_from_one_that_has_ended(launch, workspace
     (workspace / "runs/whole/summary.json").unlink()
     assert main(["why", str(workspace / "runs/whole")]) == 0
     said = capsys.readouterr().out
-    assert "does not go on, and has not come to its end" in said
+    assert "is not running, and has not finished" in said
     assert "distflow resume" in said
 
 

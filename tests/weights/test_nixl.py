@@ -82,12 +82,12 @@ def test_it_reads_what_the_memory_has_now_in_counted_pieces(source):
 
 
 @NIXL
-@pytest.mark.parametrize(("signal_sent", "error", "patience"), [
+@pytest.mark.parametrize(("signal_sent", "error", "timeout"), [
     (signal.SIGKILL, "ConnectionError", 30.0), (signal.SIGSTOP, "TimeoutError", 3.0)])
-def test_a_source_that_dies_or_stands_still_ends_the_read_and_its_agent(source, signal_sent, error, patience):
+def test_a_source_that_dies_or_stands_still_ends_the_read_and_its_agent(source, signal_sent, error, timeout):
     """An agent that is left writes the bytes of a late source into memory that has another use by then."""
     before = sockets()
-    puller, into, counted = Nixl().puller_end({}, patience), numpy.zeros(SIZE, numpy.uint8), []
+    puller, into, counted = Nixl().puller_end({}, timeout), numpy.zeros(SIZE, numpy.uint8), []
 
     def moved(count: int) -> None:
         if not counted:

@@ -135,7 +135,7 @@ def test_half_of_it_from_memory_and_the_rest_by_tcp(mover, events):
 @pytest.fixture
 def supplied(store, token):
     """A trainer, and a puller's connection that has its lease of version 1."""
-    publisher = Publisher(store, token, rank=0, ranks=1, patience=0.0)
+    publisher = Publisher(store, token, rank=0, ranks=1, timeout=0.0)
     publisher.publish(1, tensors_of(1, MIB))
     available = transports("memory", SharedMemoryPool(memory_name("weights", token)))
     client = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],

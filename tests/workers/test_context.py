@@ -15,7 +15,7 @@ from planners import plan
 from workers.context import RankContext
 
 
-class Board:
+class StubStore:
     ranks = 2
 
     @property
@@ -24,7 +24,7 @@ class Board:
 
 
 def context(spec: Spec, folder: Path) -> RankContext:
-    return RankContext(spec, plan(spec, 2), Board(), folder, "cpu", False, None, "", known_change=0)
+    return RankContext(spec, plan(spec, 2), StubStore(), folder, "cpu", False, None, "", known_change=0)
 
 
 def tokens_agreed(before: Path, folders: list[Path], knows: list[int]) -> int:

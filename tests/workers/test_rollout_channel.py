@@ -16,7 +16,7 @@ from distflow.errors import Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from planners import plan
-from workers.rollout_channel import DockPlace, RolloutChannel, agreed_token, open_channel
+from workers.rollout_channel import DockMembership, RolloutChannel, agreed_token, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -32,22 +32,22 @@ def tokens(port: int, exported: list[str]) -> str:
 
 
 @pytest.fixture
-def board():
+def store():
     return hosted()
 
 
-def test_without_a_secret_it_is_made_from_what_the_store_has(board, monkeypatch):
+def test_without_a_secret_it_is_made_from_what_the_store_has(store, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
-    zero, one = run_ranks(2, tokens, board.port, ["", ""])
-    assert zero == one == run_token(board.get("0/token")).hex()
+    zero, one = run_ranks(2, tokens, store.port, ["", ""])
+    assert zero == one == run_token(store.get("0/token")).hex()
 
 
-def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(board, monkeypatch):
-    zero, one = run_ranks(2, tokens, board.port, ["the token of the run"] * 2)
+def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(store, monkeypatch):
+    zero, one = run_ranks(2, tokens, store.port, ["the token of the run"] * 2)
     assert zero == one
     assert len(bytes.fromhex(zero)) == 32
     monkeypatch.delenv(TOKEN, raising=False)
-    kept = board.list("").values()
+    kept = store.list("").values()
     assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
 
 
@@ -58,8 +58,8 @@ def test_another_run_has_another_one(monkeypatch):
 
 @pytest.mark.parametrize("exported", [("the token of the run", "another run's token"), ("the token of the run", ""),
                                       ("", "the token of the run")])
-def test_machines_with_other_tokens_are_told(board, exported):
-    for error in run_ranks(2, tokens, board.port, [*exported]):
+def test_machines_with_other_tokens_are_told(store, exported):
+    for error in run_ranks(2, tokens, store.port, [*exported]):
         assert error.startswith(f"the ranks do not have the same {TOKEN}: rank 1 has ")
         assert error.endswith(f"Export the same {TOKEN} on all machines.")
 
@@ -72,7 +72,7 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
              "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: ""}
     made = plan(load("grpo.yaml", None, ["mode=async", "groups.rollout=1"], None), 3)
     with mock.patch.dict(os.environ, place):
-        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockPlace(silence=silence))
+        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockMembership(silence=silence))
     with channel.dock("any") as dock:
         assert [shard["rows"] for shard in dock.status()] == [0, 0]
     number = channel.shard_process and channel.shard_process.number
@@ -82,13 +82,13 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
 
 
 @pytest.mark.parametrize("silence", [0.0, 30.0])
-def test_each_machine_that_trains_has_a_shard_which_moves_only_where_machines_come_and_go(board, silence):
-    numbers, addresses, moves = zip(*run_ranks(3, shards, board.port, silence))
+def test_each_machine_that_trains_has_a_shard_which_moves_only_where_machines_come_and_go(store, silence):
+    numbers, addresses, moves = zip(*run_ranks(3, shards, store.port, silence))
     assert numbers == (0, 1, None)
     assert addresses[0] == addresses[1] == addresses[2]
     assert len({*addresses[0]}) == 2
     assert {*moves} == {bool(silence)}
-    assert bool(board.get("0/shard/0")) == bool(silence)
+    assert bool(store.get("0/shard/0")) == bool(silence)
 
 
 def test_a_set_of_versions_is_read_once():

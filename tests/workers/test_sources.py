@@ -28,7 +28,7 @@ from workers.colocated import AdaptiveShare, ColocatedSource
 from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
-from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, Patience, RolloutChannel, report_column
+from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, RolloutChannel, SampleTimeout, report_column
 from workers.sources import AsyncSource, UnorderedSource, source_of
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)
@@ -70,9 +70,9 @@ def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
     fused = Fusion(trainer, 0, Loader(3), channel, 0.4, executor=None)
     with channel.dock("trainer 0") as dock:
-        patience = Patience(channel, dock, 0.4)
-        until = patience.since + 0.4
-        look = partial(fused._seen, dock, draw=3, least=ROWS, patience=patience)
+        timeout = SampleTimeout(channel, dock, 0.4)
+        until = timeout.since + 0.4
+        look = partial(fused._seen, dock, draw=3, least=ROWS, timeout=timeout)
         assert look() == b""
         with pytest.raises(TimedOut, match="it wants at least 4; 24 are ready") as error:
             list(iter(look, None))
@@ -89,9 +89,9 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
     with source.dock as dock:
         dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
                                 "clients": [["rollout 1", VALIDATING, 0.0]]}]
-        patience = Patience(channel, dock, limit)
-        look = partial(fusion._seen, dock, 3, ROWS, patience) if fused else partial(
-            source._leased, 3, patience, PROMPTS)
+        timeout = SampleTimeout(channel, dock, limit)
+        look = partial(fusion._seen, dock, 3, ROWS, timeout) if fused else partial(
+            source._leased, 3, timeout, PROMPTS)
         with pytest.raises(TimedOut):
             list(iter(look, None))
     assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
@@ -101,11 +101,11 @@ def test_shards_are_asked_who_validates_a_few_times_in_a_wait(channel, monkeypat
     """However often somebody wants to know whether it is over, as after each step of training."""
     asked = []
     monkeypatch.setattr(RolloutChannel, "is_validating", lambda self, dock: asked.append(dock))
-    patience = Patience(channel, None, 600.0)
-    assert not any(patience.is_over() for _ in range(100))
+    timeout = SampleTimeout(channel, None, 600.0)
+    assert not any(timeout.is_over() for _ in range(100))
     assert len(asked) == 1
-    patience.look_at = 0.0
-    patience.is_over()
+    timeout.look_at = 0.0
+    timeout.is_over()
     assert len(asked) == 2
 
 
@@ -123,7 +123,7 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
         RolloutContext._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (event["event"], event["rows"]) == ("begun rows lost", 2)
+    assert (event["event"], event["rows"]) == ("partial rollouts lost", 2)
     assert "a row twice" in event["reason"]
 
 
@@ -467,8 +467,8 @@ def test_a_prompt_that_is_sampled_again_has_a_whole_wait_limit(empty, unordered,
     source._are_old = lambda rows: torch.tensor(old.pop(0))
     source._enqueue_prompts(0)
     sample(empty, {0: 0, 1: 0, 2: 0})
-    renew = Patience.renew
-    monkeypatch.setattr(Patience, "renew", lambda patience: renew(patience) or renewed.append(source.taken))
+    renew = SampleTimeout.renew
+    monkeypatch.setattr(SampleTimeout, "renew", lambda timeout: renew(timeout) or renewed.append(source.taken))
     assert step(source, 0) == [1, 2]
     assert renewed == [0, 0, 1], "at the beginning of the draw, and whenever a lease has come"
 
@@ -478,7 +478,7 @@ def test_a_full_dock_lets_trained_steps_go_but_the_newest_two(empty, unordered):
     source, held = unordered(), []
     source.draws, source.staleness, lease = None, 0, source._leased
     source.dock.configure(source.dock.layout.consumers, 1)
-    source._leased = lambda taken, patience, prompts: lease(taken, patience, 1)
+    source._leased = lambda taken, timeout, prompts: lease(taken, timeout, 1)
     for number in range(6):
         prompts = [*range(number * PROMPTS, (number + 1) * PROMPTS)]
         source._enqueue_prompts(number)

@@ -24,7 +24,7 @@ from workers.engines.sampling import TokenLimits
 
 Kind = tuple[float | None, bool, TokenLimits | None]
 """Temperature, whether caches are kept, and limits of a session of the engine, which callers with these share."""
-_MOMENT = 0.05  # seconds between checks of an idle engine, and of a caller that waits for an abort
+_POLL_INTERVAL = 0.05  # seconds between checks of an idle engine, and of a caller that waits for an abort
 
 
 class EngineStopped(EngineError):
@@ -138,7 +138,7 @@ class SharedEngine(Sampler):
     def _run_actions(self) -> None:
         idle = not any(session.busy for session in self.sessions.values())
         try:
-            self.actions.get(timeout=_MOMENT)() if idle else self.actions.get_nowait()()
+            self.actions.get(timeout=_POLL_INTERVAL)() if idle else self.actions.get_nowait()()
             while True:
                 self.actions.get_nowait()()
         except queue.Empty:
@@ -226,7 +226,7 @@ class EngineCaller(Session):
         self.engine.submit(act)
         while True:
             try:
-                left = done.get(timeout=_MOMENT)
+                left = done.get(timeout=_POLL_INTERVAL)
                 self.open -= len(left)
                 return left
             except queue.Empty:

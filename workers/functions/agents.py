@@ -33,7 +33,7 @@ from workers.isolation.env_pool import EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, service_of
 
 _COMMAND = "workers.isolation.agent_command:AgentCommand"
-_MOMENT = 1.0  # seconds between checks of the service that runs the commands, while nothing is sampled
+_POLL_INTERVAL = 1.0  # seconds between checks of the service that runs the commands, while nothing is sampled
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
@@ -132,7 +132,7 @@ class AgentLoop:
         with contextlib.nullcontext() if self.session.shared else heartbeat.current().within("tools"):
             while True:
                 try:
-                    return self.inbox.get(timeout=_MOMENT)
+                    return self.inbox.get(timeout=_POLL_INTERVAL)
                 except queue.Empty:
                     self.commands.service.check()
                     self.session.check()

@@ -34,7 +34,7 @@ from workers.isolation.user_code import failure_streak_of
 
 _REASONS, _ROWS = 8, 20  # reasons of failure with an event in a step, and rows named in each event
 _FIRST = "workers.isolation.first_observation:FirstObservation"
-_PATIENCE = 3  # steps in a row in which all trajectories may fail before the run ends
+_FAILED_STEPS = 3  # steps in a row in which all trajectories may fail before the run ends
 
 
 @node(type="MODEL_INFERENCE", repeats="group_size",
@@ -275,9 +275,9 @@ def report_episodes(episodes: list[Trajectory], ids: Tensor, step: int, who: tup
     metrics.add("response/fingerprint", fingerprint(_tokens(episodes), ids))
     if failures:
         _report_failures(episodes, who)
-    if failure_streak_of(who[1]).count(step, len(episodes), len(failures)) >= _PATIENCE:
-        raise RewardsFailed(f"{who[0]} `{who[1]}` has failed for every trajectory of {_PATIENCE} steps in a row; the "
-                            f"last: {failures[-1].reason}")
+    if failure_streak_of(who[1]).count(step, len(episodes), len(failures)) >= _FAILED_STEPS:
+        raise RewardsFailed(f"{who[0]} `{who[1]}` has failed for every trajectory of {_FAILED_STEPS} steps in a row; "
+                            f"the last: {failures[-1].reason}")
 
 
 def report_rewards(episodes: list[Trajectory], group: Tensor) -> None:

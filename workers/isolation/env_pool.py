@@ -208,7 +208,7 @@ class EnvPool:
         if self.failures or not self.busy:
             until = 0.0
         until = min([until, *(each.deadline for each in self.children.children),
-                     *(each.blocked_at for each in self._leavable())])
+                     *(each.blocked_at for each in self._shared_processes())])
         for process, answers, wrong in self.children.receive(until):
             for episode, answer in filter(None, answers):
                 if isinstance(answer, Turn):
@@ -225,12 +225,12 @@ class EnvPool:
             if late := process.due(now):
                 self._end_process(process, late, failure)
 
-    def _leavable(self) -> list[EnvProcess]:
+    def _shared_processes(self) -> list[EnvProcess]:
         return self.shared if len(self.children.children) < _MAX_PROCESSES else []
 
     def _isolate_slow_steps(self) -> None:
         """Leave a slow step alone in its process: create the other environments of that process again elsewhere."""
-        for process in [each for each in self._leavable() if each.blocked_at <= time.monotonic()]:
+        for process in [each for each in self._shared_processes() if each.blocked_at <= time.monotonic()]:
             slow, *others = process.steps
             self.shared.remove(process)
             process.keep_only(slow)

@@ -23,7 +23,7 @@ _BUSY = (408, 409, 425, 429)
 """Statuses, besides those from 500, after which a request is repeated."""
 
 
-class _Busy(OSError):
+class _ServerBusy(OSError):
     """A request that may be repeated, `after` so many seconds."""
 
     after = 0.0
@@ -76,7 +76,7 @@ class ModelAPI:
             self._count()
             try:
                 return await self._post(path, body, headers)
-            except _Busy as error:
+            except _ServerBusy as error:
                 if attempt == self.attempts:
                     raise OSError(str(error)) from None
                 pause = _PAUSE * 2 ** (attempt - 1) * (0.5 + random.random() / 2)
@@ -101,12 +101,13 @@ class ModelAPI:
             async with httpx.AsyncClient(timeout=self.seconds, verify=_certificates(), follow_redirects=True) as client:
                 reply = await client.post(f"{self.address.rstrip('/')}/{path}", json=body, headers=headers)
         except httpx.HTTPError as error:
-            raise _Busy(f"the {self.name} at {self.address} does not answer: {type(error).__name__} {error}") from None
+            raise _ServerBusy(f"the {self.name} at {self.address} does not answer: {type(error).__name__} {error}") \
+                from None
         if reply.is_error:
             busy = reply.status_code in _BUSY or reply.status_code >= 500
-            error = (_Busy if busy else OSError)(
+            error = (_ServerBusy if busy else OSError)(
                 f"the {self.name} answers {reply.status_code} {reply.reason_phrase}: {reply.text[:500]}")
-            if isinstance(error, _Busy) and reply.headers.get("Retry-After", "").isdigit():
+            if isinstance(error, _ServerBusy) and reply.headers.get("Retry-After", "").isdigit():
                 error.after = float(reply.headers["Retry-After"])
             raise error
         return reply.text

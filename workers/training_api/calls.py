@@ -137,7 +137,7 @@ class TrainingCalls:
         self.ctx.status.set(f"answering `{name}`", _PHASES.get(name, "saving"))
         try:
             result = getattr(self, f"_{name}")(arguments)
-        except (_Undone, CheckpointError) as error:
+        except (_Rejected, CheckpointError) as error:
             self.ctx.status.set(_WAITING)
             if call:
                 call.refuse(RequestRefused(str(error), "failed", 422))
@@ -316,7 +316,7 @@ class TrainingCalls:
         try:
             result = self.role.engine.step(self.role.step, *arguments)
         except EngineError as error:  # the same on all ranks
-            raise _Undone(str(error)) from error
+            raise _Rejected(str(error)) from error
         for name, value in result.items():
             current().maximum(name, value)
         return {"metrics": result, "forward_backward_calls": passes}
@@ -350,7 +350,7 @@ class TrainingCalls:
             state.save(done)
             state.finish()
             if not any(gather_values(self._has_checkpoint(done))):
-                raise _Undone(f"the checkpoint of step {done} could not be written; events.jsonl of the run says why")
+                raise _Rejected(f"the checkpoint of step {done} could not be written; events.jsonl of the run says why")
         return {"checkpoint": done}
 
     def _has_checkpoint(self, step: int) -> bool:
@@ -361,7 +361,7 @@ class TrainingCalls:
         state.finish()
         path = checkpoint_of(state.folder, checkpoint)
         if damage := state.checkpoints.damage_in(path):
-            raise _Undone(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
+            raise _Rejected(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
         state.load(path)
         events.record("state loaded", of_step=checkpoint)
@@ -379,7 +379,7 @@ class TrainingCalls:
         return layout, (owners == (-1 if share is None else share)).nonzero().squeeze(1).tolist()
 
 
-class _Undone(Exception):
+class _Rejected(Exception):
     """A call that changed nothing on any rank."""
 
 

@@ -75,8 +75,8 @@ def _library() -> tuple[Any, tuple[type[Exception], ...]]:
 class _NixlAgent:
     """Agent of one connection; the names of its two differ. Its methods raise `ConnectionError` for NIXL's errors."""
 
-    def __init__(self, name: str, patience: float, devices: dict[str, str]):
-        self.patience, self.peer = patience, ""
+    def __init__(self, name: str, timeout: float, devices: dict[str, str]):
+        self.timeout, self.peer = timeout, ""
         self.posted = deque[Any]()
         """Handles of READs under way."""
         nixl, self.errors = _library()
@@ -130,8 +130,8 @@ class _NixlAgent:
         begun = time.monotonic()
         while (state := self.call(lambda agent: agent.check_xfer_state(self.posted[0]))) == "PROC":
             waited = time.monotonic() - begun
-            if waited > self.patience:
-                raise TimeoutError(f"nothing moved for {self.patience:g} s")
+            if waited > self.timeout:
+                raise TimeoutError(f"nothing moved for {self.timeout:g} s")
             time.sleep(0 if waited < _BUSY else _NAP)
         if state != "DONE":
             raise ConnectionError("NIXL: a read failed")
@@ -148,8 +148,8 @@ class _NixlAgent:
                 moved(read)
             elif hung_up.poll(0):
                 raise ConnectionResetError(f"{connection.peer} hung up")
-            elif time.monotonic() - heard > self.patience:
-                raise TimeoutError(f"nothing moved for {self.patience:g} s")
+            elif time.monotonic() - heard > self.timeout:
+                raise TimeoutError(f"nothing moved for {self.timeout:g} s")
             else:
                 time.sleep(_NAP)
 

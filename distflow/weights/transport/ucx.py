@@ -80,8 +80,8 @@ def _context(devices: dict[str, str]) -> tuple[Any, Any]:
 class _UcxConnection:
     """UCX worker, with its endpoint once the other's address is known."""
 
-    def __init__(self, tag: int, patience: float, devices: dict[str, str]):
-        self.patience = patience
+    def __init__(self, tag: int, timeout: float, devices: dict[str, str]):
+        self.timeout = timeout
         self.ucx, context = _context(devices)
         self.tag = self.ucx.UCXXTag(tag)
         self.worker: Any = self.ucx.UCXWorker(context)
@@ -106,13 +106,13 @@ class _UcxConnection:
         pieces = [chunk[begin : begin + _PIECE] for begin in range(0, len(chunk), _PIECE)]
         try:
             for piece, request in [(piece, post(Array(piece), self.tag)) for piece in pieces]:
-                deadline = time.monotonic() + self.patience
+                deadline = time.monotonic() + self.timeout
                 while not request.completed:
                     self.worker.progress_worker_event(_POLL)
                     if not self.endpoint.alive:
                         self.endpoint.raise_on_error()
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"nothing moved for {self.patience:g} s")
+                        raise TimeoutError(f"nothing moved for {self.timeout:g} s")
                 request.check_error()
                 moved(len(piece))
         except self.ucx.UCXError as error:

@@ -107,7 +107,7 @@ def test_a_lost_machine_restarts_what_was_on_it(spec_of):
 
 
 def test_without_a_copy_of_the_state_half_of_the_steps_between_checkpoints_are_lost(spec_of):
-    off = ("robust.snapshots=false", "robust.neighbour=false")
+    off = ("robust.snapshots=false", "robust.peer_replica=false")
     for each in off:
         spec = spec_of(each, "checkpoint.every=40", "robust.machine_silence=12")
         costed, placement = placed(spec)
@@ -144,7 +144,7 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     printed = capsys.readouterr().out
     for part in ("simple alternatives", "can be run: yes", "update → rollout", "a thousand samples cost ",
                  "of 14.4 GiB", "if quick:2 is lost", "starts again: all 6 ranks", "60 s to start processes",
-                 "if quick:2 is lost (assumes --board or --store)", "30.00 s until it is noticed",
+                 "if quick:2 is lost (assumes --store)", "30.00 s until it is noticed",
                  "share of time that trains 99.9", "every 6,335 h · 8 / its devices (Llama 3"):
         assert part in printed, part
     said = yaml.safe_load(Path("plan.yaml").read_text())
@@ -160,7 +160,7 @@ def test_explain_and_lose_say_all_of_it(spec_of, capsys):
     assert main([*explain, "--interruptions-hours", "0"]) == 2
     assert main(explain) == 0
     assert "without the start of processes (--starting)" in capsys.readouterr().out
-    assert main([*explain, "--set", "robust.neighbour=false", "--set", "checkpoint.every=0"]) == 0
+    assert main([*explain, "--set", "robust.peer_replica=false", "--set", "checkpoint.every=0"]) == 0
     printed = capsys.readouterr().out
     assert "there is nothing to go on from, with checkpoint.every=0" in printed
     assert "share of time that trains: unknown" in printed

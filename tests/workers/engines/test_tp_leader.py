@@ -1,4 +1,4 @@
-"""Two ranks with an engine each, of which one follows: real processes, a real board, weights that are pulled."""
+"""Two ranks with an engine each, of which one follows: real processes, a real store, weights that are pulled."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ def turn():
     os.close(place)
 
 
-def take_turn(patience: float) -> str:
-    start._TURN_TIMEOUT, before = patience, start._TURN_TIMEOUT
+def take_turn(timeout: float) -> str:
+    start._TURN_TIMEOUT, before = timeout, start._TURN_TIMEOUT
     try:
         with start._one_start_at_a_time("cpu", 2):
             return "started"

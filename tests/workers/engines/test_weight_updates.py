@@ -22,7 +22,7 @@ TOKEN, LIMIT = secrets.token_bytes(32), 60.0
 
 
 @pytest.fixture
-def board() -> TCPStoreClient:
+def store() -> TCPStoreClient:
     return hosted()
 
 
@@ -37,8 +37,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def pulled(board: TCPStoreClient, late: list) -> Iterator[WeightUpdates]:
-    made = WeightUpdates(Puller(board.below("run"), TOKEN, "rollout 0"), 0)
+def pulled(store: TCPStoreClient, late: list) -> Iterator[WeightUpdates]:
+    made = WeightUpdates(Puller(store.below("run"), TOKEN, "rollout 0"), 0)
     pull, made.tried = made.puller.pull, 0
 
     def counted(**given: Any) -> Any:
@@ -59,17 +59,17 @@ def until(found: Callable[[], Any]) -> Any:
     return value
 
 
-def publisher(board: TCPStoreClient, version: int) -> Mover:
-    made = Mover("publisher", board.port, TOKEN, rank=0, ranks=1)
+def publisher(store: TCPStoreClient, version: int) -> Mover:
+    made = Mover("publisher", store.port, TOKEN, rank=0, ranks=1)
     made.ask("publish", version=version, mib=1)
     return made
 
 
-def test_a_trainer_that_starts_anew_may_use_a_number_again(board: TCPStoreClient, pulled: WeightUpdates) -> None:
+def test_a_trainer_that_starts_anew_may_use_a_number_again(store: TCPStoreClient, pulled: WeightUpdates) -> None:
     """What it publishes then is not what the engine has."""
     keys = set()
     for version in (5, 5, 6):
-        trainer = publisher(board, version)
+        trainer = publisher(store, version)
         weights = until(pulled.arrived)
         assert weights.version == version
         keys.add(weights.key)
@@ -78,43 +78,43 @@ def test_a_trainer_that_starts_anew_may_use_a_number_again(board: TCPStoreClient
     assert len(keys) == 3
 
 
-def lose(board: TCPStoreClient) -> None:
+def lose(store: TCPStoreClient) -> None:
     """A second version was published, and everybody who had it has died."""
-    directory = Directory(board.below("run"), SourceEntry("somebody", ("127.0.0.1", 1)))
+    directory = Directory(store.below("run"), SourceEntry("somebody", ("127.0.0.1", 1)))
     directory.begin("of a dead trainer")
     assert directory.reveal(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)))
 
 
-def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(board: TCPStoreClient, pulled: WeightUpdates,
+def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store: TCPStoreClient, pulled: WeightUpdates,
                                                                        late: list) -> None:
-    trainer = publisher(board, 1)
+    trainer = publisher(store, 1)
     until(pulled.arrived)
     pulled.loaded()
     trainer.kill()
-    lose(board)
+    lose(store)
     tried = pulled.tried
     until(lambda: pulled.tried > tried + 3)
     assert pulled.arrived() is None
     assert late == [{"who": "rollout 0", "version": 2,
                      "why": "no process that lives has all of it: the trainer may have died"}]
-    again = publisher(board, 2)
+    again = publisher(store, 2)
     assert until(pulled.arrived).version == 2
     again.kill()
 
 
-def test_what_does_not_come_is_told_once(board: TCPStoreClient, pulled: WeightUpdates, late: list) -> None:
-    lose(board)
+def test_what_does_not_come_is_told_once(store: TCPStoreClient, pulled: WeightUpdates, late: list) -> None:
+    lose(store)
     until(lambda: pulled.tried > 3)
     (said,) = late
     assert said["version"] == 2
     assert "no version of the weights could be pulled" in said["why"]
 
 
-def test_closing_does_not_wait_for_weights_that_do_not_come(board: TCPStoreClient, pulled: WeightUpdates, late: list,
+def test_closing_does_not_wait_for_weights_that_do_not_come(store: TCPStoreClient, pulled: WeightUpdates, late: list,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that fails would otherwise report it only after the pull's time-out."""
     monkeypatch.setattr(weight_updates, "_PULL_TIMEOUT", LIMIT)
-    lose(board)
+    lose(store)
     until(lambda: pulled.tried)
     began = time.monotonic()
     pulled.close()

@@ -154,10 +154,10 @@ class PendingRequests(RequestSession):
                     {**common, "max_new_tokens": row.limit, "sampling_seed": key_of(self.key_of(row), row.id)}
                     for row in new.values()]}
 
-    def _receive(self, patience: float) -> list[TurnResult]:
+    def _receive(self, timeout: float) -> list[TurnResult]:
         results = []
         with contextlib.suppress(queue.Empty):
-            results.append(self._turn(self.events.get(timeout=patience)))
+            results.append(self._turn(self.events.get(timeout=timeout)))
             while True:
                 results.append(self._turn(self.events.get_nowait()))
         if not results:
@@ -320,7 +320,7 @@ class SGLangRollout(ExternalRollout):
     def _check_server(self) -> None:
         self.own_server.watch()
         if self.cached and not self.paused:  # otherwise it answers, but cannot sample
-            self.own_server.call("/health_generate", patience=_HEALTH_TIMEOUT)
+            self.own_server.call("/health_generate", timeout=_HEALTH_TIMEOUT)
 
     def close(self) -> None:
         if self.server:

@@ -86,9 +86,9 @@ class SGLangServer:
             raise EngineError(f"{self.python} has no SGLang, which needs an environment of its own: it pins another "
                               f"torch. Instead:  {ROLLOUTS['sglang'].pip}") from error
 
-    def wait(self, patience: float) -> bool:
-        """Return whether the server answers within `patience` seconds. Raises EngineError if it has failed to start."""
-        until = time.monotonic() + patience
+    def wait(self, timeout: float) -> bool:
+        """Return whether the server answers within `timeout` seconds. Raises EngineError if it has failed to start."""
+        until = time.monotonic() + timeout
         while not self._answers():
             self.watch()
             if time.monotonic() > self.began + _TIMEOUT:
@@ -103,11 +103,11 @@ class SGLangServer:
             return reply.status == 200
         return False
 
-    def watch(self, patience: float = 0.0) -> None:
-        """Raise EngineError if the server has died, or dies within `patience` seconds."""
+    def watch(self, timeout: float = 0.0) -> None:
+        """Raise EngineError if the server has died, or dies within `timeout` seconds."""
         if self.pipe.closed:
             raise EngineError("this SGLang server was closed")
-        if (status := self.process.poll(patience)) is not None:
+        if (status := self.process.poll(timeout)) is not None:
             raise self.failure(f"has ended with {_describe_status(status)}")
 
     def failure(self, what: str) -> EngineError:
@@ -115,10 +115,10 @@ class SGLangServer:
         said = "\n".join(f"    {line[:500]}" for line in lines[-_LAST_LINES:])
         return EngineError(f"SGLang's server {what}. It said last:\n\n{said}\n")
 
-    def call(self, path: str, body: dict[str, Any] | None = None, patience: float = _TIMEOUT) -> bytes:
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = _TIMEOUT) -> bytes:
         """POST `body` (None: GET); return the answer."""
         try:
-            with self._request(path, body, patience) as reply:
+            with self._request(path, body, timeout) as reply:
                 answer = reply.read()
         except (OSError, http.client.HTTPException) as error:
             self.watch(_END_TIMEOUT)
@@ -128,8 +128,8 @@ class SGLangServer:
         return answer
 
     @contextlib.contextmanager
-    def _request(self, path: str, body: dict[str, Any] | None, patience: float | None):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patience)
+    def _request(self, path: str, body: dict[str, Any] | None, timeout: float | None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
             connection.request("GET" if body is None else "POST", path,

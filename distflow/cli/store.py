@@ -1,4 +1,4 @@
-"""`distflow board`: serve the store at which the machines of an elastic run meet."""
+"""`distflow store`: serve the store at which the machines of an elastic run meet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(options: argparse.Namespace) -> int:
     exported = _exported(options.show_token)
     from distflow.recovery.membership import MACHINES
     from distflow.store.tcp import TCPStoreClient, store_on
-    from workers.elastic import BOARD
+    from workers.elastic import ELASTIC_RUN
 
     if not 0 <= options.port < 1 << 16:
         raise InvalidInput(f"--port {options.port}: ports are numbered up to {(1 << 16) - 1}; 29400 is the usual one")
@@ -39,9 +39,9 @@ def main(options: argparse.Namespace) -> int:
         raise InvalidInput(f"no store can be served at {options.host}:{options.port}: {error.strerror}. Another one "
                            "may be there, or it is no address of this machine. Choose another  --port  or  --host") \
             from None
-    store.put("token", token_checksum(BOARD))
+    store.put("token", token_checksum(ELASTIC_RUN))
     print(f"on each machine:\n  export {TOKEN}={exported}\n  torchrun --standalone --nproc-per-node … "
-          f"distflow/launch.py --dag … --board {options.host}:{store.port} --machines …", flush=True)
+          f"distflow/launch.py --dag … --store {options.host}:{store.port} --machines …", flush=True)
     membership = store.below(MACHINES)
     while True:
         number = membership.add("round", 0)
@@ -59,10 +59,10 @@ def _exported(show: bool) -> str:
     if made and not show and not sys.stdout.isatty():
         raise InvalidInput(f"which token has the run? Write before it, here and on each machine:  export "
                            f"{TOKEN}=$(openssl rand -hex 32)   with the same value everywhere; or have one made and "
-                           "printed, here into a file or a pipe:  distflow board --show-token")
+                           "printed, here into a file or a pipe:  distflow store --show-token")
     os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_hex(32)
     return os.environ[TOKEN] if show or made else "…   (as here)"
 
 
-VERBS = {"board": Verb("serve the store of a run whose machines start by themselves, and may come and go",
+VERBS = {"store": Verb("serve the store of a run whose machines start by themselves, and may come and go",
                        add_arguments, main)}
