@@ -47,7 +47,7 @@ etcd:
 
 test-all: install types schemas etcd
 	$(BIN)/ruff check .
-	$(PYTEST) || $(BIN)/python $(FAILED_AGAIN_ALONE)
+	$(PYTEST) || { test $$? = 1 && $(BIN)/python $(FAILED_AGAIN_ALONE); }
 
 # basedpyright is pyright with all that it needs in its wheel.
 types: $(VENV)/checks
@@ -61,7 +61,7 @@ $(VENV)/checks: $(VENV)/installed
 
 test-engines: $(ENGINES)/installed sglang-env
 	DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python -m pytest tests/engines \
-		|| DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python $(FAILED_AGAIN_ALONE) tests/engines
+		|| { test $$? = 1 && DISTFLOW_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python $(ENGINES)/bin/python $(FAILED_AGAIN_ALONE) tests/engines; }
 
 # torchvision, torchaudio and torchcodec come from PyPI for CUDA, and keep vLLM from being imported.
 $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/wheels.txt | $(VENV)/installed

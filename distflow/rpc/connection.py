@@ -38,6 +38,7 @@ _SEGMENTS = 1024  # buffers in one sendmsg, at most (IOV_MAX of Linux)
 _BLOCK = 256 << 10  # bytes received at once where each block is used at once
 _SMALL = 16 << 10  # buffers that are smaller on average are joined first: a copy costs less than a segment
 _MIN_TOKEN = 16
+_PIECE = 256 << 10
 _INSTANT = 0.001
 HANDSHAKE_LIMIT = 5.0  # seconds for all of it, however slowly the peer sends
 STALL_LIMIT = 60.0
@@ -64,8 +65,9 @@ class Connection:
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
         self.timeout, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
 
-    def send(self, header: Header, buffers: Iterable[Part] = ()) -> None:
-        """Send a message. Parts that are small on average are joined first; else only scattered ones are copied."""
+    def send(self, header: Header, buffers: Iterable[Part] = (), moved: Callable[[int], None] | None = None) -> None:
+        """Send a message. Parts that are small on average are joined first; else only scattered ones are copied.
+        `moved`: called with the bytes of each piece that the kernel has taken, which are at most `_PIECE`."""
         parts = list(buffers)
         total = size = sum(map(len, parts))
         if isinstance(self.memory, MappedHeap):
@@ -77,7 +79,7 @@ class Connection:
             buffers = [part if isinstance(part, Buffer) else _joined([part]) for part in parts]
         head = frame(header, size)
         self.sent += len(head) + total
-        self._send_all([head, *buffers])
+        self._send_all([head, *buffers], moved)
 
     def receive(self, most: int = MACHINE_MEMORY) -> tuple[Header, int]:
         """Return the next header, and the length (at most `most`) of its payload, to be taken before another message.
@@ -181,18 +183,22 @@ class Connection:
             if moved:
                 moved(count)
 
-    def _send_all(self, buffers: Sequence[Buffer]) -> None:
+    def _send_all(self, buffers: Sequence[Buffer], moved: Callable[[int], None] | None = None) -> None:
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        if moved:  # a call that blocks returns once it has sent all that it was given
+            views = [view[at : at + _PIECE] for view in views for at in range(0, len(view), _PIECE)]
         first, since = 0, time.monotonic()
         while first < len(views):
             try:
-                sent = self.sock.sendmsg(views[first : first + _SEGMENTS])
+                sent = self.sock.sendmsg(views[first : first + (1 if moved else _SEGMENTS)])
             except BlockingIOError:  # SO_SNDTIMEO
                 raise TimeoutError("it took no byte in time") from None
             except TimeoutError:
                 self._stay_patient(since)
                 continue
             since = time.monotonic()
+            if moved:
+                moved(sent)
             while first < len(views) and sent >= len(views[first]):
                 sent -= len(views[first])
                 first += 1

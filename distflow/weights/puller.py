@@ -16,12 +16,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
-from distflow.store.interface import Store
+from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, ChunkStore, IncomingChunks, Weights
@@ -67,6 +69,7 @@ class ChunkPuller:
         self.refusals: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.transports: set[str] = set()
+        self.streams = 1  # most connections to one source at once
         self.progressed_at = time.monotonic()
         self.last_error = "none failed"
 
@@ -91,9 +94,10 @@ class ChunkPuller:
                 continue
             self.directory.update(source=clients[0].who)
             with ExitStack() as streams:
+                each = -(-self.connections.worthwhile(clients[0]) // len(clients))
                 for client in clients[1:]:
-                    streams.enter_context(_thread(self._pull_from, client))
-                self._pull_from(clients[0], clients[0].streams if len(clients) == 1 else 1)
+                    streams.enter_context(_thread(self._pull_from, client, each))
+                self._pull_from(clients[0], each)
             if self.corrupt and max(self.corrupt.values()) >= _TRIES:
                 raise WeightsError(f"chunk {self.corrupt.most_common(1)[0][0]} of version {self.head.version} came "
                                    f"corrupt {_TRIES} times, from {', '.join(self.received)}: see weights_corrupt in "
@@ -187,21 +191,36 @@ class ChunkPuller:
         client.release()
         self.connections.keep(client)
 
-    def _pull_from(self, client: SourceClient, streams: int = 1) -> None:
+    def _pull_from(self, client: SourceClient, streams: int) -> None:
         """Pull what is missing here from a leased source, over up to `streams` connections."""
-        asked, failed, begun, before = deque[Run](), ExitStack(), time.monotonic(), self.received[client.who]
-        failed.callback(client.close)
-        try:
+        begun, before, pulling = time.monotonic(), self.received[client.who], self.directory.mine.pulling
+        with self._requests(client, partial(self._avoid, client.entry)) as asked:
             with ExitStack() as beside:
                 self._place(client)  # what the version before has need not come
                 for stream in self._opened(client, streams - 1):
-                    beside.enter_context(_thread(self._pull_stream, stream))
-                self._pull_over(client, asked)
-            client.rate = (self.received[client.who] - before) / max(time.monotonic() - begun, 1e-9)
+                    beside.enter_context(_thread(self._pull_stream, stream, pulling))
+                self._pull_over(client, asked, pulling)
+            seconds = max(time.monotonic() - begun, 1e-9)
+            self.connections.rates[client.who] = (self.received[client.who] - before) / seconds
+
+    def _pull_stream(self, client: SourceClient, pulling: str) -> None:
+        """Pull beside the connection that has the lease. An error ends this stream alone."""
+        with contextlib.suppress(StoreUnavailable), \
+                self._requests(client, partial(self._note_lost_stream, client.entry)) as asked:
+            self._pull_over(client, asked, pulling)
+
+    @contextlib.contextmanager
+    def _requests(self, client: SourceClient, lost: Callable[[Exception], None]) -> Iterator[deque[Run]]:
+        """Yield what is under way on a connection, which is released at the end. `lost`: called with an error of the
+        source or of the network, which closes it."""
+        asked, failed = deque[Run](), ExitStack()
+        failed.callback(client.close)
+        try:
+            yield asked
             self._release(client)
             failed.pop_all()
         except (*LOST, SourceGone) as error:
-            self._avoid(client.entry, error)
+            lost(error)
         finally:
             self.transports.add(client.transport)
             failed.close()  # before others may fetch them: from then on nothing comes any more
@@ -210,31 +229,29 @@ class ChunkPuller:
 
     def _opened(self, client: SourceClient, count: int) -> Iterator[SourceClient]:
         """Yield further connections to a leased source, as many as there are bytes for."""
-        for _ in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
-            with contextlib.suppress(*LOST, SourceGone):  # the one that has the lease will know
-                stream = self.connections.take(client.entry, self.head)
-                stream.share(client)
-                if not stream.lease(stream=True):
-                    yield stream
-                    continue
-                stream.close()
+        for number in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
+            try:
+                with ExitStack() as failed:
+                    stream = self.connections.take(client.entry, self.head)
+                    failed.callback(stream.close)
+                    stream.share(client)
+                    if stream.lease(stream=True):
+                        return  # the source has given the lease to another
+                    failed.pop_all()
+            except (*LOST, SourceGone) as error:
+                self._note_lost_stream(client.entry, error)
                 return
+            self.streams = max(self.streams, number + 2)
+            yield stream
 
-    def _pull_stream(self, client: SourceClient) -> None:
-        """Pull beside the connection that has the lease. An error ends this stream alone."""
-        asked = deque[Run]()
-        try:
-            self._pull_over(client, asked)
-            self._release(client)
-        except (*LOST, SourceGone):
-            client.close()
-        finally:
-            for run in asked:
-                self.chunks.unclaim(run)
+    def _note_lost_stream(self, entry: SourceEntry, error: Exception) -> None:
+        record("weights_stream_lost", who=self.me, version=self.head.version, source=entry.who,
+               why=str(error) or type(error).__name__)
 
-    def _pull_over(self, client: SourceClient, asked: deque[Run]) -> None:
-        """Ask for chunks and take them, until nothing more is to come from this source. `asked`: what is under way."""
-        heard, pulling = time.monotonic(), self.directory.mine.pulling
+    def _pull_over(self, client: SourceClient, asked: deque[Run], pulling: str) -> None:
+        """Ask for chunks and take them, until nothing more is to come from this source. `asked`: what is under way.
+        `pulling`: what this process was elected to pull as it began."""
+        heard = time.monotonic()
 
         def is_over() -> bool:  # another process of this machine may have been elected meanwhile
             return self.stopped.is_set() or self.directory.mine.pulling != pulling
@@ -316,9 +333,9 @@ class ChunkPuller:
 
 
 @contextlib.contextmanager
-def _thread(work: Callable[[SourceClient], None], client: SourceClient) -> Iterator[None]:
+def _thread(work: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """Run `work` in a thread of its own; wait for its end."""
-    thread = threading.Thread(target=work, args=(client,), daemon=True)
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     try:
         yield
@@ -438,7 +455,7 @@ class Puller:
         self.directory.update(held=(_held(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
                unchanged_bytes=chunks.unchanged, seconds=round((timeline.now() - begun) / 1e6, 3),
-               sources=dict(fetch.received), transports=sorted(fetch.transports))
+               sources=dict(fetch.received), transports=sorted(fetch.transports), streams=fetch.streams)
         timeline.current().add(timeline.WEIGHTS, "pull", begun, version=head.version, bytes=chunks.moved,
                                sources=dict(fetch.received))
         return pulled

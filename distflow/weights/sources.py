@@ -101,8 +101,9 @@ ENDED = ConnectionEnded, ConnectionResetError, BrokenPipeError, Unreachable
 
 _KEPT = 8
 _FAR, _FAST = 1e-3, 1e9
-"""Round trip in seconds, and bytes per second, from which on one connection is not enough. A connection has at most
-4 MiB under way (`net.ipv4.tcp_wmem`)."""
+"""Round trip in seconds, and bytes per second of the last pull, from which on one connection is not enough: it has at
+most 4 MiB under way (`net.ipv4.tcp_wmem`), and a thread at each end. On other links more would only make relays wait
+longer."""
 
 
 class SourceGone(Exception):
@@ -121,7 +122,6 @@ class SourceClient:
         """Per run under way whether a delta was asked for, None where there is no choice, and when."""
         self.puller_end, self.transport = PullerEnd(), ""
         """Those of the transport that was agreed on; empty before."""
-        self.rate = 0.0  # bytes per second of the last pull, over all connections
         self.connection = connect(entry.address, token, deadline)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
@@ -187,13 +187,6 @@ class SourceClient:
     @property
     def run(self) -> int:
         return self.puller_end.run
-
-    @property
-    def streams(self) -> int:
-        """How many connections to the source are worth having: more than one where the delay of the link, or a thread
-        that serves or pulls, is what bounds the rate. On a slow link they would only make relays wait longer."""
-        bounded = self.connection.delay() > _FAR or self.rate > _FAST
-        return self.puller_end.streams if bounded else 1
 
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
@@ -271,6 +264,7 @@ class SourceConnections:
 
     def __init__(self, connect: Callable[[SourceEntry, PublishedVersion], SourceClient]):
         self.connect = connect
+        self.rates: dict[str, float] = {}  # bytes per second of the last pull from a source, over all connections
         self.idle = list[SourceClient]()
         self.lock = threading.Lock()
 
@@ -281,6 +275,11 @@ class SourceConnections:
                 return kept
             kept.close()
         return self.connect(entry, head)
+
+    def worthwhile(self, client: SourceClient) -> int:
+        """Return how many connections to a source may be faster than the one to which `client` belongs alone."""
+        bounded = client.connection.delay() > _FAR or self.rates.get(client.who, 0.0) > _FAST
+        return client.puller_end.streams if bounded else 1
 
     def _pop(self, who: str) -> SourceClient | None:
         with self.lock:

@@ -148,14 +148,16 @@ def test_numbers_that_change_meanwhile_lead_nowhere_else(copy):
                 values[::7] = rows + 1
                 values[::7] = right
 
-    writer, interval = threading.Thread(target=change), sys.getswitchinterval()
+    writer, interval = threading.Thread(target=change, daemon=True), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # or all calls find the numbers as one of them did
     writer.start()
-    found = {copy(source, target, begin, at, sizes, width) for _ in range(1000)}
-    ended.set()
-    writer.join()
-    sys.setswitchinterval(interval)
-    assert max(found) < rows
+    try:
+        for _ in range(1000):
+            copy(source, target, begin, at, sizes, width)
+    finally:
+        ended.set()
+        writer.join()
+        sys.setswitchinterval(interval)
     assert not before.any()
     assert not behind.any()
 

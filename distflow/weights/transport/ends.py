@@ -21,7 +21,7 @@ class SourceEnd:
     shared = False  # whether to serve one puller takes nothing from another
 
     def send(self, connection: Connection, header: Header, chunks: numpy.ndarray, moved: Moved) -> None:
-        """Answer a request, with this header. `moved`: called with the bytes that the puller has taken."""
+        """Answer a request, with this header. `moved`: called with bytes that are on their way, as they are."""
         raise NotImplementedError
 
     def describe(self, memory: Mapping[int, numpy.ndarray]) -> Header:

@@ -25,7 +25,7 @@ class Tcp:
 
 class TcpSource(SourceEnd):
     def send(self, connection: Connection, header: dict[str, Any], chunks: numpy.ndarray, moved: Moved) -> None:
-        connection.send(header, [chunks.data])
+        connection.send(header, [chunks.data], moved)
 
 
 class TcpPuller(PullerEnd):
