@@ -68,6 +68,8 @@ MESSAGES = {
     "--board", "begun rows lost", "distflow board", "neighbour lost", "neighbour/seconds", "orphans left",
     "rows divided", "rows taken back", "rows taken over", "worker rests", "worker useful"}
 """Events and messages that others have replaced."""
+READ_STILL = {"distflow/telemetry/ettr.py": {"worker rests", "worker useful"}}
+"""Those of them that a module knows, since the folders of older runs have them."""
 
 
 def words_of(text: str) -> Iterator[tuple[int, str]]:
@@ -101,7 +103,8 @@ def test_retired_messages_stay_away() -> None:
     wrong = {f"{file.relative_to(ROOT)}:{node.lineno}: {text}" for file in files
              for node in ast.walk(ast.parse(file.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)
-             for text in MESSAGES if text in node.value}
+             for text in MESSAGES if text in node.value
+             and text not in READ_STILL.get(str(file.relative_to(ROOT)), ())}
     assert files
     assert wrong == set()
 

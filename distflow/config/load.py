@@ -145,14 +145,15 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
 
 
 def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
-                      cluster: str | None = None) -> Spec:
-    """Read and check the files. Mistakes that leave enough to go on with are kept in `Spec.mistakes`, so that the
-    planner can add its own. Raises InvalidInput if a file is missing, not YAML, or lacks what nothing can replace."""
+                      cluster: str | None = None, of_run: bool = False) -> Spec:
+    """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
+    `of_run`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is
+    missing, not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     given = {"DAG": dag, "run file": run, "cluster": cluster}
 
     def source(name: str, folder: str, kind: str) -> YamlSource | None:
-        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, partial(_right_command, given, kind))))
+        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, partial(_right_command, given, kind)), of_run))
 
     dag_source = source(dag, "", "DAG")
     run_source = source(run or default_run(dag), "runs", "run file")
@@ -200,11 +201,14 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
     """Load the spec of a finished or interrupted run from its folder, as `load_for_planning` does."""
-    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster)
+    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster, of_run=True)
 
 
-def _read(path: Path) -> YamlSource:
-    return read(path, shown(path))
+def _read(path: Path, of_run: bool) -> YamlSource:
+    source = read(path, shown(path))
+    if of_run:
+        source.rename_keys()
+    return source
 
 
 def _right_command(given: dict[str, str | None], kind: str, right: str) -> str:

@@ -33,6 +33,10 @@ _SCALARS = (
 )
 
 
+RENAMED_KEYS: dict[tuple, str] = {("robust", "neighbour"): "peer_replica"}
+"""What keys are called now, by the path that they had. The folders of runs have the names of their time."""
+
+
 class _Dumper(yaml.SafeDumper):
     """Dumper that quotes text which would be read as another value, such as `1e5`, a text to YAML 1.1."""
 
@@ -82,6 +86,16 @@ class YamlSource:
             for stale in [known for known in locations if known[: len(path)] == path]:
                 del locations[stale]
         self.keys[path] = self.values[path] = Location(f"--set {text}")
+
+
+    def rename_keys(self) -> None:
+        """Give keys that an older version has written the names that they have now."""
+        for path, name in RENAMED_KEYS.items():
+            mapping = _at(self.data, path[:-1])
+            if isinstance(mapping, dict) and path[-1] in mapping and name not in mapping:
+                mapping[name] = mapping.pop(path[-1])
+                for locations in (self.keys, self.values):
+                    locations[(*path[:-1], name)] = locations.pop(path)
 
 
 def parse_value(text: str, shown: str) -> Any:
@@ -238,7 +252,8 @@ def _repair(kind: type[Document], data: Any, item: Any) -> None:
         del parent[path[-1]]
     else:
         value = parent.pop(path[-1], None)
-        meant = nearest(path[-1], _fields_at(kind, path[:-1])) if item["type"] == "extra_forbidden" else None
+        meant = RENAMED_KEYS.get(path) or nearest(path[-1], _fields_at(kind, path[:-1])) \
+            if item["type"] == "extra_forbidden" else None
         if meant:
             parent.setdefault(meant, value)
 
@@ -281,7 +296,9 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
             return Diagnostic("a space is missing after the colon", source.location(path, key=True),
                               f"Instead:  {name}: {value}")
         hint = did_you_mean(path[-1], fields)
-        if nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
+        if path in RENAMED_KEYS:
+            hint = f"`{path[-1]}` is now `{RENAMED_KEYS[path]}`."
+        elif nearest(path[-1], fields) is None and (places := _places_of(kind, path[-1])):
             hint = f"It is a key of {' and of '.join(f'`{place}`' for place in places[:_PLACES])}. {hint}"
         return Diagnostic(f"unknown key `{path[-1]}`", source.location(path, key=True), hint)
     if item["type"] == "missing":

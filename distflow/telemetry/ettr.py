@@ -16,6 +16,8 @@ from typing import Any
 from distflow.telemetry.run_reader import Tail
 
 STARTS_AGAIN = "starts again"
+_RENAMED = {"worker rests": "worker scaled down", "worker useful": "worker caught up"}
+"""What events are called now that runs of older versions have recorded."""
 Event = dict[str, Any]
 
 
@@ -96,8 +98,9 @@ def account(events: Iterable[Event]) -> FailureCosts:
 
 
 def read(folder: Path) -> list[Event]:
-    """Return the events of a run; torn lines are passed over."""
-    return list(Tail(folder / "events.jsonl").new())
+    """Return the events of a run, by the names that they have now; torn lines are passed over."""
+    return [{**event, "event": _RENAMED.get(event["event"], event["event"])}
+            for event in Tail(folder / "events.jsonl").new()]
 
 
 def _close_intervals(result: FailureCosts, ranks: Iterable[int], end: float) -> None:

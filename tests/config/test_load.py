@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from distflow.config.load import load, reload
+from distflow.errors import InvalidInput
 from planners import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +40,25 @@ def test_a_run_folder_gives_the_same_plan(dag: str, tmp_path: Path, monkeypatch:
     again = reload(tmp_path)
     assert plan(again, 2).digest == plan(spec, 2).digest
     assert again.resolved() == spec.resolved()
+
+
+def test_keys_that_a_run_has_written_before_they_were_renamed_are_understood(tmp_path: Path) -> None:
+    spec = load("grpo", None, ["robust.peer_replica=false"])
+    for kind, content in spec.resolved().items():
+        text = yaml.safe_dump(content, sort_keys=False).replace("peer_replica: false", "neighbour: false")
+        (tmp_path / f"{kind}.yaml").write_text(text)
+    assert "neighbour: false" in (tmp_path / "run.yaml").read_text()
+    again = reload(tmp_path)
+    assert not again.mistakes
+    assert again.resolved() == spec.resolved()
+
+
+def test_a_renamed_key_of_a_users_own_file_is_refused_with_its_new_name(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text((ROOT / "dags/runs/embedded.yaml").read_text() + "robust: {neighbour: true}\n")
+    with pytest.raises(InvalidInput, match=r"(?s)unknown key `neighbour`.*`neighbour` is now `peer_replica`\.$"):
+        load("grpo", str(tmp_path / "run.yaml"))
+    with pytest.raises(InvalidInput, match="`neighbour` is now `peer_replica`"):
+        load("grpo", None, ["robust.neighbour=false"])
 
 
 def test_a_dag_with_data_of_its_own_has_its_own_run() -> None:

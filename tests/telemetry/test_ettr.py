@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from distflow.telemetry.ettr import STARTS_AGAIN, account
+from distflow.telemetry.ettr import STARTS_AGAIN, account, read
 
 
 def event(time: float, rank: int, kind: str, **more) -> dict:
@@ -59,6 +60,16 @@ def test_what_ends_the_task_ends_all_its_ranks():
 def test_a_rank_that_rests_is_not_effective():
     events = [ready(0, 0), ready(0, 1), event(5, 1, "worker scaled down"), ready(8, 1), event(10, 0, "worker ended")]
     assert account(events).ettr == pytest.approx(17 / 20)
+
+
+def test_events_of_an_older_version_are_understood(tmp_path):
+    events = [ready(0, 0), ready(0, 1), failure(5, 0, [0, 0]), event(6, 0, "worker started", attempt=1),
+              ready(8, 0, 1), event(9, 0, "worker useful", attempt=1), event(12, 1, "worker rests"),
+              event(20, 0, "worker ended")]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
+    costs = account(read(tmp_path))
+    assert costs.recoveries[0].first == pytest.approx(1.0)
+    assert costs.intervals[1] == [(0.0, 12.0)]
 
 
 def test_nothing_was_ever_ready():
