@@ -23,6 +23,7 @@ from pathlib import Path
 from distflow.config.run import Robust
 from distflow.errors import InvalidInput
 from distflow.launch import ROOT
+from distflow.recovery.out_of_memory import limit
 from distflow.telemetry.events import show
 from distflow.telemetry.processes import Child, spawn
 
@@ -49,13 +50,19 @@ def torchrun(ranks: int, arguments: list[str], quiet: bool = False, shutdown_tim
 
 
 def check_memory(ranks: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise InvalidInput: so many processes with torch alone would take more memory than this machine has left, and
-    the kernel would end some of them, and others beside them."""
+    """Raise InvalidInput: so many processes with torch alone would take more memory than this machine has left or its
+    control group allows, and the kernel would end some of them, and others beside them."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     free = int(found[1]) / 2**20 if found else math.inf
-    if ranks * _RANK_GIB > free:
-        raise InvalidInput(f"{ranks} ranks take {ranks * _RANK_GIB:,.1f} GiB of host memory or more, without models, "
-                           f"and this machine has {free:,.1f} GiB left: start at most  --ranks {int(free / _RANK_GIB)}")
+    allowed = (limit() or math.inf) / 2**30
+    most = min(free, allowed)
+    if ranks * _RANK_GIB > most:
+        has = f"this machine has {free:,.1f} GiB left" if free <= allowed else \
+            f"the limit of this control group is {allowed:,.1f} GiB"
+        remedy = f"start at most  --ranks {int(most / _RANK_GIB)}" if most >= _RANK_GIB else \
+            "free memory first" if free <= allowed else "raise it"
+        raise InvalidInput(f"{ranks} rank{'s take' if ranks > 1 else ' takes'} {ranks * _RANK_GIB:,.1f} GiB of host "
+                           f"memory or more, without models, and {has}: {remedy}")
 
 
 def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) -> int:

@@ -147,13 +147,14 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
 def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
                       cluster: str | None = None, of_run: bool = False) -> Spec:
     """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
-    `of_run`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is
-    missing, not YAML, or lacks what nothing can replace."""
+    `of_run`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is missing,
+    not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     given = {"DAG": dag, "run file": run, "cluster": cluster}
 
     def source(name: str, folder: str, kind: str) -> YamlSource | None:
-        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, partial(_right_command, given, kind)), of_run))
+        instead = partial(_right_command, given, kind)
+        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, instead), of_run))
 
     dag_source = source(dag, "", "DAG")
     run_source = source(run or default_run(dag), "runs", "run file")

@@ -45,8 +45,8 @@ def kill_cause(before: int | None) -> str:
 
 def limit() -> int | None:
     """Return the memory limit of this process's control groups, in bytes; None if no lower than what is available."""
-    found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    found, groups = [], Path("/proc/self/cgroup")
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         root, name = (_GROUPS, "memory.max") if not controllers else (_GROUPS / "memory", "memory.limit_in_bytes")
         if not controllers or "memory" in controllers.split(","):
