@@ -12,6 +12,7 @@ import json
 import keyword
 import os
 import re
+import shlex
 from pathlib import Path
 
 from distflow.cli.common import Verb
@@ -85,15 +86,18 @@ def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
 def new(options: argparse.Namespace) -> int:
     folder = Path(options.name)
     name = folder.name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in shipped_rewards():
-        meant = re.sub(r"\W+", "_", name).strip("_").lower()
-        meant = meant if meant != name else f"my_{meant}"
-        raise InvalidInput(f"`{name}` cannot name an algorithm, which is a Python module too. Use small letters, "
-                           f"digits and _:  distflow new {options.algorithm} {folder.with_name(meant)}")
-    if folder.exists():
-        raise InvalidInput(f"{folder} exists. Choose another name, or delete it.")
+    if not _is_usable(name):
+        meant = folder.with_name(_usable_name(name)) if name else folder / _usable_name(name)
+        raise InvalidInput(f"`{name or options.name}` cannot name an algorithm, which is a Python module too. Use "
+                           f"small letters, digits and _:  distflow new {options.algorithm} {shlex.quote(str(meant))}")
     files = _files(options.algorithm, name)
-    folder.mkdir(parents=True)
+    try:
+        if folder.exists():
+            raise InvalidInput(f"{folder} exists. Choose another name, or delete it.")
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InvalidInput(f"{folder} cannot be made: {error.strerror}. Choose another folder, as this one:  "
+                           f"distflow new {options.algorithm} {name}") from None
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
@@ -106,6 +110,17 @@ def new(options: argparse.Namespace) -> int:
                      "`distflow demo` begin with its weak start instead:",
                      f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model={start}"]))
     return 0
+
+
+def _is_usable(name: str) -> bool:
+    return bool(re.fullmatch(r"[a-z][a-z0-9_]*", name)) and not keyword.iskeyword(name) and \
+        name not in shipped_rewards()
+
+
+def _usable_name(name: str) -> str:
+    """Return a name for an algorithm that is like one that cannot be its name."""
+    meant = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "my_algo"
+    return meant if _is_usable(meant) else f"my_{meant}"
 
 
 def _files(algorithm: str, name: str) -> dict[str, str]:

@@ -61,14 +61,20 @@ def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkey
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("grpo", "My Algo"), "distflow new grpo my_algo"), (("grpo", "math"), "distflow new grpo my_math"),
-    (("grpo", "class"), "my_class"), (("grpoo", "mine"), "grpo"), (("sft", "mine"), "has no place for a reward"),
+    (("grpo", "class"), "my_class"), (("grpo", "."), "`.` cannot name an algorithm"),
+    (("grpo", "."), "distflow new grpo my_algo"), (("grpo", ".."), "distflow new grpo my_algo"),
+    (("grpo", "???"), "distflow new grpo my_algo"), (("grpo", "taken/???"), "distflow new grpo taken/my_algo"),
+    (("grpo", "9 lives"), "distflow new grpo my_9_lives"), (("grpo", "größe"), "distflow new grpo gr_e"),
+    (("grpo", "file/mine"), "file/mine cannot be made: Not a directory. Choose another folder, as this one:  distflow "
+     "new grpo mine"), (("grpoo", "mine"), "grpo"), (("sft", "mine"), "has no place for a reward"),
     (("grpo", "taken"), "taken exists")])
 def test_mistakes_are_told_and_nothing_is_made(tmp_path, monkeypatch, capsys, arguments, said) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("")
     assert main(["new", *arguments]) == 2
     assert said in capsys.readouterr().err
-    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+    assert {each.name for each in tmp_path.rglob("*")} == {"taken", "file"}
 
 
 def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, capsys) -> None:
