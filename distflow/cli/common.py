@@ -81,7 +81,7 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: boo
     lacks = [mistake for mistake in spec.mistakes if elsewhere and mistake.of_machine]
     spec.mistakes[:] = [mistake for mistake in spec.mistakes if mistake not in lacks]
     found = plan(spec, ranks)
-    notes = [f"{mistake.what}, which a run on this machine would need" for mistake in lacks]
+    notes = [f"{mistake.what}: a run on this machine would need it" for mistake in lacks]
     return spec, replace(found, notes=(*found.notes, *notes))
 
 

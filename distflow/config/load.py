@@ -327,7 +327,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
     return [Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
-                       spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…")
+                       spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…",
+                       of_machine=True)
             for node, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 

@@ -110,7 +110,7 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
         if elsewhere(engine) and not shutil.which(elsewhere(engine)):
             what = (f"role `{role}` wants `{key}: {name}`, and {engine.elsewhere} names `{elsewhere(engine)}`, "
                     "which is no executable file")
-            mistakes.append(Diagnostic(what, where, engine.pip))
+            mistakes.append(Diagnostic(what, where, engine.pip, of_machine=True))
         elif engine.packages and not elsewhere(engine) and not installed(engine):
             what = f"role `{role}` wants `{key}: {name}`, and {' or '.join(engine.packages)} is not installed"
             mistakes.append(Diagnostic(what, where, engine.pip, of_machine=True))

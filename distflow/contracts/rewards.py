@@ -12,6 +12,7 @@ reward: {by: source, rewards: {gsm8k: math, mbpp: code}}    by the value of a co
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -176,6 +177,7 @@ def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
     for setting, recipe, invalid in named:
         mistakes += [Diagnostic(f"{setting.label}: {each.what}", setting.location(each.path, each.key), each.hint)
                      for each in (*invalid, *_check_terms(spec, recipe))]
+        mistakes += _unset_keys(setting, recipe)
     if spec.run.validation:
         mistakes += _check_columns(spec, named[-1][0], named[-1][1])
     return mistakes
@@ -266,6 +268,14 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
         if wrong := decorators.REWARDS[contract.name].__distflow_reward__.check(**term.settings):
             what, _, hint = wrong.partition("\n")
             yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
+
+
+def _unset_keys(setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+    named = [(term, term.settings.get("key_variable")) for term in recipe.terms]
+    return [Diagnostic(f"{setting.label}: reward `{term.name}` takes its key from the environment variable {key}, "
+                       "which is not set", setting.location((*term.path, "key_variable")),
+                       f"export {key}=…   or, where no key is needed, take `key_variable` out", of_machine=True)
+            for term, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
 def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:

@@ -90,9 +90,36 @@ def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "at its fullest" in said
-    assert "it has no weights (*.safetensors), which a run on this machine would need" in said
-    assert "there is no data `/cluster/train.jsonl`, which a run on this machine would need" in said
+    assert "it has no weights (*.safetensors): a run on this machine would need it" in said
+    assert "there is no data `/cluster/train.jsonl`: a run on this machine would need it" in said
     assert main(["validate", *words]) == 2
     assert "2 mistakes." in capsys.readouterr().err
     (model / "config.json").unlink()
     assert main(["plan", *words]) == 2
+
+
+def test_keys_and_environments_of_other_machines_are_notes_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    monkeypatch.setenv("DISTFLOW_SGLANG_PYTHON", "/cluster/bin/python")
+    dag = tmp_path / "served.yaml"
+    dag.write_text("""
+name: served
+roles: {actor: {trained: true}}
+nodes:
+  rollout: {role: actor, type: MODEL_INFERENCE, function: generate}
+  reward:  {role: reward, type: COMPUTE, function: score, dependencies: [rollout],
+            with: {reward: {judge: {address: "http://localhost:1/v1", model: big, key_variable: JUDGE_KEY}}}}
+  teacher: {role: reward, type: COMPUTE, function: served_top_logprobs, dependencies: [rollout],
+            with: {address: "http://localhost:1/v1", model: big, key_variable: TEACHER_KEY}}
+  update:  {role: actor, type: MODEL_TRAIN, function: distillation_update, dependencies: [teacher]}
+""")
+    words = [str(dag), "--set", "roles.actor.rollout=sglang"]
+    assert main(["plan", *words]) == 0
+    said = capsys.readouterr().out
+    assert "environment variable JUDGE_KEY, which is not set: a run on this machine would need it" in said
+    assert "environment variable TEACHER_KEY, which is not set: a run on this machine would need it" in said
+    assert "names `/cluster/bin/python`, which is no executable file: a run on this machine would need it" in said
+    assert main(["validate", *words]) == 2
+    assert "3 mistakes." in capsys.readouterr().err

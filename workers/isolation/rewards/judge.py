@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from typing import Annotated, Any
 
@@ -43,11 +42,8 @@ End with one line for each criterion, in their order, as  1: yes  or  1: no"""
 _VERDICT = re.compile(r"^\W*(\d+)\W*[:.)]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
 
 
-def _wrong(prompt: str = PROMPT, score: str = "()", key_variable: str | None = None, cache: str | None = None,
-           max_calls: int | None = None, **_: object) -> str:
-    if key_variable is not None and not os.environ.get(key_variable):
-        return (f"takes its key from the environment variable {key_variable}, which is not set\n"
-                f"export {key_variable}=…   or, for a judge without a key, take `key_variable` out")
+def _wrong(prompt: str = PROMPT, score: str = "()", cache: str | None = None, max_calls: int | None = None,
+           **_: object) -> str:
     if max_calls is not None and cache is None:
         return "has `max_calls` without the file that counts them\nmax_calls: 1000, cache: judge.sqlite"
     if "{completion}" not in prompt:
