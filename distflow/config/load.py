@@ -147,16 +147,16 @@ def load(dag: str, run: str | None = None, overrides: list[str] | None = None, c
 
 
 def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | None = None,
-                      cluster: str | None = None, of_run: bool = False) -> Spec:
+                      cluster: str | None = None, recorded: bool = False) -> Spec:
     """Read and check the files. Mistakes that leave enough are kept in `Spec.mistakes`: the planner adds its own.
-    `of_run`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is missing,
+    `recorded`: a run has written them, perhaps when keys had other names. Raises InvalidInput if a file is missing,
     not YAML, or lacks what nothing can replace."""
     mistakes: list[Diagnostic] = []
     given = {"DAG": dag, "run file": run, "cluster": cluster}
 
     def source(name: str, folder: str, kind: str) -> YamlSource | None:
         instead = partial(_right_command, given, kind)
-        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, instead), of_run))
+        return _try(mistakes, lambda: _read(find_yaml(name, folder, kind, instead), recorded))
 
     dag_source = source(dag, "", "DAG")
     run_source = source(run or default_run(dag), "runs", "run file")
@@ -204,12 +204,12 @@ def _try(mistakes: list[Diagnostic], act: Callable[[], T]) -> T | None:
 
 def reload(folder: Path, overrides: list[str] | None = None, cluster: str | None = None) -> Spec:
     """Load the spec of a finished or interrupted run from its folder, as `load_for_planning` does."""
-    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster, of_run=True)
+    return load_for_planning(str(folder / "dag.yaml"), str(folder / "run.yaml"), overrides, cluster, recorded=True)
 
 
-def _read(path: Path, of_run: bool) -> YamlSource:
+def _read(path: Path, recorded: bool) -> YamlSource:
     source = read(path, shown(path))
-    if of_run:
+    if recorded:
         source.rename_keys()
     return source
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -311,9 +312,11 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
     return mistakes
 
 
-_SYNONYMS = {"question": ("prompt", "problem", "query", "instruction", "input", "messages", "text"),
-             "answer": ("solution", "response", "completion", "ground_truth", "target", "output", "label", "chosen")}
-"""Names under which data sets have a question and an answer, likeliest first."""
+_SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction", "input", "messages", "*question",
+                          "text"),
+             "answer": ("answer", "final_answer", "*answer", "solution", "response", "completion", "ground_truth",
+                        "target", "output", "label", "chosen")}
+"""Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
 
 
 def _remedy(name: str, record: Record, fields: Fields) -> str:
@@ -322,8 +325,9 @@ def _remedy(name: str, record: Record, fields: Fields) -> str:
     if name not in taken.values():
         return f"{did_you_mean(name, record, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
                "field that the records have, or add it to them."
-    meant = {key: next((each for each in _SYNONYMS[key] if each in record), "FIELD")
-             for key, field in taken.items() if field not in record}
+    free = [each for each in record if each not in taken.values()]
+    meant = {key: next((each for pattern in _SYNONYMS[key] for each in free if fnmatchcase(each.lower(), pattern)),
+                       "FIELD") for key, field in taken.items() if field not in record}
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
     guess = all(meant[key] == "FIELD" for key, field in taken.items() if field == name)
     return f"{did_you_mean(name, record, 'It has') if guess else listing(record, 'It has')}\n" \

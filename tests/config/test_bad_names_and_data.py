@@ -81,6 +81,24 @@ def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path
         check_records(open_records(tmp_path / "all.jsonl"), Fields("prompt", ["answer"]))
 
 
+@pytest.mark.parametrize(("record", "answer", "said"), [
+    ({"question": "1 + 1?", "answer": "2"}, "solution", "Say which field to take:  --set data.answer=answer"),
+    ({"Question": "1 + 1?", "Answer": "2"}, "answer", "--set data.question=Question --set data.answer=Answer"),
+    ({"question": "1 + 1?", "answer_type": "n", "final_answer": "2"}, "answer", "--set data.answer=final_answer"),
+    ({"problem": "1 + 1?", "generated_solution": "…", "expected_answer": "2"}, "answer",
+     "--set data.question=problem --set data.answer=expected_answer"),
+    ({"query": "1 + 1?", "response": "2", "original_question": "1 + x?"}, "answer",
+     "--set data.question=query --set data.answer=response"),
+    ({"question": "1 + 1?", "colour": "red"}, "answer", "It has: question, colour.\nSay which field to take:  --set "
+     "data.answer=FIELD")])
+def test_the_likeliest_field_is_proposed(tmp_path: Path, record: dict[str, str], answer: str, said: str) -> None:
+    (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(tmp_path / "all.jsonl"), Fields("question", [answer]))
+    assert said in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("dpo.yaml").write_text((BAD / "run_files/good.yaml").read_text())
