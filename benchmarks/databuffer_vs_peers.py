@@ -44,6 +44,7 @@ from benchmarks.contender import Contender, await_calm  # noqa: E402 - needs the
 from benchmarks.peer_environment import peer_python  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
 from benchmarks.rows import PADDED, RAGGED, Case  # noqa: E402
+from distflow.data.row_copies import COPIES  # noqa: E402
 
 OURS = "databuffer"
 GOALS = {"verl": 20.0, "transfer_queue": 10.0, "rank0": 2.0, "rank0-padded": 2.0}
@@ -257,6 +258,7 @@ def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_here()
     given, left_out = completed(parsed(parser, arguments))
+    print(COPIES, flush=True)
     results: Results = {}
     with ExitStack() as stack:
         entered: dict[str, Contender] = {}

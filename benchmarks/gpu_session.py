@@ -33,6 +33,7 @@ from benchmarks.gpu import RESULTS, Report, description
 from benchmarks.modes import ROOT
 from benchmarks.ratio import Spread, options, parsed, summary
 from benchmarks.shapes import SHAPES
+from distflow.data.row_copies import COPIES
 from distflow.plan import MemoryItem
 from distflow.telemetry.ettr import account, read
 from distflow.telemetry.run_reader import RunReader
@@ -170,6 +171,7 @@ def say_versions(report: Report, kind: str) -> None:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
     report.say(f"# Python {sys.version.partition(' ')[0]}, {', '.join(found)}")
+    report.say(f"# {COPIES}")
     if kind == "cuda" and shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=name,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=60)

@@ -40,6 +40,7 @@ from benchmarks.contender import Contender, await_calm, serve  # noqa: E402
 from benchmarks.peer_environment import peer_python  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed, ratios  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
+from distflow.data.row_copies import COPIES  # noqa: E402
 from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
 from distflow.dock.process import start  # noqa: E402
 
@@ -288,6 +289,7 @@ def main() -> None:
     given = parsed(parser)
     given.cycles = given.cycles or (4 if given.quick else 16)
     given.clients = (1, 2) if given.quick else CLIENTS
+    print(COPIES, flush=True)
     show_table()
     even = show_warehouses(given)
     show_copies(given.cycles)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Iterator
 
 from distflow.cli.common import Verb
@@ -81,11 +80,11 @@ def _describe(contract: Contract) -> Iterator[str]:
 
 
 def list_engines(_: argparse.Namespace) -> int:
+    from distflow.data.row_copies import COPIES
+
     print("\n\n".join("\n".join(_describe_engine(key, name, engine)) for key, table in (
         ("engine", TRAINERS), ("rollout", ROLLOUTS), ("transport", TRANSPORTS)) for name, engine in table.items()))
-    compiled = importlib.util.find_spec("distflow.data.compiled_copies")
-    print("\ncopies of rows: " + ("compiled" if compiled else
-          "by numpy, several times slower for short rows; reinstall where there is a C compiler"))
+    print(f"\n{COPIES}")
     return 0
 
 

@@ -12,6 +12,10 @@ try:
     from distflow.data.compiled_copies import copy_runs as _copy_compiled
 except ImportError:
     _copy_compiled = None
+COPIES = "copies of rows: " + (
+    "compiled" if _copy_compiled else
+    "by numpy, several times slower for short rows; reinstall where there is a C compiler")
+"""What copies rows here, for people."""
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,6 +10,7 @@ from benchmarks import rows
 from benchmarks.contender import ROOT, Contender
 from benchmarks.databuffer_vs_peers import Round, completed, goals, measure, options_here, run, verify
 from benchmarks.rows import PADDED, RAGGED, Case
+from distflow.data.row_copies import COPIES
 
 FAKE = '''
 from benchmarks.contender import serve
@@ -59,6 +60,7 @@ def test_without_peers_it_runs_and_says_what_came_out():
                "--contenders", "databuffer", "rank0", "rank0-padded", "--layouts", "4-2", "4-4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{COPIES}\n")
     for name in ("4→2 padded", "4→2 ragged", "4→4 padded", "4→4 ragged", "left out: every size"):
         assert name in done.stdout
     last = json.loads(done.stdout.splitlines()[-1])

@@ -14,6 +14,7 @@ from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
 from distflow.config.models import shape_of
 from distflow.data.batch import Batch, Ragged
+from distflow.data.row_copies import COPIES
 from workers.engines.devices import peak_of
 from workers.engines.trainer import update_flops
 
@@ -103,6 +104,12 @@ def test_peaks(name, peak):
 
 def test_pinned_memory_is_rounded_up():
     assert pinned([torch.empty(1000, dtype=torch.uint8), torch.empty(1025, dtype=torch.uint8)]) == 1024 + 2048
+
+
+def test_a_session_says_what_copies_rows(tmp_path):
+    report = gpu.Report(tmp_path / "gpu.txt")
+    gpu_session.say_versions(report, "cpu")
+    assert f"# {COPIES}" in report.lines
 
 
 @pytest.mark.run

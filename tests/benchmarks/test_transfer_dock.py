@@ -1,8 +1,12 @@
 """MindSpeed RL's Table 1, row by row, to the digits that it prints."""
 
+import sys
+
 import pytest
 
+from benchmarks import transfer_dock
 from benchmarks.transfer_dock import SampleFlow
+from distflow.data.row_copies import COPIES
 
 K, GIB, MIB = 1024, 2**30, 2**20
 TABLE = [  # G, N, P, n, S, scalars, GiB, seconds at 100 MiB/s, seconds at 1 GiB/s
@@ -22,6 +26,14 @@ def test_table_1(row):
     assert flow.nbytes / GIB == pytest.approx(volume, rel=0.03)
     assert flow.seconds(100 * MIB) == pytest.approx(slow, rel=0.03)
     assert flow.seconds(GIB) == pytest.approx(fast, rel=0.03)
+
+
+def test_its_head_says_what_copies_rows(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["transfer_dock", "--alone", "--quick"])
+    for part in ("show_table", "show_warehouses", "show_copies"):
+        monkeypatch.setattr(transfer_dock, part, lambda *_: None)
+    transfer_dock.main()
+    assert capsys.readouterr().out == f"{COPIES}\n"
 
 
 def test_warehouses_share_the_volume():
