@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
 _THRESHOLD = 0.1
+_ROUNDED = 1 + 1e-6  # predictions that differ less are equal
 _DATA_CENTRE = 50.0  # TFLOP/s
 
 
@@ -210,10 +211,11 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
         hint = "See what else there is:  without --runnable" if options.runnable else "Give it more  --seconds"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
+    proven = found and best.seconds * _ROUNDED >= found[-1].seconds  # what is enumerated may be faster than these
     plan = written(costed.problem, best, digests_of(spec, costed.problem),
                    "runnable" if options.runnable else options.solver, min(costed.bound(), best.seconds))
     return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0,
-                                   "bound_considered": considered if [best] == found[-1:] else None})
+                                   "bound_considered": considered if proven else None})
 
 
 def _searched(options: argparse.Namespace, spec: Spec,
@@ -339,12 +341,16 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     """Yield whether ranks can run a plan, and if not, why, and what the best one that they can run takes."""
     from planners.apply_plan_file import machines_in_order
     from planners.heterogeneous.explain import duration
-    from planners.heterogeneous.runnable import refused, runnable
+    from planners.heterogeneous.runnable import as_ranks_run, refused, runnable
 
     yield ""
     if not (why := refused(spec, plan)):
         yield f"can be run: yes, by {len(plan.ranks)} ranks on these machines in this order: " \
             + machines_in_order(costed.problem, plan)
+        ran = as_ranks_run(costed, placement)
+        if ran is None or ran.seconds > placement.seconds * _ROUNDED:
+            yield "  where a task leaves devices to others of its group, ranks have shares of 0 rows of it there: " + (
+                f"with these it takes {duration(ran.seconds)}" if ran else "these do not fit into memory")
         return
     yield f"can be run: no; {why}"
     best = runnable(spec, costed)

@@ -129,7 +129,8 @@ def bounds(problem: Problem, placement: Placement) -> list[Bound]:
 
 def helps(problem: Problem, placement: Placement) -> list[tuple[str, float]]:
     """Return how many times faster an iteration would be with twice as much of each resource, most first."""
-    found = [(name, placement.seconds / _again(changed, placement).seconds)
+    before = _again(problem, placement).seconds  # costed in the same way: a plan's own may count idle shares too
+    found = [(name, before / _again(changed, placement).seconds)
              for name, changed in doubled(problem).items()]
     return sorted(found, key=lambda pair: -pair[1])
 

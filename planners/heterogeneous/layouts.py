@@ -125,6 +125,22 @@ def swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield tuple(changed)
 
 
+def with_idle_shares(costs: CostModel, number: int, layout: TaskLayout, subset: DeviceSubset) -> TaskLayout | None:
+    """Return the layout of task `number` with the seconds that it takes if what it leaves of the subset has shares of 0
+    rows, as ranks have; None if these have too little memory for their part of the state."""
+    strategy, used = layout.strategy, [0] * len(subset)
+    for kind in layout.arrangement:
+        for group in kind.stages:
+            used[group] += kind.count
+    left = tuple(max(0, blocks - taken)
+                 for blocks, taken in zip(blocks_of(subset, strategy.tp, costs.problem.hardware), used))
+    idle = strategy._replace(dp=sum(left) // strategy.pp)
+    more = in_rows(left, idle, tuple(range(len(left))), False) if idle.dp else ()
+    found = costs.layout(number, strategy._replace(dp=strategy.dp + idle.dp), (*layout.arrangement, *more),
+                         (*layout.rows, *(0 for _ in more)), layout.layers)
+    return found and layout._replace(seconds=found.seconds, swap=found.swap)
+
+
 _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)  # into how many stages many blocks are arranged
 _BETTER = 4  # part of the strategies that are arranged in several ways: one in so many
 _PARTS, _SUBSETS = 3, 5
@@ -159,8 +175,15 @@ class LayoutSearch:
         key = (self._like[task], subset)
         if key not in self._best:
             parts = [self.exactly(key[0], part) for part in self.parts(*key)]
-            self._best[key] = self._fastest(layout for choices in parts for pair in choices.values() for layout in pair)
+            self._best[key] = self._among(*key, parts)
         return self._best[key]
+
+    def _among(self, task: int, subset: DeviceSubset, parts: Iterable[Choices]) -> Choices:
+        """Return the fastest layouts of parts of a subset, whose other devices have idle shares if the problem says so.
+        """
+        layouts = dict.fromkeys(layout for choices in parts for pair in choices.values() for layout in pair)
+        return self._fastest(with_idle_shares(self.costs, task, layout, subset)
+                             if self.problem.freedom.idle_shares else layout for layout in layouts)
 
     def estimate(self, task: int, subset: DeviceSubset) -> tuple[float, DeviceGroups]:
         """Return a cheap estimate and where it is: the ideal and the slowest links of the groups that suit it best."""

@@ -24,7 +24,7 @@ from distflow.errors import InvalidInput
 from distflow.plan import Layout as Split
 from distflow.plan_file import PlacedPlan
 from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
-from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies, with_idle_shares
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
     GENERATE,
@@ -38,6 +38,7 @@ from planners.heterogeneous.problem import (
     Problem,
     Strategy,
     TaskLayout,
+    groups_of,
     shared,
 )
 from planners.heterogeneous.search import MOST, groupings, sampled_groupings
@@ -53,11 +54,20 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
-    are too few. `found`, by a search, are considered too: those that ranks can run as they are, or without the machines
-    that none of their tasks uses."""
-    ahead = sorted(dict.fromkeys(found), key=lambda each: each.seconds)
-    forms = (form for each in ahead for form in dict.fromkeys((each, without_idle(costed.problem, each))))
+    are too few. `found`, by a search, are considered too: without the machines that none of their tasks uses, or with
+    them if ranks cannot run the rest; both take what they take with shares of 0 rows where a task uses no device."""
+    both = (form for each in dict.fromkeys(found) for form in dict.fromkeys((without_idle(costed.problem, each), each)))
+    forms = sorted(filter(None, (as_ranks_run(costed, form) for form in both)), key=lambda each: each.seconds)
     return _enumerated(spec, costed, next((each for each in forms if _is_accepted(spec, costed, each)), None))
+
+
+def as_ranks_run(costed: CostedProblem, placement: Placement) -> Placement | None:
+    """Return the placement with the seconds that ranks take for it: devices that a task does not use have ranks in its
+    group, and shares of 0 rows. None if their memory has no room for that."""
+    layouts = [with_idle_shares(costed.costs, task, layout, placement.subsets[group])
+               for task, (layout, group) in enumerate(zip(placement.layouts, groups_of(placement.grouping)))]
+    return placement if tuple(layouts) == placement.layouts else \
+        costed.placed(placement.grouping, placement.subsets, layouts)
 
 
 def without_idle(problem: Problem, placement: Placement) -> Placement:
@@ -91,7 +101,7 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
 
     fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
                     and all(has_roles(group, len(grouping) > 1) for group in grouping))
-    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, cuts=tuple(
+    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, idle_shares=True, cuts=tuple(
         frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
         for number in numbers))
 

@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 import yaml
 
+from distflow.cli.mixed_plan import _can_run
 from distflow.config.load import Spec, load
 from distflow.config.yaml_source import dump, read
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
 from planners import apply_plan_file, plan
+from planners.heterogeneous.explain import duration
 from planners.heterogeneous.layouts import CostedProblem, cut_of
 from planners.heterogeneous.plan_file import digests_of, ranks_of, written
-from planners.heterogeneous.problem import Replicas, Strategy
+from planners.heterogeneous.problem import Placement, Replicas, Strategy
 from planners.heterogeneous.runnable import (
     EngineLayouts,
+    as_ranks_run,
     refused,
     run_freedom,
     run_groups,
     runnable,
-    without_idle,
 )
 from planners.heterogeneous.search import groupings, search
 from planners.heterogeneous.workload import problem_of
@@ -266,7 +268,7 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     assert 0 < len(able) < len(answers)
     faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
     unable = [replace(each, seconds=1e-9) for each in answers if each not in able]
-    assert runnable(spec, costed, [*unable, slower, faster]) is faster
+    assert runnable(spec, costed, [*unable, slower, faster]) == faster
     assert runnable(spec, costed, [*unable, slower]) == enumerated
 
 
@@ -282,21 +284,57 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
     answers = {each.placement for each in search(replace(problem, freedom=freedom), 0, 3000) if each.placement}
     why = [refused(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
     assert "" in why
+    costed = CostedProblem(problem)
+    assert all(as_ranks_run(costed, each) == each for each in answers), "idle devices are counted as they run"
     assert all(not each or "follow each other" in each for each in why), "where devices stand is left to check"
     for group, layouts in ((group, each.layouts) for each in answers for group in each.grouping):
         splits = {(problem.tasks[task].memory_item, cut_of(layouts[task])) for task in group}
         assert len(splits) == len({memory_item for memory_item, _ in splits}), "tasks of an engine are split alike"
 
 
-def test_machines_that_no_task_uses_are_left_out(spec_of: Callable) -> None:
-    spec = spec_of()
-    costed = CostedProblem(problem_of(spec))
-    costs, two = costed.costs, (Replicas((0,), 2),)
-    layouts = tuple(costs.layout(task, Strategy(2, micro=4), two) for task in range(3))
-    found = costed.placed(((0, 1, 2),), ((2, 2),), layouts)
-    assert without_idle(costed.problem, found) == replace(found, subsets=((2, 0),))
-    one = replace(found, layouts=(*layouts[:2], costs.layout(2, Strategy(1, micro=4), (Replicas((1,), 1),))))
-    assert without_idle(costed.problem, one) == one, "whole machines"
+@pytest.fixture
+def found_alone(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """`found_alone(*update)`: costs; all tasks in one group of all machines, of which they use `quick`, and `update`
+    what is given; and what ranks can run of it, if nothing else is considered."""
+    def find(*update: Replicas) -> tuple[CostedProblem, Placement, Placement | None]:
+        spec = spec_of()
+        costed, two = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
+        layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), micro=4), kinds)
+                   for task, kinds in enumerate((two, two, update or two))]
+        found = costed.placed(((0, 1, 2),), ((2, 2),), layouts)
+        monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: iter(()))
+        return costed, found, runnable(spec, costed, [found])
+
+    return find
+
+
+def test_machines_that_no_task_uses_are_left_out(found_alone: Callable) -> None:
+    _, found, made = found_alone()
+    assert made == replace(found, subsets=((2, 0),))
+
+
+def test_devices_that_a_task_leaves_to_others_cost_what_shares_without_rows_do(found_alone: Callable) -> None:
+    """The machine is in use by another task, so that it has ranks, and FSDP divides all weights among these."""
+    costed, found, made = found_alone(Replicas((0,), 2), Replicas((1,), 1))
+    assert made.subsets == ((2, 2),)
+    assert [layout.rows for layout in made.layouts] == [layout.rows for layout in found.layouts]
+    for task, idle in enumerate((2, 2, 1)):
+        used = found.layouts[task]
+        whole = costed.costs.layout(task, Strategy(4, micro=4), (*used.arrangement, Replicas((1,), idle)),
+                                    (*used.rows, 0))
+        assert made.layouts[task] == used._replace(seconds=whole.seconds, swap=whole.swap), task
+    assert made.layouts[1].seconds > found.layouts[1].seconds
+    assert made.seconds > found.seconds
+
+
+def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(found_alone: Callable, spec_of: Callable) -> None:
+    for update, says in ((), False), ((Replicas((0,), 2), Replicas((1,), 1)), True):
+        costed, found, made = found_alone(*update)
+        found = replace(found, subsets=made.subsets)
+        plan_file = written(costed.problem, found, digests_of(spec_of(), costed.problem), "hybrid", 0.0)
+        said = "\n".join(_can_run(spec_of(), costed, found, plan_file))
+        assert "can be run: yes" in said
+        assert (f"with these it takes {duration(made.seconds)}" in said) == says
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
 
 from benchmarks.qwen3 import folder
-from distflow.cli import main
+from distflow.cli import main, mixed_plan
 from distflow.config.load import load
 from planners.heterogeneous.explain import bounds, duration, gantt, helps, picture, svg
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import digests_of, placement_of, written
+from planners.heterogeneous.problem import Placement
 from planners.heterogeneous.search import search
 from planners.heterogeneous.workload import problem_of
 
@@ -92,6 +95,25 @@ def test_the_program_says_what_it_proves_and_what_it_does_not(plan: Callable, ti
     seconds, bound = map(float, re.search(r"an iteration: (\S+) s; no plan takes less than (\S+) s", printed).groups())
     assert bound < seconds
     assert "proven" not in printed
+
+
+def test_a_proof_counts_for_the_plan_without_its_idle_machines(plan: Callable, tiny: Callable,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    path, searched = Path(tiny(4)), mixed_plan._searched
+    more = "{more: {device: l4, devices: 4, zone: far, inside: {gb_s: 32}}, small: "
+    path.write_text(path.read_text().replace("{small: ", more)
+                    + "zones: {far: overseas}\nlinks: {world: {gb_s: 1.0e-4, latency_us: 1.0e6}}\n")
+
+    def with_idle(*given: Any) -> tuple[list[Placement], float | None]:
+        found, proven = searched(*given)
+        assert sorted(found[-1].subsets[0]) == [0, 4]
+        return [*found[:-1], replace(found[-1], subsets=((4, 4),))], proven
+
+    monkeypatch.setattr(mixed_plan, "_searched", with_idle)
+    code, printed, error = plan("mixed", "--runnable", "--solver", "ilp", cluster=str(path), size="1.7B")
+    assert code == 0, error
+    assert "\nit is the best of the layouts considered\n" in printed
+    assert re.search("\ngroup 1: 4 (small|more)\n", printed)
 
 
 def embedded(capsys: pytest.CaptureFixture[str], cluster: str) -> str:
