@@ -104,7 +104,7 @@ def mixed(options: argparse.Namespace) -> int:
         spec = spec_of(options)
         known = calibration(spec, options.runs)
     else:
-        spec, _ = load_and_plan(options)
+        spec, _ = load_and_plan(options, elsewhere=True)
     costed = _costed(spec, known)
     plan = _solved(options, spec, costed, known)
     _print_found(options, spec, costed, plan, known)
@@ -114,7 +114,7 @@ def mixed(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     from planners.heterogeneous.plan_file import digests_of
 
-    spec, _ = load_and_plan(options, obey=False)
+    spec, _ = load_and_plan(options, obey=False, elsewhere=True)
     costed = _costed(spec)
     plan = read_plan_file(read(Path(options.plan), shown(options.plan)), digests_of(spec, costed.problem))
     placement = _drawn(options, costed, plan)

@@ -45,6 +45,19 @@ def test_an_old_spelling_works(tmp_path, capsys: pytest.CaptureFixture[str]) -> 
     assert "what bounds each task" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lacking", ["roles.actor.rollout=vllm", "data.train=/cluster/train.jsonl"])
+def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys: pytest.CaptureFixture[str],
+                                                                   monkeypatch: pytest.MonkeyPatch,
+                                                                   lacking: str) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: False)
+    planned = ["--cluster", "h200", "--set", lacking]
+    written = tmp_path / "plan.yaml"
+    for extra in (["--within", "0.99"], ["--within", "0.99", "--runnable", "--out", str(written)]):
+        assert main(["plan", "mixed", "grpo", *planned, *extra]) == 0, capsys.readouterr().err
+    assert main(["plan", "explain", "grpo", *planned, "--plan", str(written)]) == 0, capsys.readouterr().err
+    assert "can be run: yes" in capsys.readouterr().out
+
+
 def test_a_command_that_is_not_there_is_taken_for_a_dag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "shwo"]) == 2
     assert "shwo" in capsys.readouterr().err
