@@ -246,8 +246,10 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
 
 def _longer(share: float) -> str:
     """Say that a plan takes longer by this share where ranks run it; nothing if it does not."""
-    return "" if share < 1e-6 else \
-        f"with shares of 0 rows on the devices that a task leaves to others of its group it takes {share:+.1%}"
+    if share < 1e-6:
+        return ""
+    what = f"it takes {share:+.1%}" if share < float("inf") else "it does not fit into memory"
+    return f"with shares of 0 rows on the devices that a task leaves to others of its group {what}"
 
 
 def main(arguments: list[str] | None = None) -> None:
