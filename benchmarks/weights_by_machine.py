@@ -18,7 +18,6 @@ import secrets
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machines import NoMachines, address, answer, enter, machines  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed  # noqa: E402
-from benchmarks.weights_relay import MIB, PORT, Trainer  # noqa: E402
+from benchmarks.weights_relay import MIB, PORT, Trainer, timed_pull  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.telemetry.events import current  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
@@ -52,13 +51,7 @@ class Rank:
 
     def pull(self, version: int) -> float:
         """Return seconds until it is here."""
-        begun = time.monotonic()
-        weights = self.puller.pull(least=version)
-        seconds = time.monotonic() - begun
-        whole = next(weights.tensors())[1]
-        if weights.version != version or int(whole.min()) != version or int(whole.max()) != version:
-            raise SystemExit(f"version {version} came as {int(whole.min())} to {int(whole.max())}")
-        return seconds
+        return timed_pull(self.puller, version)
 
     def moved(self) -> tuple[int, int]:
         """Return the bytes that have come into this machine, and gone out of it."""

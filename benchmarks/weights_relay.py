@@ -58,6 +58,17 @@ class Trainer:
         return self.publisher.sent
 
 
+def timed_pull(rollout: Puller, version: int) -> float:
+    """Pull a version that `Trainer` has published. Return seconds until it is here; end if it is not what it was."""
+    begun = time.monotonic()
+    weights = rollout.pull(least=version)
+    seconds = time.monotonic() - begun
+    whole = next(weights.tensors())[1]
+    if weights.version != version or int(whole.min()) != version or int(whole.max()) != version:
+        raise SystemExit(f"version {version} came as {int(whole.min())} to {int(whole.max())}")
+    return seconds
+
+
 class Rollout:
     def __init__(self, token: bytes, address: str, mib: int):
         store = TCPStoreClient(_FIRST, PORT, 60.0)
@@ -67,13 +78,7 @@ class Rollout:
         """Seconds until it is here. Without relays only trainer ranks are seen."""
         puller.order_sources = _ORDERED if relays else _trainers
         puller.ChunkPuller._successor = _SUCCESSOR if relays else lambda *_: None
-        begun = time.monotonic()
-        weights = self.puller.pull(least=version)
-        seconds = time.monotonic() - begun
-        whole = next(weights.tensors())[1]
-        if weights.version != version or int(whole.min()) != version or int(whole.max()) != version:
-            raise SystemExit(f"version {version} came as {int(whole.min())} to {int(whole.max())}")
-        return seconds
+        return timed_pull(self.puller, version)
 
 
 _ORDERED, _SUCCESSOR = puller.order_sources, puller.ChunkPuller._successor

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import secrets
 import sys
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.machines import NoMachines, address, answer, enter, far_machines  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed, ratios  # noqa: E402
-from benchmarks.weights_relay import MIB, PORT, Trainer  # noqa: E402
+from benchmarks.weights_relay import MIB, PORT, Trainer, timed_pull  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.transport.tcp import TcpPuller  # noqa: E402
@@ -39,13 +38,7 @@ class Rollout:
     def pull(self, version: int, streams: int) -> float:
         """Return seconds until it is here. `streams`: 0 for as many as it likes."""
         TcpPuller.streams = streams or self.streams
-        begun = time.monotonic()
-        weights = self.puller.pull(least=version)
-        seconds = time.monotonic() - begun
-        whole = next(weights.tensors())[1]
-        if weights.version != version or int(whole.min()) != version or int(whole.max()) != version:
-            raise SystemExit(f"version {version} came as {int(whole.min())} to {int(whole.max())}")
-        return seconds
+        return timed_pull(self.puller, version)
 
 
 def serve(line: Connection, machine: str, kind: type[Any], token: bytes, host: str, mib: int) -> None:

@@ -94,7 +94,7 @@ class ChunkPuller:
                 continue
             self.directory.update(source=clients[0].who)
             with ExitStack() as streams:
-                each = -(-self.connections.worthwhile(clients[0]) // len(clients))
+                each = -(-clients[0].streams // len(clients))
                 for client in clients[1:]:
                     streams.enter_context(_thread(self._pull_from, client, each))
                 self._pull_from(clients[0], each)
@@ -193,15 +193,12 @@ class ChunkPuller:
 
     def _pull_from(self, client: SourceClient, streams: int) -> None:
         """Pull what is missing here from a leased source, over up to `streams` connections."""
-        begun, before, pulling = time.monotonic(), self.received[client.who], self.directory.mine.pulling
-        with self._requests(client, partial(self._avoid, client.entry)) as asked:
-            with ExitStack() as beside:
-                self._place(client)  # what the version before has need not come
-                for stream in self._opened(client, streams - 1):
-                    beside.enter_context(_thread(self._pull_stream, stream, pulling))
-                self._pull_over(client, asked, pulling)
-            seconds = max(time.monotonic() - begun, 1e-9)
-            self.connections.rates[client.who] = (self.received[client.who] - before) / seconds
+        pulling = self.directory.mine.pulling
+        with self._requests(client, partial(self._avoid, client.entry)) as asked, ExitStack() as beside:
+            self._place(client)  # what the version before has need not come
+            for stream in self._opened(client, streams - 1):
+                beside.enter_context(_thread(self._pull_stream, stream, pulling))
+            self._pull_over(client, asked, pulling)
 
     def _pull_stream(self, client: SourceClient, pulling: str) -> None:
         """Pull beside the connection that has the lease. An error ends this stream alone."""

@@ -100,10 +100,9 @@ ENDED = ConnectionEnded, ConnectionResetError, BrokenPipeError, Unreachable
 """Those of them that say that its process has probably ended."""
 
 _KEPT = 8
-_FAR, _FAST = 1e-3, 1e9
-"""Round trip in seconds, and bytes per second of the last pull, from which on one connection is not enough: it has at
-most 4 MiB under way (`net.ipv4.tcp_wmem`), and a thread at each end. On other links more would only make relays wait
-longer."""
+_FAR = 1e-3
+"""Round trip in seconds from which on one connection is not enough, as it has at most 4 MiB under way
+(`net.ipv4.tcp_wmem`). On other links more would only make relays wait longer."""
 
 
 class SourceGone(Exception):
@@ -188,6 +187,11 @@ class SourceClient:
     def run(self) -> int:
         return self.puller_end.run
 
+    @property
+    def streams(self) -> int:
+        """How many connections to the source together may be faster than one."""
+        return self.puller_end.streams if self.connection.delay() > _FAR else 1
+
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
         delta = self.choice.choose() if base and self.puller_end.deltas else None
@@ -264,7 +268,6 @@ class SourceConnections:
 
     def __init__(self, connect: Callable[[SourceEntry, PublishedVersion], SourceClient]):
         self.connect = connect
-        self.rates: dict[str, float] = {}  # bytes per second of the last pull from a source, over all connections
         self.idle = list[SourceClient]()
         self.lock = threading.Lock()
 
@@ -275,11 +278,6 @@ class SourceConnections:
                 return kept
             kept.close()
         return self.connect(entry, head)
-
-    def worthwhile(self, client: SourceClient) -> int:
-        """Return how many connections to a source may be faster than the one to which `client` belongs alone."""
-        bounded = client.connection.delay() > _FAR or self.rates.get(client.who, 0.0) > _FAST
-        return client.puller_end.streams if bounded else 1
 
     def _pop(self, who: str) -> SourceClient | None:
         with self.lock:

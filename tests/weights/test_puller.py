@@ -152,17 +152,16 @@ def test_the_streams_of_one_puller_share_its_lease(store, token, monkeypatch):
     assert busy == ["a"]
 
 
-def test_a_source_that_is_fast_gets_several_connections_from_its_second_pull_on(store, token, monkeypatch, events):
-    monkeypatch.setattr(sources, "_FAR", math.inf)
-    monkeypatch.setattr(sources, "_FAST", 0.0)
+def test_a_link_without_delay_has_one_connection_and_a_far_one_several(store, token, monkeypatch, events):
     current().open(Path(events.path), 0)
     publisher = Publisher(client(store.port), token, rank=0, ranks=1, transport="tcp")
     puller = Puller(client(store.port), token, "a", transport="tcp")
     with contextlib.closing(publisher), contextlib.closing(puller):
-        for version in range(4):
+        for version, far in enumerate((math.inf, 0.0, 0.0)):
+            monkeypatch.setattr(sources, "_FAR", far)
             publisher.publish(version, {"whole": torch.full((STREAMED // 8,), version)})
             assert puller.pull().version == version
-    assert [event["streams"] for event in events("weights_pulled")] == [1, 4, 4, 4]
+    assert [event["streams"] for event in events("weights_pulled")] == [1, 4, 4]
 
 
 def _lease_of(puller, source, key):
