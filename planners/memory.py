@@ -24,8 +24,9 @@ Tensor and pipeline parallelism divide weights, their states and the cache by th
 whole, are a few in ten thousand; FSDP leaves experts whole), context parallelism the tokens of activations, expert
 parallelism the experts. Megatron's distributed optimizer divides only Adam's state and the master weights by the
 data-parallel size, not gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
-the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). Offloaded states count for nothing. A
-role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
+the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). They are counted of all
+tokens of a micro-batch, which is cut by tokens: rows of short prompts are nearly all answer. Offloaded states count for
+nothing. A role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
 
 vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memory_share` of a GPU for weights and cache
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
@@ -248,7 +249,8 @@ def _width(shape: Shape, settings: RoleRun) -> int:
 def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generates: bool,
                 layouts: Layouts) -> list[MemoryItem]:
     valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
-    shape, outputs = (shape.with_value_head(), 1) if valued else (shape, shape.vocabulary)
+    shape = shape.with_value_head() if valued else shape
+    outputs = shape.labels or shape.vocabulary
     width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
     shared = not generates and base_of(spec, role) is not None

@@ -27,12 +27,12 @@ class Efficiency(NamedTuple):
 
 
 def _gpu(compute: float, memory: float, links: float, attention: float) -> Efficiency:
-    return Efficiency(compute, memory, links, launch=0.11e-3, overhead=65, overlaps=True, attention=attention)
+    return Efficiency(compute, memory, links, launch=0.11e-3, overhead=105, overlaps=True, attention=attention)
 
 
 OF_KINDS = {"h200": _gpu(0.59, 0.89, 1.0, 0.28), "h100": _gpu(0.61, 0.96, 1.0, 0.28),
-            "a100": _gpu(0.80, 0.94, 0.78, 0.37), "l40s": _gpu(0.72, 0.83, 0.6, 0.37),
-            "l4": _gpu(0.72, 0.83, 0.6, 0.37)}
+            "a100": _gpu(0.82, 0.92, 0.78, 0.36), "l40s": _gpu(0.68, 0.83, 0.6, 0.36),
+            "l4": _gpu(0.68, 0.83, 0.6, 0.36)}
 """By a part of a device's name. Of L4 no figure was found: it is taken to be like L40S, of its architecture; attention
 of H200 to be like that of H100, and of L40S like that of A100."""
 BETWEEN = 0.9

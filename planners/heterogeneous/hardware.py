@@ -6,8 +6,9 @@ and twice as much for a token that sees all of its context (Kaplan et al. 2020, 
 as forward, half of it for gradients of weights, which frozen ones have none of; recomputation takes once more as
 forward (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and twice backward
 (Shoeybi et al. 2019, §3). What is computed between products (norms, sums, activations, the softmax over the vocabulary)
-is bound by memory and adds to that (Ivanov et al. 2021, table 1). Embeddings and the head are counted as if spread over
-the layers.
+is bound by memory and adds to that (Ivanov et al. 2021, table 1). Engines apply the head before tokens of responses
+alone (`SharedPrompt`, and `logits_to_keep` as prompts are read), and look embeddings up, which multiplies nothing. Both
+are counted as if spread over the layers.
 """
 
 from __future__ import annotations
@@ -124,6 +125,9 @@ _LOGIT_BYTES = {GENERATE: 28, INFER: 16, TRAIN: 34}
 """Bytes that pass through memory for a logit: a product writes it in bfloat16 (2), it is converted to float32 (6) and
 goes through a log-softmax (8); drawing reads, scales and compares it (12); training has the softmax's gradient (8),
 converts it back (6), and two products read it (4)."""
+_GRADIENT_SHARD = 20
+"""Bytes for each gradient of a share after FSDP2 has added up those of all: the sum is written and copied (8), and
+added to that of earlier micro-batches (12)."""
 Rows = Any  # a number of rows, or an array of such numbers
 
 
@@ -132,20 +136,23 @@ class Roofline:
 
     def __init__(self, task: ModelTask, filled: float, network: Network):
         self.task, self._network, self._filled = task, network, filled
-        self._weights = task.parameters / task.layers * task.width
+        self._weights = (task.parameters - task.looked_up) / task.layers * task.width
         self._expert_weights = task.expert_parameters / task.layers * task.width
-        self._flop = 2 * task.computing / task.layers
+        self._head = 2 * task.head / task.layers
+        self._flop = 2 * (task.computing - task.looked_up - task.head) / task.layers
         self._between_products = task.states * task.hidden * task.width
-        self._logits = _LOGIT_BYTES[task.kind] * task.outputs / task.layers
+        self._logits = (task.logit_bytes or _LOGIT_BYTES[task.kind]) * task.outputs / task.layers
+        self._scored = task.scored * self._passes_of_head / self._passes
 
     def batch(self, number: int, group: DeviceGroup, strategy: Strategy, tokens: float, context: float) -> float:
         task, tp = self.task, strategy.tp
         trains, passes = task.kind == TRAIN, self._passes
-        flop = tokens * (self._flop * (1 - task.frozen / task.parameters / passes)
+        flop = tokens * ((self._flop + self._scored * self._head) * (1 - task.frozen / task.parameters / passes)
                          + 2 * context * task.hidden / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth) \
-            + tokens * (self._between_products + self._logits / passes) / tp / group.bandwidth
+            + tokens * (self._between_products + task.scored * self._logits / passes) / tp / group.bandwidth \
+            + self._copied(strategy) / passes / group.bandwidth
         sums = 2 * (passes - trains) * self._network.slices(number, tp, tokens * task.hidden * task.width)
         return passes * self._pass(group, roof) + sums
 
@@ -155,7 +162,7 @@ class Roofline:
         task, context = self.task, self._context
         asked = np.minimum(1.0, rows * task.experts_per_token / task.experts) if task.experts else 1.0
         weights = self._weights - self._expert_weights * (1 - asked)
-        roof = np.maximum((rows + group.overhead) * self._flop / group.peak, weights / group.bandwidth) \
+        roof = np.maximum((rows + group.overhead) * (self._flop + self._head) / group.peak, weights / group.bandwidth) \
             + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth) \
             + rows * (self._between_products + self._logits) / group.bandwidth
         return self._pass(group, roof / tp) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
@@ -164,6 +171,10 @@ class Roofline:
     def _passes(self) -> int:
         """Passes through a layer, counted in arithmetic of a forward one."""
         return (4 if self.task.recompute else 3) if self.task.kind == TRAIN else 1
+
+    @property
+    def _passes_of_head(self) -> int:
+        return (4 if self.task.rescored else 3) if self.task.kind == TRAIN else 1
 
     def _pass(self, group: DeviceGroup, roof: Rows) -> Rows:
         measured = self.task.measured
@@ -188,6 +199,19 @@ class Roofline:
     def by_layer(self, strategy: Strategy) -> bool:
         """Return whether weights that are divided are gathered by layer, and gradients scattered so."""
         return self.shards(strategy) and 0 < self.task.gathered < self.task.parameters
+
+    def _copied(self, strategy: Strategy) -> float:
+        """Return the bytes that FSDP2 reads and writes in device memory for a layer and micro-batch, beside what links
+        carry: weights as they are cast and copied out of the gathered buffer, and gradients as they are copied into one
+        and added up (torch 2.11, `fsdp/_fully_shard/_fsdp_collectives.py`)."""
+        task, width = self.task, self.task.width
+        if not self.shards(strategy):
+            return 0.0
+        trains = task.kind == TRAIN
+        weight = 2 * width + ((4 if trains or task.follows else width) + width) / strategy.dp
+        gradient = (width + 4 + _GRADIENT_SHARD / strategy.dp) * task.trained / task.parameters
+        each = 2 * weight + gradient * self.by_layer(strategy) if trains else weight
+        return each * task.parameters / task.layers / strategy.tp
 
     def _held(self, strategy: Strategy) -> ParameterBytes:
         if self.task.kind == GENERATE:
@@ -265,16 +289,18 @@ class Roofline:
         bandwidth = sum(group.bandwidth * count / group.slowdown for group, count in devices)
         weights = task.layers * (self._weights - self._expert_weights) * task.longest
         read = weights + task.layers * task.rows * task.kv * self._context * task.answer
-        decode = max(self._flops(task.answer, 4 * self._context) / self._peak(devices), read / bandwidth)
-        return task.measured.times * (self._flops(task.read, 2 * task.seen) / self._peak(devices) + decode)
+        decode = max(self._flops(task.answer, 4 * self._context, 1.0) / self._peak(devices), read / bandwidth)
+        prefill = self._flops(task.read, 2 * task.seen, self._scored) / self._peak(devices)
+        return task.measured.times * (prefill + decode)
 
     def arithmetic(self, devices: list[tuple[DeviceGroup, int]]) -> float:
         task = self.task
         if task.kind == GENERATE:
-            flop = self._flops(task.read, 2 * task.seen) + self._flops(task.answer, 4 * self._context)
+            flop = self._flops(task.read, 2 * task.seen, self._scored) \
+                + self._flops(task.answer, 4 * self._context, 1.0)
         else:
-            frozen = task.frozen / task.parameters * self._flops(task.computed, 0)
-            flop = task.epochs * (self._passes * self._flops(task.computed, 2 * task.whole) - frozen)
+            frozen = task.frozen / task.parameters * self._flops(task.computed, 0, self._scored)
+            flop = task.epochs * (self._passes * self._flops(task.computed, 2 * task.whole, self._scored) - frozen)
         return task.measured.times * flop / self._peak(devices)
 
     def _peak(self, devices: list[tuple[DeviceGroup, int]]) -> float:
@@ -284,8 +310,9 @@ class Roofline:
     def _context(self) -> float:
         return self.task.seen + self.task.answer / 2
 
-    def _flops(self, tokens: float, seen: float) -> float:
-        return self.task.layers * self.task.rows * tokens * (self._flop + seen * self.task.hidden)
+    def _flops(self, tokens: float, seen: float, scored: float) -> float:
+        each = self._flop + scored * self._head + seen * self.task.hidden
+        return self.task.layers * self.task.rows * tokens * each
 
 
 _GIB, _GB, _TERA, _MICRO = 2**30, 1e9, 1e12, 1e-6

@@ -121,7 +121,10 @@ class ModelTask:
     the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for. `frozen`
     parameters of one that trains stay as they are; the weights of one that `follows` another role are state. `states`
     of `hidden` width are read or written for a token of a layer between products, forward: with fused kernels those of
-    two norms (4), two sums (6), rotations or a division into heads (4) and an activation of 4 × hidden (8)."""
+    two norms (4), two sums (6), rotations or a division into heads (4) and an activation of 4 × hidden (8). `looked_up`
+    parameters are of embeddings, which no product reads, unless the head is the same matrix. `logit_bytes` pass through
+    memory for a logit in all passes; 0: as many as of a plain softmax. `rescored`: the backward pass computes logits
+    again."""
 
     name: str
     role: str
@@ -151,6 +154,9 @@ class ModelTask:
     frozen: int = 0
     follows: bool = False
     states: float = 22
+    looked_up: int = 0
+    logit_bytes: int = 0
+    rescored: bool = False
     measured: Measured = Measured()
     stages: bool = True
     """Whether the task's engine can have the layers in several stages."""
@@ -202,6 +208,17 @@ class ModelTask:
     @property
     def computing(self) -> int:
         return self.active or self.parameters
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head, among those that compute."""
+        return min(self.hidden * self.outputs, self.computing - self.looked_up)
+
+    @property
+    def scored(self) -> float:
+        """Share of the tokens of a batch after which the head is applied: of a prompt that is read to sample, the
+        last; of rows, those before tokens of the response."""
+        return 1 / self.seen if self.kind == GENERATE else self.answer / self.computed
 
 
 class Edge(NamedTuple):

@@ -15,7 +15,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
-from planners.memory import activation_bytes, gathered_at_once
+from planners.memory import LOGITS_AT_ONCE, activation_bytes, gathered_at_once
 from planners.planner import plan
 from planners.transfers import through_dock
 
@@ -62,8 +62,10 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
     rows = spec.run.data.batch * lineage.times(lineage.of(task.node) if task.samples else task.fan)
     width = 4 if settings.dtype == "float32" else 2
-    outputs = 1 if head == "value" else shape.vocabulary
+    outputs = shape.labels or shape.vocabulary
+    tied = outputs == shape.vocabulary and not shape.vocabulary_head
     frozen = min(spec.frozen.get(task.role, 0), shape.parameters) if kind == TRAIN else 0
+    logit_bytes, rescored = _logits(kind, settings, outputs)
     follows = kind == INFER and spec.dag.roles[task.role].follow is not None
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden,
                      2 * width * shape.kv_width,
@@ -72,7 +74,9 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
                      settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
                      activation_bytes(shape, width), frozen=frozen, follows=follows,
-                     stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings))
+                     stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings),
+                     looked_up=0 if tied else shape.vocabulary * shape.hidden, logit_bytes=logit_bytes,
+                     rescored=rescored)
 
 
 def _states(shape: Shape, kind: str, settings: RoleRun) -> float:
@@ -81,6 +85,19 @@ def _states(shape: Shape, kind: str, settings: RoleRun) -> float:
     if kind == GENERATE or settings.engine != "fsdp" or settings.compile or not shape.widening:
         return ModelTask.states
     return 23 + 5 * shape.widening / shape.hidden
+
+
+def _logits(kind: str, settings: RoleRun, outputs: int) -> tuple[int, bool]:
+    """Return `logit_bytes` and `rescored` of the engines here, which make logits in pieces (`vocabulary.py`). In pieces
+    a product writes a logit in bfloat16 (2), it is read for the maximum (2), less that in float32 (6), and its power
+    (8) is read for the sum (4) and the entropy (8). The backward pass makes it again (2), less the normalizer (6), its
+    power (8) and the gradient (8), which is converted (6), and two products read it (4). What fits at once is divided
+    by the temperature (16, with the conversion), goes through a log-softmax (8) and the entropy (24), and has gradients
+    of the log-probabilities (4), the log-softmax (12), the division (8), the conversion (6) and two products (4)."""
+    if kind == GENERATE:
+        return 0, False
+    pieces = settings.engine == "megatron" or settings.micro_batch_tokens * outputs > LOGITS_AT_ONCE
+    return {INFER: 30, TRAIN: 64}[kind] if pieces else {INFER: 48, TRAIN: 82}[kind], pieces
 
 
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:

@@ -138,19 +138,22 @@ def test_gradients_go_over_the_slowest_link() -> None:
 
 def test_fsdp_gathers_weights_in_each_pass_and_scatters_gradients_once() -> None:
     """Two shares of four rows, one row a micro-batch, gather 2 bytes of 10⁹ parameters forward and backward, half of
-    them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter.
+    them over the link, and scatter 4 once; each keeps half of the 16 bytes of a parameter. In memory of 2 TB/s, a
+    gather casts the half that a share has (4 bytes read, 2 written) and copies all out of a buffer (2 and 2); gradients
+    are copied into one (2 read, 4 written), and the half that a share gets is written, copied and added (20).
     """
     task = replace(WORK, kind=TRAIN, engine="fsdp")
+    copies, summed = 4 * 2 * (6 / 2 + 4) / 2e3, 4 * (6 + 20 / 2) / 2e3
     pair = (Replicas((0,), 1), Replicas((0,), 1))
     inside = replace(FAST, inside=NetworkLink(0.0, 1e9))
     model = costs(task, (inside, SLOW))
     found = model.layout(0, Strategy(2), pair, rows=(4, 4)).seconds
-    assert found == pytest.approx(3 * forward(4) + (4 * 2 * 2 + 4) / 2 + 2 * 16 / 2 / 2e3)
+    assert found == pytest.approx(3 * forward(4) + copies + (4 * 2 * 2 + 4) / 2 + 2 * 16 / 2 / 2e3)
     by_layer = costs(replace(task, gathered=10**8), (inside, SLOW)).layout(0, Strategy(2), pair, rows=(4, 4)).seconds
-    assert by_layer - found == pytest.approx((4 - 1) * 4 / 2)  # for each micro-batch
+    assert by_layer - found == pytest.approx((4 - 1) * 4 / 2 + summed)  # for each micro-batch
     meanwhile = costs(task, (replace(inside, overlaps=True), SLOW)).layout(0, Strategy(2), pair, rows=(4, 4)).seconds
     gathers = 4 * 2 * 2 / 2
-    assert meanwhile == pytest.approx(max(3 * forward(4), gathers) + gathers / 10 + 4 / 2 + 2 * 16 / 2 / 2e3)
+    assert meanwhile == pytest.approx(max(3 * forward(4) + copies, gathers) + gathers / 10 + 4 / 2 + 2 * 16 / 2 / 2e3)
     kept = 10 * 17 * 2 * 1000 * 200
     filled, empty = (model.tasks[0].fills(Strategy(2), 0, layers) for layers in (10, 0))
     assert filled - empty == pytest.approx(16 / 2 * 10**9 + kept)
@@ -193,15 +196,58 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
 
 
 def test_what_is_computed_between_products_passes_through_memory() -> None:
-    """22 states of 1,000 × 2 B in each of 10 layers, as often as products; 16 bytes of a logit, 34 in training."""
+    """22 states of 1,000 × 2 B in each of 10 layers, as often as products."""
     tokens, one = 8 * WORK.tokens, (Replicas((0,), 1),)
-    for task, passes, logits in ((WORK, 1, 16), (replace(WORK, kind=TRAIN), 3, 34)):
+    for task, passes in ((WORK, 1), (replace(WORK, kind=TRAIN), 3)):
         states = replace(task, states=22)
         assert seconds(states, Strategy(1), *one) - seconds(task, Strategy(1), *one) == pytest.approx(
             tokens * passes * 10 * 22 * 1000 * 2 / 2e12)
-        head = replace(task, outputs=50_000)
-        assert seconds(head, Strategy(1), *one) - seconds(task, Strategy(1), *one) == pytest.approx(
-            tokens * logits * 50_000 / 2e12)
+
+
+def test_logits_are_of_responses_alone() -> None:
+    """50,000 × 1,000 of the parameters are the head's: 80 of 100 prompt and 20 response tokens of 8 rows need 2 FLOP
+    less for each, and 20 have logits of 16 bytes, in training 34. Recomputed layers are without the head, and logits
+    may be made again.
+    """
+    task, one, head = replace(WORK, prompt=80, response=20, outputs=50_000), Replicas((0,), 1), 50_000 * 1000
+    prompts, responses = 8 * 80, 8 * 20
+    for changed, passes, bytes_of_logit in (
+            (task, 1, 16), (replace(task, kind=TRAIN), 3, 34), (replace(task, kind=TRAIN, recompute=True), 3, 34),
+            (replace(task, kind=TRAIN, rescored=True, logit_bytes=64), 4, 64)):
+        without = replace(changed, outputs=0, rescored=False)
+        of_layers = 4 if changed.recompute else 3 if changed.kind == TRAIN else 1
+        everywhere = of_layers * (prompts + responses) * 2 * head / 100e12
+        found = seconds(changed, Strategy(1), one) - seconds(without, Strategy(1), one)
+        assert found == pytest.approx(passes * responses * 2 * head / 100e12 - everywhere
+                                      + responses * bytes_of_logit * 50_000 / 2e12)
+        model = costs(changed)
+        saved = costs(without).tasks[0].arithmetic([(FAST, 1)]) - model.tasks[0].arithmetic([(FAST, 1)])
+        assert saved == pytest.approx(everywhere - passes * responses * 2 * head / 100e12)
+        assert model.ideal(0, (1, 0)) <= seconds(changed, Strategy(1), one)
+
+
+def test_a_prompt_that_is_read_has_logits_of_its_last_token() -> None:
+    """Of 8 rows of 100 tokens, 8 have logits of 28 bytes; then each of 100 tokens of a response has."""
+    task, one, head = replace(WORK, kind=GENERATE, outputs=50_000), Replicas((0,), 1), 50_000 * 1000
+    without = replace(task, outputs=0)
+    read = [model.tasks[0].batch(0, FAST, Strategy(1), 8 * 100, 100) for model in (costs(task), costs(without))]
+    assert 10 * (read[1] - read[0]) == pytest.approx((800 - 8) * 2 * head / 100e12 - 8 * 28 * 50_000 / 2e12)
+    drawn = seconds(task, Strategy(1, micro=8), one) - seconds(without, Strategy(1, micro=8), one)
+    assert drawn + 10 * (read[1] - read[0]) == pytest.approx(100 * 8 * 28 * 50_000 / 2e12)
+
+
+def test_embeddings_are_looked_up() -> None:
+    """They are not multiplied by, nor read for a token: 2 FLOP and 2 bytes less for each of 10⁸ parameters."""
+    one, looked_up = Replicas((0,), 1), {"looked_up": 10**8}
+    assert seconds(WORK, Strategy(1), one) - seconds(replace(WORK, **looked_up), Strategy(1), one) == pytest.approx(
+        8 * 200 * 2 * 10**8 / 100e12)
+    sampled = replace(WORK, kind=GENERATE, rows=1, prompt=1)
+    for task, saved in ((sampled, 2 * 10**8 / 2e12), (replace(sampled, rows=4000, kv=0), 4000 * 2 * 10**8 / 100e12)):
+        plain, found = costs(task), costs(replace(task, **looked_up))
+        less = 10 * (plain.tasks[0].decode(0, FAST, 1, task.rows) - found.tasks[0].decode(0, FAST, 1, task.rows))
+        assert less == pytest.approx(saved)
+        assert found.ideal(0, (1, 0)) < plain.ideal(0, (1, 0))
+    assert costs(replace(WORK, **looked_up)).tasks[0].state(Strategy(1)) == costs(WORK).tasks[0].state(Strategy(1))
 
 
 def test_frozen_parameters_have_no_gradients_to_compute_and_to_send() -> None:

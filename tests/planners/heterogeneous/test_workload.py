@@ -39,6 +39,24 @@ def test_ppo_brings_both_trained_models_to_those_who_use_them(mixed_spec: Callab
     assert ("values", "update") in by_name(problem, problem.edges)  # through the node that computes advantages
 
 
+@pytest.mark.parametrize(("size", "tied"), [("4B", True), ("8B", False)])
+def test_heads_and_embeddings_are_counted_apart(mixed_spec: Callable, size: str, tied: bool) -> None:
+    """A vocabulary of 151,936; logits are made in pieces where those of a micro-batch exceed 2²⁸, and by Megatron."""
+    hidden = {"4B": 2560, "8B": 4096}[size]
+    spec = mixed_spec("ppo", size=size)
+    tasks = {task.name: task for task in problem_of(spec).tasks}
+    for name, pieces in (("rollout", (0, False)), ("reference", (30, True)), ("update", (64, True))):
+        task = tasks[name]
+        assert (task.head, task.looked_up) == (151_936 * hidden, 0 if tied else 151_936 * hidden)
+        assert (task.logit_bytes, task.rescored) == pieces
+    assert (tasks["critic"].head, tasks["critic"].looked_up) == (hidden, 151_936 * hidden)
+    assert (tasks["critic"].logit_bytes, tasks["critic"].rescored) == (82, False)
+    assert tasks["update"].scored == 0.5, "512 of at most 512 + 512 tokens"
+    actor = spec.run.roles["actor"].model_copy(update={"engine": "megatron", "micro_batch_tokens": 1024})
+    spec.run = spec.run.model_copy(update={"roles": spec.run.roles | {"actor": actor}})
+    assert {task.name: task.rescored for task in problem_of(spec).tasks}["update"]
+
+
 def test_only_engines_that_have_pipelines_are_planned_with_stages(mixed_spec: Callable) -> None:
     spec = mixed_spec("grpo")
     assert not any(task.stages for task in problem_of(spec).tasks)
