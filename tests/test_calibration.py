@@ -129,6 +129,19 @@ def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pyt
     assert "the best plan found" in capsys.readouterr().out
 
 
+def test_a_run_of_other_machines_calibrates_a_plan_here(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its data is not here: a note, of a plan from it, of one that it may go on by, and of one in a file."""
+    settings = yaml.safe_load((run / "run.yaml").read_text())
+    settings["data"]["train"] = {"/cluster/train.jsonl": 1.0}
+    (run / "run.yaml").write_text(yaml.safe_dump(settings))
+    note = "note: there is no data `/cluster/train.jsonl`: a run on this machine would need it"
+    for command in (["mixed", "--from", str(run), "--out", "plan.yaml"], ["replan", str(run)],
+                    ["explain", str(run / "dag.yaml"), "--run", str(run / "run.yaml"), "--cluster", "here.yaml",
+                     "--plan", "plan.yaml"]):
+        assert main(["plan", *command]) == 0
+        assert capsys.readouterr().out.count(note) == 1
+
+
 def _early(run: Path) -> None:
     lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
     (run / "times.jsonl").write_text("".join(lines[:8]))

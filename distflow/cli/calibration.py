@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distflow.cli.common import without_lacks
 from distflow.config.load import Spec, load_for_planning, reload
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout
@@ -23,8 +24,9 @@ _LEAST = 3
 """Fewest whole steps after the first ones for a median."""
 
 
-def spec_of(options: argparse.Namespace) -> Spec:
-    """Return the named DAG and cluster, else the last run's. Raises InvalidInput if that has none."""
+def spec_of(options: argparse.Namespace) -> tuple[Spec, list[str]]:
+    """Return the named DAG and cluster, else the last run's, and as notes what this machine lacks for it. Raises
+    InvalidInput if the run has no cluster."""
     folder = _folder(options.runs[-1])
     kept = folder / "cluster.yaml"
     if not options.cluster and not kept.is_file():
@@ -32,8 +34,9 @@ def spec_of(options: argparse.Namespace) -> Spec:
                            "machines, as by  distflow probe --out machines.yaml , and add  --cluster machines.yaml")
     options.cluster = options.cluster or str(kept)
     dag = options.dag_file or options.dag
-    return load_for_planning(dag, options.run, options.overrides, options.cluster) if dag else \
+    spec = load_for_planning(dag, options.run, options.overrides, options.cluster) if dag else \
         reload(folder, options.overrides, options.cluster)
+    return spec, without_lacks(spec)
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ def _ran(spec: Spec, folder: Path) -> MeasuredRun:
 
     planned = read_plan(folder)
     own = reload(folder)
+    without_lacks(own)
     own.cluster, own.cluster_source = spec.cluster, spec.cluster_source
     sizes = ("dp", "first", "tp", "pp", "cp", "ep")
     layouts = {task["node"]: Layout(**{size: task["layout"][size] for size in sizes}) for task in planned["tasks"]}

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,6 +53,11 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collec
     return [line.rstrip() for line in printed.get().splitlines()] if rows else []
 
 
+def noted(notes: Iterable[str]) -> Iterator[str]:
+    for note in notes:
+        yield f"\nnote: {note}"
+
+
 def add_dag_arguments(parser: argparse.ArgumentParser, of_run: bool = True) -> None:
     """Add the DAG, its files and the number of ranks; for a run also its name and a plan to obey."""
     parser.add_argument("dag_file", nargs="?", metavar="DAG", help="a path, or the name of a shipped DAG, as grpo")
@@ -78,11 +83,16 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: boo
     spec = launch.load_spec(options)
     ranks = rank_count(options, spec)
     spec = launch.apply_plan_option(spec, options, ranks) if obey else spec
-    lacks = [mistake for mistake in spec.mistakes if elsewhere and mistake.of_machine]
-    spec.mistakes[:] = [mistake for mistake in spec.mistakes if mistake not in lacks]
+    lacks = without_lacks(spec) if elsewhere else []
     found = plan(spec, ranks)
-    notes = [f"{mistake.what}: a run on this machine would need it" for mistake in lacks]
-    return spec, replace(found, notes=(*found.notes, *notes))
+    return spec, replace(found, notes=(*found.notes, *lacks))
+
+
+def without_lacks(spec: Spec) -> list[str]:
+    """Take out of the spec's mistakes what this machine alone lacks, as of a run of others; return it as notes."""
+    lacks = [mistake for mistake in spec.mistakes if mistake.of_machine]
+    spec.mistakes[:] = [mistake for mistake in spec.mistakes if not mistake.of_machine]
+    return [f"{mistake.what}: a run on this machine would need it" for mistake in lacks]
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.cli.calibration import spec_of
-from distflow.cli.common import Verb, add_dag_arguments, load_and_plan, table
+from distflow.cli.common import Verb, add_dag_arguments, load_and_plan, noted, table
 from distflow.config.load import Spec
 from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
@@ -40,8 +40,12 @@ def main(options: argparse.Namespace) -> int:
     if not 0 <= options.margin < 1:
         raise InvalidInput(f"--margin {options.margin:g} is no share of a device's memory; give one, as 0.1")
     factor, said = _measured(Path(options.runs[0])) if options.runs else (1.0, "")
-    spec = spec_of(options) if options.runs else load_and_plan(options, obey=False)[0]
-    print("\n".join(_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said)))
+    if options.runs:
+        spec, notes = spec_of(options)
+    else:
+        spec, plan = load_and_plan(options, obey=False, elsewhere=True)
+        notes = plan.notes
+    print("\n".join([*_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said), *noted(notes)]))
     return 0
 
 

@@ -7,14 +7,14 @@ import itertools
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow import launch
 from distflow.cli.calibration import Calibration, calibration, spec_of
-from distflow.cli.common import add_dag_arguments, load_and_plan, table
+from distflow.cli.common import add_dag_arguments, load_and_plan, noted, table
 from distflow.cli.plan_text import describe
 from distflow.config.load import Spec
 from distflow.config.yaml_source import dump, read
@@ -101,43 +101,44 @@ def mixed(options: argparse.Namespace) -> int:
                            "or leave it out for the usual number of layouts")
     known = None
     if options.runs:
-        spec = spec_of(options)
+        spec, notes = spec_of(options)
         known = calibration(spec, options.runs)
     else:
-        spec, _ = load_and_plan(options, elsewhere=True)
+        spec, present = load_and_plan(options, elsewhere=True)
+        notes = present.notes
     costed = _costed(spec, known)
     plan = _solved(options, spec, costed, known)
-    _print_found(options, spec, costed, plan, known)
+    print("\n".join([*_found(options, spec, costed, plan, known), *noted(notes)]))
     return 0
 
 
 def explain(options: argparse.Namespace) -> int:
     from planners.heterogeneous.plan_file import digests_of
 
-    spec, _ = load_and_plan(options, obey=False, elsewhere=True)
+    spec, present = load_and_plan(options, obey=False, elsewhere=True)
     costed = _costed(spec)
     plan = read_plan_file(read(Path(options.plan), shown(options.plan)), digests_of(spec, costed.problem))
     placement = _drawn(options, costed, plan)
     print("\n".join([*_described(spec, plan), *_explained(costed, placement), *_answers(spec, costed, placement, plan),
                      *_lost(options, spec, costed, placement, plan),
-                     *_running(spec, options.plan, len(plan.ranks))]))
+                     *_running(spec, options.plan, len(plan.ranks), present.notes)]))
     return 0
 
 
 def replan(options: argparse.Namespace) -> int:
     if not 0 <= options.threshold < 1:
         raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
-    spec = spec_of(options)
+    spec, notes = spec_of(options)
     known = calibration(spec, options.runs)
     costed = _costed(spec, known)
     plan = _solved(options, spec, costed, known)
     better, summary = known.against(plan, options.runs[-1], options.threshold)
-    print(summary)
+    lines = [summary]
     if better:
-        _print_found(options, spec, costed, plan, known)
-        print("\n".join(_resuming(options) if options.out else ()))
+        lines += [*_found(options, spec, costed, plan, known), *(_resuming(options) if options.out else ())]
     elif options.explain:
-        print("\n".join(known.report(options.runs)))
+        lines += known.report(options.runs)
+    print("\n".join([*lines, *noted(notes)]))
     return 0
 
 
@@ -148,18 +149,18 @@ def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
     return CostedProblem(known.problem if known else problem_of(spec))
 
 
-def _print_found(options: argparse.Namespace, spec: Spec, costed: CostedProblem, plan: PlacedPlan,
-                 known: Calibration | None) -> None:
+def _found(options: argparse.Namespace, spec: Spec, costed: CostedProblem, plan: PlacedPlan,
+           known: Calibration | None) -> Iterator[str]:
+    """Write a plan to the files of `--out` and `--svg`; yield what it is, and what else was asked of it."""
     if options.out:
         text = dump(plan.model_dump(mode="json"), default_flow_style=None, width=110)
         _write(options.out, HEAD + text)
     placement = _drawn(options, costed, plan)
-    print("\n".join(_described(spec, plan)))
+    yield from _described(spec, plan)
     if options.explain:
-        print("\n".join([*_explained(costed, placement), *_answers(spec, costed, placement, plan),
-                         *(known.report(options.runs) if known else ())]))
-    if options.lose:
-        print("\n".join(_lost(options, spec, costed, placement, plan)))
+        yield from (*_explained(costed, placement), *_answers(spec, costed, placement, plan),
+                    *(known.report(options.runs) if known else ()))
+    yield from _lost(options, spec, costed, placement, plan)
 
 
 def _drawn(options: argparse.Namespace, costed: CostedProblem, plan: PlacedPlan) -> Placement:
@@ -188,16 +189,17 @@ def _resuming(options: argparse.Namespace) -> Iterator[str]:
                 "  " + shlex.join(["distflow", "resume", run, *elsewhere, "--plan", options.out]))
 
 
-def _running(spec: Spec, path: str, ranks: int) -> Iterator[str]:
-    """Yield the chain that ranks would run by a plan, or why they cannot."""
+def _running(spec: Spec, path: str, ranks: int, notes: Iterable[str]) -> Iterator[str]:
+    """Yield the chain that ranks would run by a plan, or why they cannot; then notes, of the run and of the plan."""
     from planners import apply_plan_file, plan
 
     yield ""
     try:
         own = apply_plan_file(spec, read(Path(path), shown(path)), ranks)
-        yield from describe(plan(own, ranks), own)
+        applied = plan(own, ranks)
+        yield from describe(replace(applied, notes=tuple(dict.fromkeys([*applied.notes, *notes]))), own)
     except InvalidInput as error:
-        yield from ("No run can obey it:", str(error))
+        yield from ("No run can obey it:", str(error), *noted(notes))
 
 
 def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, known: Calibration | None) -> PlacedPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.cli.common import table
+from distflow.cli.common import noted, table
 from distflow.config.load import Spec
 from distflow.plan import SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
 
@@ -20,8 +20,7 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
     yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
     yield from _memory(plan)
-    for note in plan.notes:
-        yield f"\nnote: {note}"
+    yield from noted(plan.notes)
 
 
 def _moved(move: Transfer) -> str:

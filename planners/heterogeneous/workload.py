@@ -97,7 +97,7 @@ def _logits(kind: str, settings: RoleRun, outputs: int) -> tuple[int, bool]:
     if kind == GENERATE:
         return 0, False
     pieces = settings.engine == "megatron" or settings.micro_batch_tokens * outputs > LOGITS_AT_ONCE
-    return {INFER: 30, TRAIN: 64}[kind] if pieces else {INFER: 48, TRAIN: 82}[kind], pieces
+    return {INFER: 30, TRAIN: 64}[kind] if pieces else {INFER: 48, TRAIN: 82}[kind], pieces and kind == TRAIN
 
 
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:

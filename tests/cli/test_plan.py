@@ -111,6 +111,28 @@ def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
     assert main(["plan", *words]) == 2
 
 
+def test_notes_of_the_run_stand_below_a_plan_for_mixed_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a setting that changes nothing, and of what this machine lacks; once each."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pair.yaml").write_text("""
+devices: {core: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}}
+machines: {here: {device: core, devices: 1}, there: {device: core, devices: 1}}
+links: {zone: {gb_s: 1, latency_us: 50}}
+""")
+    words = ["grpo", "--cluster", "pair.yaml", "--set", "data.train=/cluster/train.jsonl", "--set",
+             "roles.reference.follow={every: 9000, mix: 0.6}"]
+    notes = ("role `reference` would follow `actor` every 9000 steps", "there is no data `/cluster/train.jsonl`: a run")
+
+    def noted(*command: str) -> bool:
+        assert main(["plan", *command]) == 0
+        said = capsys.readouterr().out
+        return all(said.count(f"\nnote: {note}") == 1 for note in notes)
+
+    assert noted("mixed", *words, "--runnable", "--out", "plan.yaml")
+    assert noted("explain", *words, "--plan", "plan.yaml")
+
+
 def test_keys_and_environments_of_other_machines_are_notes_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)

@@ -45,7 +45,7 @@ def test_heads_and_embeddings_are_counted_apart(mixed_spec: Callable, size: str,
     hidden = {"4B": 2560, "8B": 4096}[size]
     spec = mixed_spec("ppo", size=size)
     tasks = {task.name: task for task in problem_of(spec).tasks}
-    for name, pieces in (("rollout", (0, False)), ("reference", (30, True)), ("update", (64, True))):
+    for name, pieces in (("rollout", (0, False)), ("reference", (30, False)), ("update", (64, True))):
         task = tasks[name]
         assert (task.head, task.looked_up) == (151_936 * hidden, 0 if tied else 151_936 * hidden)
         assert (task.logit_bytes, task.rescored) == pieces
