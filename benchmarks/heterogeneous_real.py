@@ -24,7 +24,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,8 +37,6 @@ from benchmarks.slowed import Slowed, ranks
 from distflow.cli.calibration import calibration
 from distflow.config.load import load
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.problem import Freedom
-from planners.heterogeneous.runnable import runnable
 
 ROOT = Path(__file__).resolve().parents[1]
 GOALS = {2: 1.4, 4: 1.8}
@@ -67,7 +64,8 @@ class Contest:
                          f"data.batch={given.prompts}", f"roles.actor.generation.max_new_tokens={given.tokens}"]
 
     def prepare(self) -> dict[str, float]:
-        """Short runs with equal shares, the plan from them, and the seconds of a step that are predicted by side."""
+        """Make short runs with equal shares and the plan from them; return the seconds of a step that are predicted by
+        side. Equal shares are those of the runs: the best plan that has them may leave the slow rank out."""
         for name, prompts in (("half", self.given.prompts // 2), ("whole", self.given.prompts)):
             self._launch(name, ["--set", f"data.batch={prompts}"])
         runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
@@ -76,7 +74,7 @@ class Contest:
                      "--out", str(self.plan)]])
         spec = load("grpo", None, self.settings, str(self.cluster))
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
-        equal = runnable(spec, CostedProblem(replace(known.problem, freedom=Freedom(balance=False))))
+        equal = known.runs[-1].placement(CostedProblem(known.problem))
         rows = {name: "+".join(str(share["rows"]) for share in task["shares"]) for name, task in plan["tasks"].items()}
         print(f"1:{self.times}, planned rows: {', '.join(f'{name} {each}' for name, each in rows.items())}", flush=True)
         return {"equal": equal.seconds + known.rest, "planned": plan["seconds"] + plan["rest_seconds"]}
