@@ -58,6 +58,7 @@ class Contest:
     def __init__(self, given: Namespace, scratch: Path, names: Sequence[str], times: int):
         self.given, self.scratch, self.names, self.times = given, scratch, names, times
         self.cluster, self.plan = scratch / f"cluster-{times}.yaml", scratch / f"plan-{times}.yaml"
+        self.used = 2  # ranks of the plan
         self.cluster.write_text(yaml.safe_dump(cluster(times, given.megabit)))
         model = f"{{architecture: qwen3, layers: {given.layers}, hidden: {given.hidden}, heads: 4, kv_heads: 2}}"
         self.settings = ["validation=null", "checkpoint.every=0", f"output={scratch}", f"roles.actor.model={model}",
@@ -76,6 +77,7 @@ class Contest:
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
         equal = known.runs[-1].placement(CostedProblem(known.problem))
         rows = {name: "+".join(str(share["rows"]) for share in task["shares"]) for name, task in plan["tasks"].items()}
+        self.used = sum(count for group in plan["groups"] for count in group["devices"].values())
         print(f"1:{self.times}, planned rows: {', '.join(f'{name} {each}' for name, each in rows.items())}", flush=True)
         return {"equal": equal.seconds + known.rest, "planned": plan["seconds"] + plan["rest_seconds"]}
 
@@ -83,17 +85,19 @@ class Contest:
         """Of a step, the median of a run."""
         more = {"equal": [], "measured": _set([_MEASURED]),
                 "planned": ["--cluster", str(self.cluster), "--plan", str(self.plan)]}[side]
-        found = self._launch(f"{side}-{repeat}", more, _SETTLING if side == "measured" else 0)
+        found = self._launch(f"{side}-{repeat}", more, _SETTLING if side == "measured" else 0,
+                             self.used if side == "planned" else 2)
         print(f"1:{self.times}, repeat {repeat}, {side}: {found:.3f} s a step", flush=True)
         return found
 
-    def _launch(self, name: str, more: Sequence[str], settling: int = 0) -> float:
-        """Ranks are slowed as soon as the first step is done: to start costs as much as several steps."""
+    def _launch(self, name: str, more: Sequence[str], settling: int = 0, used: int = 2) -> float:
+        """Ranks are slowed as soon as the first step is done: to start costs as much as several steps. A plan may have
+        `used` the fast rank alone."""
         folder = self.scratch / f"{name}-{self.times}"
         with ranks(2) as slowed:
             run = [*slowed.join, sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
                    *_set([*self.settings, f"steps={self.given.steps + settling}"]), *more]
-            self._said([within(name, *_torchrun(number), *run) for number, name in enumerate(self.names)],
+            self._said([within(name, *_torchrun(number, used), *run) for number, name in enumerate(self.names[:used])],
                        lambda: _begin(slowed, folder, self.times))
         return median(step["seconds"] for step in steps_of(folder)[_WARM + settling :])
 
@@ -121,10 +125,10 @@ class Contest:
                 raise SystemExit(f"{log.read()[-6000:]}\nthis command failed: {' '.join(failed[0])}")
 
 
-def _torchrun(number: int) -> list[str]:
+def _torchrun(number: int, machines: int) -> list[str]:
     """Of the machine with this number; the first one holds the store."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1",
-            f"--master-addr={address(0)}", f"--master-port={_PORT}", "--no-python"]
+    return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={machines}", f"--node-rank={number}",
+            "--nproc-per-node=1", f"--master-addr={address(0)}", f"--master-port={_PORT}", "--no-python"]
 
 
 def _begin(slowed: Slowed, folder: Path, times: int) -> bool:
