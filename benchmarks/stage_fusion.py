@@ -56,8 +56,7 @@ class Trial(Contest):
             f"fuse={str(fuse).lower()}", f"roles.reference.model={self.reference}",
             *self.settings(seed, given.updates)))
         if fuse and not json.loads((folder / "plan.json").read_text())["early"]:
-            raise SystemExit("nothing is fused: the planner fuses no node behind one that may drop rows, and since "
-                             "conversations may, none of this benchmark")
+            raise SystemExit("the planner fuses no node of this DAG, so that there is nothing to measure")
         steps = steps_of(folder)[1:]
         means = [statistics.mean(step.get(key, 0.0) for step in steps) for key in (
             "seconds", "seconds/reference", "seconds/reference/hidden", "waiting/samples")]

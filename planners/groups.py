@@ -8,7 +8,8 @@
     trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
 
 Between the groups, columns pass through the dock. A `row_wise` node of the trainer need not wait for the whole step: it
-is fused, that is computed of each prompt as it comes from the rollout (Zhong et al. 2024, inter-stage fusion).
+is fused, that is computed of each prompt as it comes from the rollout (Zhong et al. 2024, inter-stage fusion). Which
+rows the rollout's filters drop is known by then: they are dropped before the node, as they are from the step.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ def of_arriving(tasks: Iterable[Task], halves: GroupCut, nodes: frozenset[str]) 
     trained = halves.trained_by_others | halves.own(TRAINER)
     if not halves.nodes:  # mode sync: the step begins with what comes before these in the chain
         trained -= {*itertools.takewhile(lambda node: node not in nodes, halves.chain)}
-    drops = {KEEP} if nodes <= halves.trained_by_others else set()
-    bring = {node: tuple(name for name in names if (node, name) in read or name in drops)
+    filters = next((each.filters for each in halves.inference if nodes == each.nodes), halves.crossing.keys())
+    bring = {node: tuple(name for name in names if (node, name) in read or (name == KEEP and node in filters))
              for node, names in halves.crossing.items()}
     return tuple(task if task.node in nodes else _bringing(task, bring, task.node in trained)
                  for task in tasks if task.node in wanted or task.node in halves.crossing
@@ -222,9 +223,8 @@ def _bringing(task: Task, columns: dict[str, tuple[str, ...]], awaited: bool) ->
 
 def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[str, NodeColumns],
            nodes: set[str]) -> frozenset[str]:
-    """Return the trainer's nodes that need not wait for a step: behind no filter and no role's training. `chain`: its
-    nodes, and those `nodes` whose columns the step begins with."""
-    ahead = {node for node in nodes if KEEP not in flows[node].writes}
+    """Return the trainer's nodes that need not wait for a step: behind none of its filters and no role's training.
+    `chain`: its nodes, and those `nodes` with whose columns a step begins: these also say which rows stay."""
     fused: set[str] = set()
     trained: set[str] = set()
     for node in (node for node in chain if node in bound and node not in nodes):
@@ -232,7 +232,8 @@ def _fused(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict
         if draws_of(spec, node, bound[node]) > 1:
             break
         needs = {column.producer for column in flows[node].reads}.union(item.dependencies) - {SOURCE}
-        if bound[node].marks.row_wise and needs and needs <= ahead | fused and item.role not in trained:
+        alone = bound[node].marks.row_wise and KEEP not in flows[node].writes
+        if alone and needs and needs <= nodes | fused and item.role not in trained:
             fused.add(node)
         if item.type == "MODEL_TRAIN":
             trained.add(item.role)

@@ -5,7 +5,8 @@
 
 All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
 waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
-in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last.
+in which none waits for a later one, or are refused; the trainer, which waits for all of them, is the last. Rows that a
+filter ahead of its nodes has dropped it does not compute.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ _where = functools.partial(role_location, key="inference")
 
 @dataclass(frozen=True)
 class InferenceCut:
-    """Nodes of a role that is only read, and the ranks that have `replicas` of its model, from `first` on."""
+    """Nodes of a role that is only read, and the ranks that have `replicas` of its model, from `first` on. `filters`:
+    nodes of the rollouts that have dropped rows by then."""
 
     role: str
     nodes: frozenset[str]
     first: int
     replicas: int
     model: Layout
+    filters: frozenset[str] = frozenset()
 
     @property
     def group(self) -> str:
@@ -53,10 +56,11 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     one. `rollout`: the nodes of the rollout group."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.inference_ranks)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
-    ahead = {node for node in rollout if KEEP not in flows[node].writes}
+    ahead = {*rollout}
     unfit = {role for role in nodes if any(_check_role(spec, role, nodes[role], flows))}
     for node in (node for node in chain if any(node in own for role, own in nodes.items() if role not in unfit)):
-        if why := why_not(spec, bound, chain, flows, node, ahead):
+        drops = "drops rows, which ranks that only infer cannot" if KEEP in flows[node].writes else ""
+        if why := drops or why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
@@ -67,7 +71,8 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     for role in order:
         model, found = _model(spec, role, nodes[role])
         mistakes += found
-        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model))
+        filters = _filters_ahead(spec, chain, flows, nodes[role], rollout)
+        cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model, filters))
         cuts[-1] = replace(cuts[-1], replicas=max(spec.run.groups.inference_ranks[role] // cuts[-1].ranks, 1))
         first += cuts[-1].replicas * cuts[-1].ranks
     return tuple(cuts), mistakes
@@ -133,11 +138,26 @@ def why_not(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: 
     before = chain[: chain.index(node)]
     if filters := [other for other in before if other in bound and draws_of(spec, other, bound[other]) > 1]:
         return f"waits for the last draw of node `{filters[0]}`, which drops rows"
-    needs = {column.producer for column in flows[node].reads}.union(spec.dag.nodes[node].dependencies) - {SOURCE}
-    if late := sorted(needs - ahead):
+    if late := sorted(_needs(spec, flows, node) - ahead):
         drops = late[0] in flows and KEEP in flows[late[0]].writes
         return f"waits for node `{late[0]}`, which {'drops rows' if drops else 'runs in the trainer'}"
     return ""
+
+
+def _needs(spec: Spec, flows: Mapping[str, NodeColumns], node: str) -> set[str]:
+    return {column.producer for column in flows[node].reads}.union(spec.dag.nodes[node].dependencies) - {SOURCE}
+
+
+def _filters_ahead(spec: Spec, chain: list[str], flows: Mapping[str, NodeColumns], nodes: list[str],
+                   rollout: set[str]) -> frozenset[str]:
+    """Return the filters of the rollouts up to the last of their nodes for which these nodes wait, even if through
+    others: what that one writes lacks the rows of all of them."""
+    ahead, new = set(), {*nodes}
+    while new:
+        ahead |= new
+        new = set().union(*(_needs(spec, flows, node) for node in new if node in flows)) - ahead
+    end = max((chain.index(node) + 1 for node in ahead & rollout), default=0)
+    return frozenset(node for node in chain[:end] if node in rollout and KEEP in flows[node].writes)
 
 
 def _waits_for(nodes: Mapping[str, list[str]], role: str, flows: Mapping[str, NodeColumns]) -> set[str]:

@@ -7,6 +7,8 @@ import json
 import pytest
 from harness import metrics_of
 
+from distflow.telemetry.run_reader import RunReader
+
 TOOLS = '''
 import os, time
 from distflow import Turn, environment
@@ -112,6 +114,73 @@ def test_async_without_staleness_has_the_conversations_and_losses_of_sync(launch
                 mine = {row["row"] for row in rows if row["step"] == step}
                 assert mine <= set(range((step - 1) * 20, step * 20))  # five prompts a step, four rows a prompt
                 assert len(mine) == 16 or name == "apart"
+
+
+BRITTLE = '''
+import zlib
+from distflow import Ragged, Turn, environment, node
+from distflow.telemetry.metrics import current
+
+@environment(safe=True)
+class Tool:
+    """Fails for all samples of one question in five, and for a third of the others by what was said."""
+    def __init__(self, question, *, trouble=True):
+        self.whole, self.turns = sum(question.encode()) % 5 == 0, 0
+
+    def step(self, text):
+        self.turns += 1
+        if self.turns == 2 and (self.whole or zlib.crc32(text.encode(errors="surrogatepass")) % 3 == 0):
+            raise ValueError("no such letter")
+        return Turn(f"{len(text)} letters", done=self.turns == 3, reward=1 / (1 + len(text)))
+
+@node(type="MODEL_INFERENCE", writes="{role}_logprobs", row_wise=True)
+def counted(engine, prompts: Ragged, responses: Ragged) -> Ragged:
+    """Log-probabilities, and the number of rows that a model was shown for them."""
+    current().add("shown", len(responses))
+    return engine.logprobs(prompts, responses)
+'''
+
+
+@pytest.fixture
+def watched(workspace, tools):
+    """A run whose reference counts the conversations that it is shown, of which some have failed."""
+    arguments = tools(True)
+    (workspace / "tools.py").write_text(BRITTLE)
+    (workspace / "tools_true.yaml").write_text(
+        tools_dag(True).replace("trained: true}", "trained: true}\n  reference: {copy_of: actor}").replace(
+            "[advantage]}", "[advantage, reference], with: {kl: 0.5}}\n"
+            "  reference: {role: reference, type: MODEL_INFERENCE, function: counted, dependencies: [rollout]}"))
+    return (*arguments, "--set", "steps=3", "--set", "data.batch=6", "--set", "roles.actor.generation.batch_rows=4",
+            "--set", "roles.actor.model.kv_heads=2", "--set", "staleness=0", "--set", "samples=1000")
+
+
+def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(launch, workspace, watched):
+    """Whichever ranks they are on, and if the trainer is killed while it looks at some: always the same rows."""
+    killed = "faults=[{kind: kill, group: trainer, phase: inference, step: 2}]"
+    sides = {"whole": (2, ("mode=async", "groups.rollout=1", "fuse=false")),
+             "fused": (3, ("mode=async", "groups.rollout=1", "layouts.reference.dp=1", "layouts.update.tp=2", killed)),
+             "semi_sync": (2, ("mode=semi_sync", "groups.rollout=1")),
+             "own ranks": (3, ("mode=async", "groups={rollout: 1, inference: {reference: 1}}")),
+             "own ranks, sync": (3, ("mode=sync", "groups={inference: {reference: 2}}", "layouts.reference.dp=2"))}
+    for name, (ranks, settings) in sides.items():
+        launch(ranks, *watched, "--name", name, *(word for setting in settings for word in ("--set", setting)))
+    whole, *others = (metrics_of(workspace / f"runs/{name}") for name in sides)
+    assert len(whole) == 3
+    for step, other in ((step, other) for step in whole for other in others):
+        assert whole[step]["response/fingerprint"] == other[step]["response/fingerprint"]
+        assert whole[step]["loss"] == pytest.approx(other[step]["loss"], abs=1e-5)
+        assert whole[step]["grad_norm"] == pytest.approx(other[step]["grad_norm"], rel=1e-3, abs=1e-5)
+        assert whole[step]["policy/kl_reference"] == pytest.approx(other[step]["policy/kl_reference"], abs=1e-5)
+        assert other[step]["shown"] == other[step]["filter/rollout/kept"] == whole[step]["filter/rollout/kept"] > 0
+    trained, *same = ({row["row"] for row in RunReader(workspace / f"runs/{name}").rows("samples")} for name in sides)
+    assert all(rows <= trained for rows in same), "the first rank of a trainer shows its own"
+    asked = {row // 4 for row in trained}
+    assert len(asked) < 18, "all samples of some prompts were dropped"
+    assert len(trained) < 4 * len(asked), "and some of others"
+    for name, steps in zip(("fused", "semi_sync"), others):
+        assert sum(step["seconds/reference/hidden"] for step in steps.values()) > 0, name
+    events = [json.loads(line) for line in (workspace / "runs/fused/events.jsonl").read_text().splitlines()]
+    assert [event["group"] for event in events if event["event"] == "failure"] == ["trainer"]
 
 
 def test_async_goes_on_with_hostile_environments(launch, workspace, tools):

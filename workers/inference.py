@@ -105,8 +105,10 @@ class InferenceContext:
         that a shard has lost since they were fetched get nothing: they are leased again with other tokens."""
         self.dock.report_activity("putting results")
         self.metrics.maximum(f"waiting/{self.role}", self.waited)
-        rows, lost = rows_for_others(self.plan, buffer, self.channel.rows), b""
-        if len(rows) and self.chain[0].layout.leads(self.rank):
+        layout, lost = self.chain[0].layout, b""
+        mine = lease.ids if layout.dp == 1 else self.arrived.mine
+        if len(mine) and layout.leads(self.rank):
+            rows = rows_for_others(self.plan, buffer, self.channel.rows, mine)
             self.metrics.add(f"inference/{self.role}/rows", len(rows))
             reports = [self.metrics.take(), *[b""] * (len(rows) // self.channel.rows - 1)]
             rows = rows.with_columns({report_of(self.group.name): report_column(reports, self.channel.rows)})

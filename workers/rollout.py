@@ -419,7 +419,8 @@ class RolloutContext:
         """Put what the trainer needs of the prompts into the dock, and give up their leases."""
         reports = report_column([prompt.metrics.take() for prompt in prompts], self.channel.rows)
         dock.report_activity(f"putting samples of step {prompts[0].step}")
-        rows = rows_for_others(self.plan, buffer, self.channel.rows).with_columns({REPORT: reports})
+        ids = torch.cat([prompt.lease.ids for prompt in prompts])
+        rows = rows_for_others(self.plan, buffer, self.channel.rows, ids).with_columns({REPORT: reports})
         with timeline.current().span(timeline.TRANSFERS, "put samples", prompts[0].step + 1, rows=len(rows)):
             dock.put(rows)
         for lease in (prompt.lease for prompt in prompts):

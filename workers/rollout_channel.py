@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.assignment import assign, assign_near
-from distflow.data.batch import Batch, ColumnData, Ragged
+from distflow.data.batch import Batch, ColumnData, Ragged, levels, of_levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, TimedOut
@@ -262,7 +262,8 @@ class ReceivedColumns:
     def of(self, rows: Batch) -> Iterator[tuple[Task, dict[str, ColumnData], Tensor]]:
         """Yield what each node wrote. Of rows that a later node repeated, the first of each repetition has it."""
         for task, times in self.tasks:
-            part = rows if times == 1 else rows.select(torch.arange(0, len(rows), times))
+            ids = rows.ids // times
+            part = rows if times == 1 else rows.select(ids.diff(prepend=ids[:1] - 1).nonzero().squeeze(1))
             yield task, {name: part[f"{task.node}/{name}"] for name in task.writes}, part.ids // times
 
 
@@ -275,10 +276,13 @@ class ArrivedRows:
         self.received = ReceivedColumns(plan, channel.rows)
         self.metrics = Metrics()  # apart from the step's: how evenly a part is spread says nothing about the step
         self.buffer = Databuffer(plan, rank, self.metrics, limit=limit)
+        self.mine = torch.empty(0, dtype=torch.int64)  # ids of this rank's rows, those that were dropped too
 
     def fill(self, dock: DockClient, ids: Tensor, tokens: Tensor) -> None:
-        """Begin with these rows [R], of which all ranks of the plan know, and the tokens of each."""
+        """Begin with these rows [R], of which all ranks of the plan know, and the tokens of each; without those that
+        a filter of the plan has dropped."""
         mine, some = self._assigned(ids, tokens)
+        self.mine = mine
         rows = dock.fetch(mine if len(mine) else some, self.received.columns).slice(0, len(mine))
         self.buffer.start(self.loader.at(torch.unique(mine // self.channel.rows)))
         self.buffer.receive(self.received.of(rows))
@@ -293,18 +297,33 @@ class ArrivedRows:
         return ids[where[index] == (-1 if share is None else share)], ids[:1]
 
 
-def rows_for_others(plan: Plan, buffer: Databuffer, rows: int) -> Batch:
-    """Return the columns that other groups need; values that belong to several of a prompt's `rows` are repeated."""
-    lineage, ids, columns = RowLineage(plan.tasks, plan.source), torch.empty(0, dtype=torch.int64), {}
+def rows_for_others(plan: Plan, buffer: Databuffer, rows: int, ids: Tensor) -> Batch:
+    """Return the columns that other groups need of the rows `ids` [R], of which a prompt has `rows`."""
+    lineage, columns = RowLineage(plan.tasks, plan.source), {}
     for move in plan.dock:
         task = lineage.tasks[move.producer]
-        part = buffer.step_columns[task.node, task.layout]
-        times = rows // lineage.times(task.out_fan)
-        ids = (part.ids[:, None] * times + torch.arange(times)).flatten()
-        if times > 1:
-            part = part.select(torch.arange(len(part)).repeat_interleave(times))
-        columns |= {f"{task.node}/{name}": part[name] for name in move.columns}
+        found = columns_of(buffer.step_columns[task.node, task.layout], move.columns, ids,
+                           rows // lineage.times(task.out_fan))
+        columns |= {f"{task.node}/{name}": column for name, column in found.items()}
     return Batch(ids, columns)
+
+
+def columns_of(written: Batch, names: Iterable[str], ids: Tensor, times: int) -> dict[str, ColumnData]:
+    """Return columns for the rows `ids` [R], ascending, of which `times` stem from each row of `written`. Rows that
+    were dropped get those of another one, which nobody reads: a prompt's rows are put together."""
+    if not len(written):
+        return {name: _blank(written.columns.get(name, torch.zeros(0)), len(ids)) for name in names}
+    wanted = ids // times
+    if not torch.equal(written.ids, wanted):
+        written = written.select(torch.searchsorted(written.ids, wanted).clamp(max=len(written) - 1))
+    return {name: written[name] for name in names}
+
+
+def _blank(column: ColumnData, rows: int) -> ColumnData:
+    """Return so many rows in the form of a column that has none."""
+    lengths, values = levels(column)
+    blank = torch.zeros(rows, dtype=torch.int64)
+    return of_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
 
 
 def report_column(reports: list[bytes], rows: int) -> Ragged:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, Ragged, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, Ragged, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
@@ -36,7 +36,15 @@ from workers.engines.role_engines import RoleEngines
 from workers.follower import FollowerLink, RunOver
 from workers.fusion import Fusion
 from workers.roles import tokenizer_of
-from workers.rollout_channel import REPORT, ReceivedColumns, RolloutChannel, SampleTimeout, awaited_by, reports_of
+from workers.rollout_channel import (
+    REPORT,
+    ReceivedColumns,
+    RolloutChannel,
+    SampleTimeout,
+    awaited_by,
+    columns_of,
+    reports_of,
+)
 from workers.train_context import TrainContext
 
 _WAIT = 0.5  # seconds of a wait for rows, between two looks whether the first trainer asks for anything
@@ -121,16 +129,12 @@ class AsyncSource(Dataloader):
                 timeout.check(error)
 
     def put_for_others(self, task: Task, written: Batch) -> None:
-        """Put columns of a task that other trainers read, `written` for this rank's rows. Rows that were dropped get
-        those of another one, which nobody reads: a prompt's rows are put together."""
+        """Put columns of a task that other trainers read, `written` for this rank's rows."""
         ids, times = self.rows.ids, self.channel.rows // self.lineage.times(task.out_fan)
         if not len(ids):
             return
         names = next(move.columns for move in self.plan.dock if move.producer == task.node)
-        if not len(written):
-            columns = {name: _blank(written.columns.get(name, torch.zeros(0)), len(ids)) for name in names}
-        else:
-            columns = written.select(torch.searchsorted(written.ids, ids // times).clamp(max=len(written) - 1)).columns
+        columns = columns_of(written, names, ids, times)
         self._put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
 
     def _put(self, rows: Batch) -> None:
@@ -149,10 +153,10 @@ class AsyncSource(Dataloader):
         began, number = time.perf_counter(), self.drawn_before - 1
         self._lease(self.awaited[node], number, SampleTimeout(self.channel, self.dock, self.limit), self.batch)
         received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept(buffer)
-        if len(mine):
-            rows = self.dock.fetch(mine, self.dock.layout.consumer(self.awaited[node]).reads)
-            _add_reports(rows)
-            yield from received.of(rows)
+        if len(self.rows):
+            rows = self.dock.fetch(self.rows.ids, self.dock.layout.consumer(self.awaited[node]).reads)
+            _add_reports(rows)  # of which some may stand in rows that were dropped
+            yield from received.of(rows.select(torch.isin(rows.ids, mine).nonzero().squeeze(1)))
         else:
             yield self.plan.task(node), {}, mine
         current().maximum(f"waiting/node/{node}", time.perf_counter() - began)
@@ -425,13 +429,6 @@ class UnorderedSource(AsyncSource):
         self.enqueued, self.taken = (int(state.get(name, default)) for name, default in (
             ("enqueued", self.position), ("taken", self.drawn_before)))
         self.oldest = {name: [*versions] for name, versions in state.get("oldest", {}).items()}
-
-
-def _blank(column: ColumnData, rows: int) -> ColumnData:
-    """Return so many rows in the form of a column that has none."""
-    lengths, values = levels(column)
-    blank = torch.zeros(rows, dtype=torch.int64)
-    return of_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
 
 
 def _alike(column: ColumnData, other: ColumnData) -> bool:

@@ -142,12 +142,45 @@ def test_only_a_function_that_says_so_is_given_some_of_a_steps_rows(tmp_path, ma
 
 
 def test_what_a_sampling_node_drops_no_model_is_shown(tmp_path):
+    """Though it looks at prompts as they come: `converse` has written `keep` by then."""
     old = "  old: {role: actor, type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}\n"
     dag = (ROOT / "dags/grpo_tools.yaml").read_text().replace("[advantage]", "[advantage, old]")
     (tmp_path / "tools.yaml").write_text(dag + old)
-    _, made = planned(tmp_path / "tools.yaml")
-    assert "old" in nodes(made, 0)
-    assert made.groups[0].plan.early is None, "`converse` writes `keep`"
+    early = planned(tmp_path / "tools.yaml")[1].groups[0].plan.early
+    assert [task.node for task in early.chain(0)] == ["old"]
+    assert brought(early) == {"rollout": ("responses", "keep")}
+
+
+def test_filters_that_no_fused_node_waits_for_drop_rows_before_it_too():
+    _, made = planned()
+    assert brought(made.groups[0].plan.early) == {"rollout": ("responses",), "reward": ("keep",)}
+
+
+@pytest.mark.parametrize(("settings", "fused"), [((), ["reference"]), (("layouts.reward.dp=1",), [])])
+def test_only_a_filter_of_the_trainer_has_to_be_waited_for(tmp_path, settings, fused):
+    shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+    shown["nodes"]["reference"]["dependencies"] = ["rollout", "reward"]
+    (tmp_path / "behind.yaml").write_text(yaml.safe_dump(shown))
+    early = planned(tmp_path / "behind.yaml", 4, *settings)[1].groups[0].plan.early
+    assert ([task.node for task in early.chain(0)] if early else []) == fused
+
+
+def test_a_model_that_drops_rows_itself_waits_for_the_step(tmp_path):
+    (tmp_path / "unfit.py").write_text(
+        "from distflow import node\n\n@node(type='MODEL_INFERENCE', writes='fits', row_wise=True)\n"
+        "def fits(engine, responses: Ragged) -> Tensor: ...\n")
+    shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
+    shown["nodes"]["sift"] = {"role": "reference", "type": "MODEL_INFERENCE", "function": "unfit:fits",
+                              "dependencies": ["rollout"], "writes": {"fits": "keep"}}
+    (tmp_path / "sifted.yaml").write_text(yaml.safe_dump(shown))
+    early = planned(tmp_path / "sifted.yaml")[1].groups[0].plan.early
+    assert [task.node for task in early.chain(0)] == ["reference"]
+    with pytest.raises(InvalidInput, match="node `sift` drops rows, which ranks that only infer cannot"):
+        planned(tmp_path / "sifted.yaml", 4, "groups.inference={reference: 1}")
+
+
+def brought(made):
+    return {task.node: task.writes for task in made.tasks if task.arrives and task.writes}
 
 
 def test_a_model_waits_for_the_step_that_trains_it(tmp_path):

@@ -115,6 +115,28 @@ def test_groups_that_read_each_other_have_an_order(dag_of):
     assert brought == {"rollout": ("responses",), "judge": ("judge_seen",)}
 
 
+def test_what_rollouts_have_dropped_is_not_computed(dag_of):
+    """By a filter that it waits for itself or through another role; a filter of the trainer is refused."""
+    nodes = {"judge": seen("judge", "reward"), "teacher": seen("teacher", "judge", reads={"first": "judge_seen"})}
+    dag = dag_of(nodes, ["judge", "teacher"])
+    _, made = planned(dag, 5, "groups.inference={judge: 1, teacher: 1}")
+    judge, teacher = ({task.node: task.writes for task in group.plan.tasks if task.writes and task.arrives}
+                      for group in made.groups[2:])
+    assert judge == {"rollout": ("responses",), "reward": ("keep",)}
+    assert teacher == judge | {"judge": ("judge_seen",)}
+    with pytest.raises(InvalidInput, match="node `judge` waits for node `reward`, which drops rows"):
+        planned(dag, 5, "groups.inference={judge: 1}", "layouts.reward.dp=1")
+    with pytest.raises(InvalidInput, match="node `judge` waits for node `reward`, which drops rows"):
+        planned(dag, 5, "groups.inference={judge: rollout}")
+
+
+def test_in_mode_sync_what_the_trainer_has_dropped_by_then_is_not_computed(dag_of):
+    dag = dag_of({"judge": seen("judge", "reward")}, ["judge"])
+    _, made = planned(dag, 3, "mode=sync", "groups.inference={judge: 1}")
+    assert {task.node: task.writes for task in made.groups[1].plan.tasks if task.writes and task.arrives} == {
+        "rollout": ("responses",), "reward": ("keep",)}
+
+
 CIRCLE = {"judge": seen("judge"), "teacher": seen("teacher", "judge", reads={"first": "judge_seen"}),
           "last": seen("judge", "teacher", reads={"first": "teacher_seen"}, writes={"judge_seen": "judge_last"})}
 REFUSED = {
@@ -127,8 +149,6 @@ REFUSED = {
                                "function `mixed` is not marked as one that looks at each row by itself"),
     "the trainer's results": (({"judge": seen("judge", "advantage")}, ["judge"]), {"judge": 1},
                               "node `judge` waits for node `advantage`, which runs in the trainer"),
-    "rows that may have been dropped": (({"judge": seen("judge", "reward")}, ["judge"]), {"judge": 1},
-                                        "node `judge` waits for node `reward`, which drops rows"),
     "a circle": ((CIRCLE, ["judge", "teacher"]), {"judge": 1, "teacher": 1}, "each would wait for the other's ranks"),
     "too few ranks": ("grpo.yaml", {"reference": 4}, "Start 6 ranks"),
 }

@@ -153,7 +153,7 @@ def replica(channel) -> InferenceContext:
     context.channel, context.dock, context.who = channel, channel.dock("inference reference 0"), "inference reference 0"
     context.rank, context.role, context.waited, context.plan = 0, "reference", 0.0, None
     context.group, context.executor = SimpleNamespace(name=READS), SimpleNamespace(step=0)
-    context.chain = [SimpleNamespace(layout=SimpleNamespace(leads=lambda rank: True))]
+    context.chain = [SimpleNamespace(layout=SimpleNamespace(dp=1, leads=lambda rank: True))]
     context.arrived = SimpleNamespace(buffer=None, fill=lambda dock, ids, _: dock.fetch(ids, ["rollout/responses"]))
     return context
 

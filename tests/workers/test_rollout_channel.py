@@ -7,16 +7,18 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from stores import hosted
 
 from distflow.config.load import load
+from distflow.data.batch import Batch
 from distflow.errors import Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from planners import plan
-from workers.rollout_channel import DockMembership, RolloutChannel, agreed_token, open_channel
+from workers.rollout_channel import DockMembership, ReceivedColumns, RolloutChannel, agreed_token, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -49,6 +51,20 @@ def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(store, monkeyp
     monkeypatch.delenv(TOKEN, raising=False)
     kept = store.list("").values()
     assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
+
+
+def test_of_rows_that_a_repetition_has_lost_the_first_that_is_left_has_what_they_share():
+    """ReMax: an answer for each prompt beside its samples, of which some were dropped before these were fetched."""
+    four = "nodes.rollout.with.group_size=4"
+    trainer = plan(load("remax.yaml", None, ["mode=async", four], None), 4).groups[0].plan
+    ids = torch.tensor([1, 4, 5, 6, 7, 11])
+    received = ReceivedColumns(trainer, 4)
+    rows = Batch(ids, dict.fromkeys(received.columns, 10 * ids))
+    found = {task.node: (columns, owners.tolist()) for task, columns, owners in received.of(rows)}
+    columns, prompts = found["baseline"]
+    assert prompts == [0, 1, 2]
+    assert columns["baselines"].tolist() == [10, 40, 110]
+    assert found["reward"][1] == ids.tolist()
 
 
 def test_another_run_has_another_one(monkeypatch):

@@ -76,7 +76,7 @@ def top_logprobs(
 def beside(tokens: Ragged | None, logprobs: Ragged | None, own: Ragged, own_logprobs: Ragged) -> tuple[Ragged, Ragged]:
     """Return a teacher's tokens and log-probabilities, [k] each, beside those of the teachers before it."""
     found = (own.with_values(own.values[:, None]), own_logprobs.with_values(own_logprobs.values[:, None]))
-    if tokens is None or logprobs is None or not len(tokens.values):  # a rank without rows does not know their shape
+    if tokens is None or logprobs is None or tokens.values.ndim < 3:  # a rank without rows may not know their shape
         return found
     before, now = tokens.values.shape[2], own.values.shape[1]
     if before != now:

@@ -174,6 +174,13 @@ def test_teachers_of_unlike_k_and_weights_of_another_number_are_refused():
                             weights=[1.0, 2.0])
 
 
+def test_where_all_rows_were_dropped_a_second_teacher_has_its_place_too():
+    none = column([])
+    teachers = [[none.with_values(torch.zeros(0, 3, dtype=dtype)) for dtype in (torch.int32, torch.float32)]] * 2
+    tokens, logprobs = beside(*beside(None, None, *teachers[0]), *teachers[1])
+    assert tokens.values.shape == logprobs.values.shape == (0, 2, 3)
+
+
 @pytest.mark.parametrize("own", [torch.empty(0), torch.empty(0, 3)])
 def test_a_rank_without_rows_takes_part(own):
     none = Ragged(torch.empty(0), torch.empty(0, dtype=torch.int64))
