@@ -134,7 +134,7 @@ def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, La
     found = {}
     for role, samples in product(roles, (False, True)):
         own = [name for name, node in spec.dag.nodes.items() if node.type in ENGINE_TYPES and name in layouts
-               and _owner(spec, node.role) == _owner(spec, role) and (name in sampling) == samples]
+               and owner_of(spec, node.role) == owner_of(spec, role) and (name in sampling) == samples]
         own = [name for name in own if not samples or spec.dag.nodes[name].role == role]
         model = whole([layouts[name] for name in own], ranks)
         used = {rank for name in own for rank in layouts[name].ranks_with_rows}
@@ -152,12 +152,12 @@ def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
         return False
     if samples:
         return settings.rollout == "hf" and adapted(spec, role) is None  # trainers keep the base as rollouts share it
-    alike = [other for name in spec.dag.roles if _owner(spec, name) == _owner(spec, role)
+    alike = [other for name in spec.dag.roles if owner_of(spec, name) == owner_of(spec, role)
              and (other := spec.settings_of(name))]
     return layout.width == layout.tp and all(each.engine == "fsdp" and each.replicas == 1 for each in alike)
 
 
-def _owner(spec: Spec, role: str) -> str:
+def owner_of(spec: Spec, role: str) -> str:
     """Return the role on whose ranks another one's shards must be: whose model it uses, or which it follows."""
     item = spec.dag.roles.get(role)
     return base_of(spec, role) or (item.copy_of if item and item.follow else None) or role
