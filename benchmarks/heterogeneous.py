@@ -232,7 +232,7 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         assert last.placement
         costed, best = CostedProblem(problem), without_idle(problem, last.placement)
         made = written(problem, best, digests_of(spec, problem), "hybrid", 0.0)
-        ran = as_ranks_run(costed, best)
+        ran = as_ranks_run(spec, costed, best)
         why = refused(spec, made) or _longer(ran.seconds / best.seconds - 1 if ran else float("inf"))
         count += not why
         longer.append(_that_run(spec, budget) / last.placement.seconds - 1 if why else 0.0)
@@ -249,7 +249,7 @@ def _longer(share: float) -> str:
     if share < 1e-6:
         return ""
     what = f"it takes {share:+.1%}" if share < float("inf") else "it does not fit into memory"
-    return f"with shares of 0 rows on the devices that a task leaves to others of its group {what}"
+    return f"with shares of 0 rows on devices that have the model of a task, and that it does not use, {what}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -100,6 +100,16 @@ class Layout:
     def last(self) -> int:
         return self.first + self.dp * self.width - 1
 
+    @property
+    def with_rows(self) -> list[int]:
+        """The shares that have rows."""
+        return [share for share in range(self.dp) if not self.proportion or self.proportion[share]]
+
+    @property
+    def ranks_with_rows(self) -> list[int]:
+        shares = {*self.with_rows}
+        return [rank for rank in range(self.first, self.last + 1) if self.share(rank) in shares]
+
     def leads(self, rank: int) -> bool:
         share = self.share(rank)
         return share is not None and rank == self.leader(share)
@@ -171,7 +181,7 @@ class Plan:
     source: Layout
     added: tuple[tuple[str, str], ...] = ()
     """Dependencies (earlier, later) that the planner added between nodes of equal depth."""
-    memory: tuple[MemoryItem, ...] = ()  # of one rank; all ranks of a group are alike
+    memory: tuple[MemoryItem, ...] = ()  # of one rank of a group; where they are not alike, of the fullest
     notes: tuple[str, ...] = ()
     inputs: str = ""  # digest of the DAG and the run, by which ranks with other settings are found
     dock: tuple[Transfer, ...] = ()
@@ -180,6 +190,8 @@ class Plan:
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
     """Layouts, by role, of the models with which the trainer samples or validates."""
+    on_some: tuple[tuple[str, bool, Layout], ...] = ()
+    """Models, by role and whether they sample, that only the ranks with rows in these layouts have."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
     host_memory: tuple[MemoryItem, ...] = ()  # of a machine, beside that of its ranks
@@ -211,7 +223,10 @@ class Plan:
                    if group.kind == ROLLOUT or (group.name == TRAINER and self.mode == "semi_sync"))
 
     def layout_of(self, role: str, samples: bool) -> Layout:
-        """Return how all ranks together hold a role's model, in the engine that samples or in the one that trains."""
+        """Return how ranks together hold a role's model, in the engine that samples or in the one that trains; those
+        whose share has 0 rows have nothing of it."""
+        if some := next((layout for name, sampler, layout in self.on_some if (name, sampler) == (role, samples)), None):
+            return some
         if samples and (held := dict(self.samplers).get(role)):
             return held
         return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples

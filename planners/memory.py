@@ -37,13 +37,16 @@ temperature.
 
 The dock's samples and the snapshots lie in host memory, which `memory_gib` says nothing of: they are shown and not
 added. A run whose snapshots exceed its machine's memory ends before the first one.
+
+Where some ranks have no rows of a role, and so no model of it, that of the rank that needs most is estimated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from distflow.config.load import Shape, Spec
@@ -119,14 +122,26 @@ def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
     return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+def of_fullest_rank(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+                    ranks: int) -> tuple[MemoryItem, ...]:
+    """Return the memory items of the rank that needs most, of `ranks` that train; those whose share of an engine's
+    layout has 0 rows have nothing of it."""
+    there = {engine: {*layouts[engine].ranks_with_rows} for engine in product(roles, (False, True))}
+    held = dict.fromkeys(tuple(engine for engine in there if rank in there[engine]) for rank in range(ranks))
+    found = [estimate(spec, [role for role, samples in own if not samples],
+                      {role for role, samples in own if samples and role in generating}, layouts) for own in held]
+    return max(filter(None, found), key=needed, default=())
+
+
+def estimate(spec: Spec, roles: Collection[str], generating: set[str], layouts: Layouts,
              training: bool = True, validated: str | None = None) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains; else
-    ranks sample, and at the same time infer with roles that do not. `validated`: the role that they validate then."""
+    """Return the memory items of each rank, largest first. `roles` have the engine that trains and infers, and those
+    `generating` sample; or without `training` only the latter do, at the same time as the others infer. `validated`:
+    the role that they validate then."""
     items: list[MemoryItem] = []
-    for role in roles:
+    for role in sorted({*roles, *generating}):
         shape, settings = spec.shape_of(role), spec.settings_of(role)
-        if shape and settings and training:
+        if shape and settings and training and role in roles:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
         elif shape and settings and role not in generating:
             own = _role_items(spec, role, settings, shape, False, layouts)
@@ -253,6 +268,7 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
     outputs = shape.labels or shape.vocabulary
     width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
+    own = replace(own, dp=len(own.with_rows), rows=())
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role) is not None
     shares = has_adapters and settings.rollout not in _PAGED

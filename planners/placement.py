@@ -3,16 +3,21 @@
 A model is split alike for all nodes that compute with the same engine: those of a role that train and infer share one,
 those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
 without settings of its own the role that it copies. Rows of measured shares stay there for nodes without a model.
+
+A model is on the ranks that have rows of any of its engine's nodes (`engines_on_some`), if the engine can leave out the
+others: FSDP without `cp` and `replicas`, and transformers' rollouts. Else those have shares of 0 rows, and their part
+of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from distflow.config.load import Spec
-from distflow.config.models import base_of
+from distflow.config.models import adapted, base_of
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
@@ -47,10 +52,11 @@ class _LayoutRequest:
         return self.split, self.order, self.unequal
 
 
-def place_nodes(spec: Spec, ranks: int, sampling: set[str],
-                elsewhere: Collection[str] = ()) -> tuple[dict[str, Layout], list[Diagnostic]]:
+def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collection[str] = (),
+                first: bool = True) -> tuple[dict[str, Layout], list[Diagnostic]]:
     """Return the layout of each node, and mistakes for those that `ranks` cannot host. `sampling`: the nodes that
-    sample; `elsewhere`: those that another group runs, of which only rows are here."""
+    sample; `elsewhere`: those that another group runs, of which only rows are here; `first`: whether these are the
+    first trainer's ranks."""
     mistakes, source = _check_ranks(spec, ranks), spec.run_source
     for name in spec.run.layouts:
         if name not in spec.dag.nodes:
@@ -73,6 +79,8 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str],
         layout = replace(Layout(1), **split, order=leader.order, layers=leader.unequal) if not found else Layout(1)
         shares = max(ranks // layout.width, 1)
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
+        found = found or ([] if first and can_leave_out(spec, request.role, False, layout) else
+                          _check_trained(spec, request, layout, ranks, shares))
         found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
         rows = proportion(request.rows) if not found else ()
         layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares),
@@ -117,6 +125,42 @@ def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sam
                                     if node.role == role and node.type in ENGINE_TYPES
                                     and (name in sampling) == samples], ranks)
             for role in roles for samples in (False, True)}
+
+
+def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
+                    ranks: int, fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
+    """Return the layouts, with 0 rows for the shares of all other ranks, of the engines of which only some of `ranks`
+    have rows, by role and whether they sample. `fused`: nodes whose rows go to whichever rank is free."""
+    found = {}
+    for role, samples in product(roles, (False, True)):
+        own = [name for name, node in spec.dag.nodes.items() if node.type in ENGINE_TYPES and name in layouts
+               and owner_of(spec, node.role) == owner_of(spec, role) and (name in sampling) == samples]
+        own = [name for name in own if not samples or spec.dag.nodes[name].role == role]
+        model = whole([layouts[name] for name in own], ranks)
+        used = {rank for name in own for rank in layouts[name].ranks_with_rows}
+        marks = tuple(int(model.leader(share) in used) for share in range(model.dp))
+        if own and 0 in marks and not set(own).intersection(fused) and can_leave_out(spec, role, samples, model):
+            found[role, samples] = replace(model, rows=marks)
+    return found
+
+
+def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
+    """Return whether ranks without rows of a role need no part of its model, in the engine that samples or in the one
+    that trains and infers."""
+    settings = spec.settings_of(role)
+    if settings is None or spec.run.mode == "semi_sync":
+        return False
+    if samples:
+        return settings.rollout == "hf" and adapted(spec, role) is None  # trainers keep the base as rollouts share it
+    alike = [other for name in spec.dag.roles if owner_of(spec, name) == owner_of(spec, role)
+             and (other := spec.settings_of(name))]
+    return layout.width == layout.tp and all(each.engine == "fsdp" and each.replicas == 1 for each in alike)
+
+
+def owner_of(spec: Spec, role: str) -> str:
+    """Return the role on whose ranks another one's shards must be: whose model it uses, or which it follows."""
+    item = spec.dag.roles.get(role)
+    return base_of(spec, role) or (item.copy_of if item and item.follow else None) or role
 
 
 def _models(spec: Spec, request: _LayoutRequest) -> list[tuple[str, bool]]:
@@ -221,12 +265,18 @@ def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, s
         hint = f"{grown or f'Start {needed} ranks (--nproc-per-node {needed})'}, or instead:  " \
                f"layouts: {{{node}: {{dp: {shares}}}}}"
         return [Diagnostic(f"node `{node}` wants dp {request.dp}{more}, but there {there}", where, hint)]
-    if request.dp is not None and request.dp < shares and spec.dag.nodes[node].type == "MODEL_TRAIN":
-        what = (f"node `{node}` trains on {request.dp * layout.width} of {ranks} ranks; in sync mode a trained role is "
-                "sharded over all ranks, so its MODEL_TRAIN nodes run on all of them")
-        remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
-        return [Diagnostic(what, where, remedy)]
     return []
+
+
+def _check_trained(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:
+    node = request.node
+    if request.dp is None or request.dp >= shares or spec.dag.nodes[node].type != "MODEL_TRAIN":
+        return []
+    what = (f"node `{node}` trains on {request.dp * layout.width} of {ranks} ranks, and its role's model is on all of "
+            "them: only  engine: fsdp  without cp and replicas, on the first ranks that train, can leave some out, "
+            "which mode semi_sync does not")
+    remedy = f"Leave `{node}` out of `layouts`." if layout.width == 1 else "Leave `dp` out of it."
+    return [Diagnostic(what, spec.run_source.location(("layouts", node, "dp")), remedy)]
 
 
 def _check_environment(spec: Spec, request: _LayoutRequest, layout: Layout) -> list[Diagnostic]:

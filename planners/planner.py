@@ -113,17 +113,16 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     bound, flows, training, samples = draft.bound, draft.flows, group == TRAINER, group == ROLLOUT
     own = halves.own(group) if halves else frozenset(draft.chain)
     elsewhere = frozenset(draft.chain) - own
-    layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere)
+    layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)
+    some = placement.engines_on_some(spec, roles, {node: layouts[node] for node in own}, draft.sampling, ranks,
+                                     halves.fused if halves else ()) if training and not mistakes else {}
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
-    engines |= {(role, True): layout for role, layout in samplers.items()}
-    items = ()
-    if not mistakes:  # no layout, no shares
-        nodes = [spec.dag.nodes[node] for node in draft.chain]
-        validated = prompted_role(spec, nodes) if samples and spec.run.rollouts_validate else None
-        items = memory.estimate(spec, roles, generating, engines, not samples, validated)
+    engines |= {(role, True): layout for role, layout in samplers.items()} | some
+    items = () if mistakes else memory.of_fullest_rank(spec, roles, generating, engines, ranks) if some else \
+        memory.estimate(spec, roles, generating, engines, not samples, _validated(spec, draft, group))
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
@@ -147,7 +146,13 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
             of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
-                early, tuple(samplers.items()))
+                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())))
+
+
+def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:
+    """Return the role that a group which samples also validates."""
+    validates = group == ROLLOUT and spec.run.rollouts_validate
+    return prompted_role(spec, [spec.dag.nodes[node] for node in draft.chain]) if validates else None
 
 
 def _engine_roles(spec: Spec, own: Collection[str]) -> list[str]:

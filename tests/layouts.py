@@ -77,8 +77,8 @@ def train_context(spec: Spec, plan: Plan, folder: Path) -> TrainContext:
 
 
 def run_steps(folder: str, overrides: list[str], slow: int = 0) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """What each step reports, with the rows that this rank trained on, and the weights after the last one; for
-    `run_ranks`. Rank 1 samples its rows `slow` times more than it should."""
+    """What each step reports, with the rows that this rank trained on, and the weights after the last one, from the
+    first rank that has them; for `run_ranks`. Rank 1 samples its rows `slow` times more than it should."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     torch.manual_seed(0)
@@ -93,10 +93,22 @@ def run_steps(folder: str, overrides: list[str], slow: int = 0) -> tuple[list[di
         ctx.next_prompts()
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
         mine = len(ctx.buffer.step_columns["rollout", ctx.chain[-1].layout])
-        reports.append({**current().collect(gather), "rows of this rank": mine})
+        reports.append({**current().collect(gather), "rows of this rank": mine, "held": parameters_of(ctx)})
         ctx.divide_rows()
-    weights = {name: weight.clone() for name, weight in ctx.roles["actor"].engine.export()}
-    return reports, weights if dist.get_rank() == 0 else {}
+    actor = ctx.roles["actor"]
+    weights = {name: weight.clone() for name, weight in actor.engine.export()} if actor.has_engine else {}
+    return reports, weights if dist.get_rank() == actor.writer else {}
+
+
+def parameters_of(ctx: TrainContext) -> dict[str, int]:
+    """How many numbers this rank holds of each model that trains or infers, and of each that samples."""
+    found = {}
+    for name, role in ctx.roles.items():
+        if role.has_engine:
+            found[name] = sum(shard.to_local().numel() for shard in role.engine.policy.model.parameters())
+        if role.rollout is not None and not role.rollout.absent:
+            found[f"{name}: rollout"] = sum(weight.numel() for weight in role.rollout.model.parameters())
+    return found
 
 
 def _slowed(function: Any, times: int) -> Any:

@@ -74,6 +74,30 @@ def test_uneven_shares_of_split_models_equal_one_rank(folder, alone):
     equals(run_ranks(4, run_steps, folder, wanted)[0], alone)
 
 
+SOME = {
+    "a role each": ({"rollout": [1, 1, 0], "old": [1, 1, 0], "update": [2, 1, 0], "reference": [0, 0, 1]},
+                    [{"actor", "actor: rollout"}, {"actor", "actor: rollout"}, {"reference"}]),
+    "all sample": ({"rollout": [2, 1, 1], "old": [0, 1, 0], "update": [0, 1, 1], "reference": [0, 1, 0]},
+                   [{"actor: rollout"}, {"actor", "actor: rollout", "reference"}, {"actor", "actor: rollout"}]),
+    "others sample": ({"rollout": [1, 0, 0], "old": [0, 1, 2], "update": [0, 2, 1], "reference": [0, 1, 0]},
+                      [{"actor: rollout"}, {"actor", "reference"}, {"actor"}])}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("case", SOME)
+def test_ranks_without_rows_of_a_role_have_no_model_of_it(folder, alone, case, swap):
+    rows, held = SOME[case]
+    wanted = [f"layouts.{node}.rows={parts}" for node, parts in rows.items()]
+    found = run_ranks(3, run_steps, folder, [*wanted, f"roles.actor.swap={str(swap).lower()}"])
+    equals(next(each for each in found if each[1]), alone)
+    assert [{*reports[0]["held"]} for reports, _ in found] == held
+    for name, ranks in (("actor", rows["old"]), ("reference", rows["reference"])):
+        parts = [reports[0]["held"].get(name, 0) for reports, _ in found]
+        used = sum(any(each) for each in zip(ranks, rows["update"])) if name == "actor" else sum(map(bool, ranks))
+        assert sum(map(bool, parts)) == used
+        assert max(parts) == pytest.approx(sum(parts) / used, rel=0.01), "they divide it evenly"
+
+
 @pytest.mark.parametrize("nodes", [("rollout", "old", "update"), ("update",)])
 def test_measured_shares_equal_one_rank(folder, nodes):
     """Rows go to the rank that is quicker, from step to step, and nothing of what is computed changes."""

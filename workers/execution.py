@@ -58,8 +58,8 @@ class Executor:
     def run(self, task: Task, inputs: Batch) -> Written:
         """Return what the task's function writes, and the ids of these rows."""
         ids = inputs.repeat(task.repeats).ids if task.repeats > 1 else inputs.ids
-        if not len(inputs) and task.type not in ENGINE_TYPES:
-            return {}, ids  # a rank without rows has nothing to compute; model functions are collective
+        if not len(inputs) and not (task.type in ENGINE_TYPES and self.roles[task.role].takes_part(task.samples)):
+            return {}, ids  # a rank without rows has nothing to compute; functions of models that it has are collective
         arguments = {column.parameter: _as_form(inputs[column.parameter], column.form) for column in task.reads}
         engine = (self.roles[task.role],) if task.type in ENGINE_TYPES else ()
         if task.node in self.streams:

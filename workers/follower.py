@@ -27,7 +27,7 @@ from torch import Tensor
 from distflow.config.load import Spec
 from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
 from distflow.data.databuffer import Databuffer
-from distflow.data.exchange import gather, gather_values
+from distflow.data.exchange import barrier, gather, gather_values
 from distflow.errors import CheckpointError
 from distflow.plan import TRAINER, Plan, Task
 from distflow.recovery.detectors import Alert
@@ -284,3 +284,5 @@ def write_models(trained: Mapping[str, RoleEngines], folder: Path) -> None:
     """Write each trained role as a Hugging Face folder: `model`, or `model-ROLE` if the DAG has several. Collective."""
     for name, role in trained.items():
         role.save_pretrained(folder / (f"model-{name}" if role.has_others else "model"))
+    if any(role.writer for role in trained.values()):
+        barrier()  # rank 0 goes on with a folder that another rank has written

@@ -19,6 +19,7 @@ from workers.engines.devices import mesh_of
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.loading import load_model, load_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
+from workers.engines.weight_route import WeightRoute
 
 
 def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str,
@@ -34,7 +35,7 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
         model, tokenizer = load_model(spec, model_of, spec.dag.roles[name].head)
         if spec.dag.roles[name].trained:
             check_loaded(spec, name, [parameter for parameter, _ in model.named_parameters()])
-        meshes = _meshes(plan, name, device, training or name not in sampling)
+        meshes = _meshes(plan, name, device, training or name not in sampling, name in sampling)
         roles[name] = RoleEngines(name, model, tokenizer, settings, meshes, spec, streams.get(name))
     for name, owner in sharing.items():
         roles[name] = _base_role(name, roles[owner])
@@ -47,13 +48,15 @@ def follow(spec: Spec, roles: Mapping[str, RoleEngines], done: int) -> None:
     for name, role in roles.items():
         settings, copied = spec.dag.roles[name].follow, spec.dag.roles[name].copy_of
         if settings and copied and done % settings.every == 0:
+            if not dist.get_rank():
+                events.record("reference followed", role=name, followed=copied, of_step=done)
+            if not role.has_engine:
+                continue
             engine, other = role.engine, roles[copied].engine
             assert isinstance(engine, FSDPEngine)
             assert isinstance(other, FSDPEngine), "the planner refuses other engines"
             with timeline.current().span(timeline.WEIGHTS, "follow", done, role=name):
                 engine.follow(other, settings.mix)
-            if not dist.get_rank():
-                events.record("reference followed", role=name, followed=copied, of_step=done)
 
 
 def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenizerBase:
@@ -66,10 +69,13 @@ def tokenizer_of(spec: Spec, name: str, role: RoleEngines) -> PreTrainedTokenize
     return tokenizer
 
 
-def _meshes(plan: Plan, role: str, device: str, training: bool) -> Meshes:
+def _meshes(plan: Plan, role: str, device: str, training: bool, sampling: bool) -> Meshes:
+    """Return this rank's part of a role's meshes. Collective over all ranks."""
     layouts = [plan.layout_of(role, samples) for samples in (False, True)]
     trainer, rollout = (mesh_of(replace(layout, ep=1, layers=()), device) for layout in layouts)
-    return Meshes(trainer if training else None, rollout, layouts[0])
+    ranks = [layout.ranks_with_rows for layout in layouts]
+    route = WeightRoute(*ranks) if training and sampling and ranks[0] != ranks[1] else None
+    return Meshes(trainer if training else None, rollout, layouts[0], route)
 
 
 def _require_one_vocabulary(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
@@ -86,5 +92,7 @@ def _base_role(name: str, owner: RoleEngines) -> RoleEngines:
     from workers.engines.adapters import BaseEngine
 
     role = copy.copy(owner)
-    role.name, role.rollout, role._trainer = name, None, BaseEngine(owner.engine)  # pyright: ignore[reportArgumentType]
+    role.name, role.rollout = name, None
+    if owner.has_engine:
+        role._trainer = BaseEngine(owner.engine)  # pyright: ignore[reportArgumentType]
     return role

@@ -45,6 +45,8 @@ from workers.train_state import TrainState
 from workers.validation import Validations, Validator
 from workers.weight_sync import WeightPublication
 
+_VERSION = "version of {}"  # metric of each rank: of the weights of a role
+
 
 class TrainContext:
     """Everything that `train` needs on one rank. Collective over the ranks that train. Without a supervisor's `worker`
@@ -218,8 +220,11 @@ class TrainContext:
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
         metrics.per_rank("stop", self._asked_to_stop(), 0)
+        for name, role in self.changing.items() if self.plan.on_some else ():
+            metrics.per_rank(_VERSION.format(name), role.version if role.has_engine else -1, 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
+        self._learn_versions()
         self.divide_rows()
         self.source.reweigh(metrics.of_ranks)
         changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
@@ -238,6 +243,11 @@ class TrainContext:
                 self.follower.stop()
             return 0
         return asked or int(self.leader is not None and self.leader.stopped)
+
+    def _learn_versions(self) -> None:
+        """Note on ranks without a model of a role which version of its weights the others have now."""
+        for name, role in self.changing.items() if self.plan.on_some else ():
+            role.version = int(max(rank[_VERSION.format(name)][0] for rank in current().of_ranks))
 
     def divide_rows(self) -> None:
         """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""

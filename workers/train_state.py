@@ -141,8 +141,8 @@ class TrainState:
         if found is not None:
             state = self._state()
             progress = self.snapshots.load(found.slot, state)
-            for name, role in self.roles.items():
-                role.engine.load_state_dict(state[name])
+            for name, own in state.items():
+                self.roles[name].engine.load_state_dict(own)
             if self.replica is not None:
                 self.replica.begin(self.snapshots)
             record("state restored", of_step=progress["step"], source=found.source, holder=found.holder)
@@ -152,13 +152,14 @@ class TrainState:
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             if name in self.roles:  # another trainer may have had it then
-                self.roles[name].engine.version = version
+                self.roles[name].version = version
         self.source_states = dict.fromkeys((progress["step"] - 1, progress["step"]), progress["source"])
         return progress["step"]
 
     def load(self, checkpoint: Path | None) -> dict[str, Any]:
         """Load a checkpoint (default: the newest); return its progress. Collective; raises as `Checkpoints.load`."""
-        return self.checkpoints.load({name: role.engine for name, role in self.roles.items()}, checkpoint, self.frozen)
+        return self.checkpoints.load({name: role.engine if role.has_engine else _Elsewhere()
+                                      for name, role in self.roles.items()}, checkpoint, self.frozen)
 
     def _on_disk(self, of_first: int | None, again: bool) -> Path | None:
         """Return the checkpoint to go on from: of the first trainer, if that has trained this one's roles too, for a
@@ -203,11 +204,21 @@ class TrainState:
         return progress
 
     def _state(self) -> dict[str, Any]:
-        return {name: role.engine.state_dict() for name, role in self.roles.items()}
+        """Return this rank's part of the state: of the roles of which it has a model."""
+        return {name: role.engine.state_dict() for name, role in self.roles.items() if role.has_engine}
 
     def _progress(self) -> dict[str, Any]:
         return {"source": self.source.state_dict(),
                 "versions": {name: role.version for name, role in self.roles.items()}}
+
+
+class _Elsewhere:
+    """Part of a role's state on a rank without a model of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @contextlib.contextmanager

@@ -103,7 +103,8 @@ class Validator(Validations):
         """Return the validator of the role `name`, whose ranks answer as many questions as they sample prompts."""
         layout = plan.layout_of(name, samples=True)
         ours = [task.layout for task in plan.tasks if task.samples and task.role == name and not task.arrives]
-        rows = next((each.proportion for each in [*ours, plan.source] if each.dp == layout.dp), ())
+        others = [] if layout.proportion else [plan.source]  # ranks without a model answer nothing
+        rows = next((each.proportion for each in [*ours, *others] if each.dp == layout.dp), layout.proportion)
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def ask(self, step: int) -> None:

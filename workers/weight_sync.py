@@ -24,8 +24,11 @@ class WeightPublication:
         trained = {task.role for task in plan.tasks if task.type == "MODEL_TRAIN"}
         sampled = {task.role for task in plan.tasks if task.arrives and task.samples}
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
-        mine = {"rank": dist.get_rank(), "ranks": dist.get_world_size(), "host": channel.host, "transport": transport}
-        self.publishers = {name: Publisher(channel.weights(name), channel.token, **mine) for name in self.roles}
+        self.publishers = dict[str, Publisher]()
+        for name in (name for name, role in self.roles.items() if role.has_engine):
+            ranks = plan.layout_of(name, samples=False).ranks_with_rows
+            self.publishers[name] = Publisher(channel.weights(name), channel.token, rank=ranks.index(dist.get_rank()),
+                                              ranks=len(ranks), host=channel.host, transport=transport)
         self.channel = channel
         self.published: dict[str, int] = {}  # newest version of each role
 
@@ -34,7 +37,8 @@ class WeightPublication:
         for name, role in self.roles.items():
             if role.version != self.published.get(name):  # a step may leave nothing to train on
                 with timeline.current().span(timeline.WEIGHTS, "publish", role=name, version=role.version):
-                    self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
+                    if name in self.publishers:
+                        self.publishers[name].publish(role.version, role.engine.shards(), _rollout_dtype(role))
                 self.published[name] = role.version
         dist.barrier()  # the version is complete as soon as the last rank has its part ready
         if dist.get_rank() == 0:

@@ -349,9 +349,9 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     if not (why := refused(spec, plan)):
         yield f"can be run: yes, by {len(plan.ranks)} ranks on these machines in this order: " \
             + machines_in_order(costed.problem, plan)
-        ran = as_ranks_run(costed, placement)
+        ran = as_ranks_run(spec, costed, placement)
         if ran is None or ran.seconds > placement.seconds * _ROUNDED:
-            yield "  where a task leaves devices to others of its group, ranks have shares of 0 rows of it there: " + (
+            yield "  where a task leaves devices that have its model, ranks have shares of 0 rows of it there: " + (
                 f"with these it takes {duration(ran.seconds)}" if ran else "these do not fit into memory")
         return
     yield f"can be run: no; {why}"

@@ -125,15 +125,18 @@ def swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield tuple(changed)
 
 
-def with_idle_shares(costs: CostModel, number: int, layout: TaskLayout, subset: DeviceSubset) -> TaskLayout | None:
-    """Return the layout of task `number` with the seconds that it takes if what it leaves of the subset has shares of 0
-    rows, as ranks have; None if these have too little memory for their part of the state."""
-    strategy, used = layout.strategy, [0] * len(subset)
-    for kind in layout.arrangement:
-        for group in kind.stages:
-            used[group] += kind.count
-    left = tuple(max(0, blocks - taken)
-                 for blocks, taken in zip(blocks_of(subset, strategy.tp, costs.problem.hardware), used))
+def used_by(layout: TaskLayout, hardware: Hardware) -> DeviceSubset:
+    """Return the blocks of each device group that a layout uses."""
+    return tuple(sum(kind.count * kind.stages.count(group) for kind in layout.arrangement)
+                 for group in range(len(hardware.device_groups)))
+
+
+def with_idle_shares(costs: CostModel, number: int, layout: TaskLayout, held: DeviceSubset) -> TaskLayout | None:
+    """Return the layout of task `number` with the seconds that it takes if what it leaves of `held`, the blocks that
+    have its model, has shares of 0 rows, as ranks have; None if these have too little memory for their part of the
+    state."""
+    strategy = layout.strategy
+    left = tuple(max(0, blocks - taken) for blocks, taken in zip(held, used_by(layout, costs.problem.hardware)))
     idle = strategy._replace(dp=sum(left) // strategy.pp)
     more = in_rows(left, idle, tuple(range(len(left))), False) if idle.dp else ()
     found = costs.layout(number, strategy._replace(dp=strategy.dp + idle.dp), (*layout.arrangement, *more),
@@ -162,8 +165,8 @@ class LayoutSearch:
     def __init__(self, costs: CostModel):
         self.costs, self.problem = costs, costs.problem
         self._cuts_of = self.problem.freedom.cuts
-        plain = [(replace(task, name="", role=""), self._cuts_of and self._cuts_of[number])
-                 for number, task in enumerate(self.problem.tasks)]
+        plain = [(replace(task, name="", role=""), self._cuts_of and self._cuts_of[number],
+                  number in self.problem.freedom.idle_shares) for number, task in enumerate(self.problem.tasks)]
         self._like = [plain.index(task) for task in plain]
         self.parts = cache(self._parts_of)
         self._drafted: dict[tuple[int, DeviceSubset], list[Draft]] = {}
@@ -182,8 +185,9 @@ class LayoutSearch:
         """Return the fastest layouts of parts of a subset, whose other devices have idle shares if the problem says so.
         """
         layouts = dict.fromkeys(layout for choices in parts for pair in choices.values() for layout in pair)
-        return self._fastest(with_idle_shares(self.costs, task, layout, subset)
-                             if self.problem.freedom.idle_shares else layout for layout in layouts)
+        hardware = self.problem.hardware
+        return self._fastest(with_idle_shares(self.costs, task, layout, blocks_of(subset, layout.strategy.tp, hardware))
+                             if task in self.problem.freedom.idle_shares else layout for layout in layouts)
 
     def estimate(self, task: int, subset: DeviceSubset) -> tuple[float, DeviceGroups]:
         """Return a cheap estimate and where it is: the ideal and the slowest links of the groups that suit it best."""
@@ -327,6 +331,10 @@ def cut_of(layout: TaskLayout) -> Cut:
     return layout.strategy.tp, layout.strategy.pp, layout.strategy.ep
 
 
+def _way(layout: TaskLayout, sited: bool) -> tuple[Cut, tuple[int, ...]]:
+    return cut_of(layout), tuple(sorted(layout.sites)) if sited else ()
+
+
 def _starts(options: list[list[TaskLayout]]) -> Iterator[list[TaskLayout]]:
     """Yield the fastest layouts, and the fastest ones inside each set of device groups."""
     yield [layouts[0] for layouts in options]
@@ -388,21 +396,30 @@ class CostedProblem:
         return self.placed(grouping, subsets, self._together(grouping, turns, options)) if all(options) else None
 
     def _alike(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[list[TaskLayout]]:
-        """Return the options of each task that split an engine as the others of its group do, in the quickest way."""
+        """Return the options of each task that split an engine as the others of its group do, in the quickest way; on
+        the same devices, if the engine is on no others and any options are."""
         tasks, found = self.problem.tasks, list(options)
         for group in grouping:
             whole = self.problem.freedom.whole_beside and {tasks[task].kind for task in group} == {GENERATE, INFER}
             for memory_item in dict.fromkeys(tasks[task].memory_item for task in group):
                 own = [task for task in group if tasks[task].memory_item == memory_item]
-                fastest: list[dict[Cut, float]] = [
-                    {cut_of(layout): layout.takes(turns[task]) for layout in reversed(options[task])} for task in own]
-                common = [cut for cut in sorted(set(fastest[0]).intersection(*fastest))
-                          if not whole or cut == (1, 1, 1)]
-                total = {cut: sum(each[cut] for each in fastest) for cut in common}
-                best = min(total, key=total.__getitem__, default=None)
-                for task in own:
-                    found[task] = [layout for layout in options[task] if cut_of(layout) == best]
+                left_out = self.problem.freedom.idle_shares.isdisjoint(own)
+                for sited in (True, False) if left_out and len(own) > 1 else (False,):
+                    best = self._common(own, turns, options, whole, sited)
+                    for task in own:
+                        found[task] = [layout for layout in options[task] if _way(layout, sited) == best]
+                    if best is not None:
+                        break
         return found
+
+    def _common(self, own: Sequence[int], turns: list[bool], options: list[list[TaskLayout]], whole: bool,
+                sited: bool) -> tuple[Cut, tuple[int, ...]] | None:
+        """Return the way to split an engine, and (`sited`) the device groups, that is quickest for all `own` tasks."""
+        fastest = [{_way(layout, sited): layout.takes(turns[task]) for layout in reversed(options[task])}
+                   for task in own]
+        common = [way for way in sorted(set(fastest[0]).intersection(*fastest)) if not whole or way[0] == (1, 1, 1)]
+        total = {way: sum(each[way] for each in fastest) for way in common}
+        return min(total, key=total.__getitem__, default=None)
 
     def _together(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[TaskLayout]:
         """Return the layouts that are best together: of few combinations the best one; of many, the fastest layouts of

@@ -233,15 +233,16 @@ class Edge(NamedTuple):
 class Freedom:
     """Decisions that a solver may take: `groupings`, and by task the pairs of tp and pp (`cuts`), of which tasks that
     compute with one engine then have the same; `whole_beside`: with cuts, a group that samples and infers, and does not
-    train, splits no model; `idle_shares`: what a task does not use of its group's devices has shares of 0 rows, among
-    which its engine divides weights and sums gradients as among the others. Without `assignment` groups span all device
-    groups evenly, in the cluster file's order; without `balance` shares have equal rows and layers."""
+    train, splits no model; `idle_shares`: tasks whose engines are on all devices of their group: those that such a task
+    does not use have shares of 0 rows, among which weights are divided and gradients summed as among others. Without
+    `assignment` groups span all device groups evenly, in the cluster file's order; without `balance` shares have equal
+    rows and layers."""
 
     groupings: tuple[Grouping, ...] | None = None
     assignment: bool = True
     cuts: tuple[frozenset[tuple[int, int]], ...] | None = None
     whole_beside: bool = False
-    idle_shares: bool = False
+    idle_shares: frozenset[int] = frozenset()
     balance: bool = True
 
 

@@ -24,7 +24,7 @@ from distflow.errors import InvalidInput
 from distflow.plan import Layout as Split
 from distflow.plan_file import PlacedPlan
 from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
-from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies, with_idle_shares
+from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies, used_by, with_idle_shares
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
     GENERATE,
@@ -42,6 +42,7 @@ from planners.heterogeneous.problem import (
     shared,
 )
 from planners.heterogeneous.search import MOST, groupings, sampled_groupings
+from planners.placement import can_leave_out, owner_of
 from planners.planner import plan as make_plan
 from planners.planner import roles_apart, roles_on_rollouts
 from planners.splits import check_split
@@ -55,19 +56,42 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
     are too few. `found`, by a search, are considered too: without the machines that none of their tasks uses, or with
-    them if ranks cannot run the rest; both take what they take with shares of 0 rows where a task uses no device."""
+    them if ranks cannot run the rest; both take what `as_ranks_run` says."""
     both = (form for each in dict.fromkeys(found) for form in dict.fromkeys((without_idle(costed.problem, each), each)))
-    forms = sorted(filter(None, (as_ranks_run(costed, form) for form in both)), key=lambda each: each.seconds)
+    forms = sorted(filter(None, (as_ranks_run(spec, costed, form) for form in both)), key=lambda each: each.seconds)
     return _enumerated(spec, costed, next((each for each in forms if _is_accepted(spec, costed, each)), None))
 
 
-def as_ranks_run(costed: CostedProblem, placement: Placement) -> Placement | None:
-    """Return the placement with the seconds that ranks take for it: devices that a task does not use have ranks in its
-    group, and shares of 0 rows. None if their memory has no room for that."""
-    layouts = [with_idle_shares(costed.costs, task, layout, placement.subsets[group])
-               for task, (layout, group) in enumerate(zip(placement.layouts, groups_of(placement.grouping)))]
+def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
+    """Return the placement with the seconds that ranks take for it: devices that have an engine and that a task of it
+    does not use have shares of 0 rows. None if their memory has no room for that."""
+    held = [_held(spec, costed.problem, placement, task) for task in range(len(placement.layouts))]
+    layouts = [with_idle_shares(costed.costs, task, layout, blocks)
+               for task, (layout, blocks) in enumerate(zip(placement.layouts, held))]
     return placement if tuple(layouts) == placement.layouts else \
         costed.placed(placement.grouping, placement.subsets, layouts)
+
+
+def _held(spec: Spec, problem: Problem, placement: Placement, task: int) -> DeviceSubset:
+    """Return the blocks of each device group that have the engine of a task: those that any task of it uses, or all of
+    its group's, if the engine needs that or these are not the ranks that train first."""
+    tasks, hardware, groups = problem.tasks, problem.hardware, groups_of(placement.grouping)
+    mine = [each for each in range(len(tasks)) if groups[each] == groups[task]]
+    own = [each for each in mine if tasks[each].kind != GENERATE
+           and owner_of(spec, tasks[each].role) == owner_of(spec, tasks[task].role)]
+    alone = not any(tasks[each].kind == TRAIN for each in range(len(tasks)) if each not in mine)
+    first = {GENERATE, TRAIN} <= {tasks[each].kind for each in mine} or (
+        alone and all(tasks[each].kind == TRAIN for each in own))  # nodes that infer may go to whichever rank is free
+    if task not in own or not first or not leaves_out(spec, problem, task):
+        return blocks_of(placement.subsets[groups[task]], placement.layouts[task].strategy.tp, hardware)
+    return tuple(map(max, zip(*(used_by(placement.layouts[each], hardware) for each in own))))
+
+
+def leaves_out(spec: Spec, problem: Problem, task: int) -> bool:
+    """Return whether the engine that trains or infers in a task need not be on ranks without rows, if models are not
+    split into stages."""
+    kind, role = problem.tasks[task].kind, problem.tasks[task].role
+    return kind != GENERATE and can_leave_out(spec, role, False, Split(1))
 
 
 def without_idle(problem: Problem, placement: Placement) -> Placement:
@@ -101,7 +125,8 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
 
     fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
                     and all(has_roles(group, len(grouping) > 1) for group in grouping))
-    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, idle_shares=True, cuts=tuple(
+    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC,
+                   idle_shares=frozenset(task for task in numbers if not leaves_out(spec, problem, task)), cuts=tuple(
         frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
         for number in numbers))
 

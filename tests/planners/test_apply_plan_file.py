@@ -285,7 +285,7 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
     why = [refused(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
     assert "" in why
     costed = CostedProblem(problem)
-    assert all(as_ranks_run(costed, each) == each for each in answers), "idle devices are counted as they run"
+    assert all(as_ranks_run(spec, costed, each).seconds == each.seconds for each in answers), "as it is predicted"
     assert all(not each or "follow each other" in each for each in why), "where devices stand is left to check"
     for group, layouts in ((group, each.layouts) for each in answers for group in each.grouping):
         splits = {(problem.tasks[task].memory_item, cut_of(layouts[task])) for task in group}
@@ -296,8 +296,8 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
 def found_alone(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """`found_alone(*update)`: costs; all tasks in one group of all machines, of which they use `quick`, and `update`
     what is given; and what ranks can run of it, if nothing else is considered."""
-    def find(*update: Replicas) -> tuple[CostedProblem, Placement, Placement | None]:
-        spec = spec_of()
+    def find(*update: Replicas, more: tuple[str, ...] = ()) -> tuple[CostedProblem, Placement, Placement | None]:
+        spec = spec_of(*more)
         costed, two = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
         layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), micro=4), kinds)
                    for task, kinds in enumerate((two, two, update or two))]
@@ -313,28 +313,62 @@ def test_machines_that_no_task_uses_are_left_out(found_alone: Callable) -> None:
     assert made == replace(found, subsets=((2, 0),))
 
 
-def test_devices_that_a_task_leaves_to_others_cost_what_shares_without_rows_do(found_alone: Callable) -> None:
-    """The machine is in use by another task, so that it has ranks, and FSDP divides all weights among these."""
-    costed, found, made = found_alone(Replicas((0,), 2), Replicas((1,), 1))
+SOME = Replicas((0,), 2), Replicas((1,), 1)
+
+
+def test_devices_without_rows_of_an_engine_cost_it_nothing(found_alone: Callable) -> None:
+    """The machine is in use by another task, so that it has ranks, but no part of the model."""
+    _, found, made = found_alone(*SOME)
+    assert made.subsets == ((2, 2),)
+    assert made.layouts[1:] == found.layouts[1:]
+    assert made.seconds == pytest.approx(found.seconds, rel=0.01)
+
+
+def ppo_on_some(spec: Spec, values: tuple[Replicas, ...]) -> tuple[CostedProblem, Placement]:
+    """All tasks of PPO in one group of all machines; `values` is where it is given, and all others on `quick`."""
+    costed, quick = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
+    layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), micro=4), kinds)
+               for task, each in enumerate(costed.problem.tasks)
+               for kinds in [values if each.name == "values" else quick]]
+    return costed, costed.placed((tuple(range(len(layouts))),), ((2, 2),), layouts)
+
+
+def test_tasks_of_one_engine_have_it_where_any_of_them_has_rows(spec_of: Callable) -> None:
+    """Among these ranks a task's weights are divided, whoever has its rows."""
+    spec = spec_of(dag="ppo")
+    costed, found = ppo_on_some(spec, SOME)
+    names = [task.name for task in costed.problem.tasks]
+    critic = names.index("critic")
+    made = as_ranks_run(spec, costed, found)
+    assert [task for task in range(1, len(names)) if made.layouts[task] != found.layouts[task]] == [critic]
+    whole = costed.costs.layout(critic, Strategy(3, micro=4), SOME, (*found.layouts[critic].rows, 0))
+    assert made.layouts[critic].seconds == whole.seconds > found.layouts[critic].seconds
+
+
+def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alone: Callable,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron sums gradients over all ranks of its group."""
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    costed, found, made = found_alone(*SOME, more=("roles.actor.engine=megatron",))
     assert made.subsets == ((2, 2),)
     assert [layout.rows for layout in made.layouts] == [layout.rows for layout in found.layouts]
-    for task, idle in enumerate((2, 2, 1)):
+    assert made.layouts[1].strategy == found.layouts[1].strategy
+    for task, idle in ((0, 2), (2, 1)):
         used = found.layouts[task]
         whole = costed.costs.layout(task, Strategy(4, micro=4), (*used.arrangement, Replicas((1,), idle)),
                                     (*used.rows, 0))
         assert made.layouts[task] == used._replace(seconds=whole.seconds, swap=whole.swap), task
-    assert made.layouts[1].seconds > found.layouts[1].seconds
-    assert made.seconds > found.seconds
+    assert made.layouts[2].seconds > found.layouts[2].seconds
 
 
-def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(found_alone: Callable, spec_of: Callable) -> None:
-    for update, says in ((), False), ((Replicas((0,), 2), Replicas((1,), 1)), True):
-        costed, found, made = found_alone(*update)
-        found = replace(found, subsets=made.subsets)
-        plan_file = written(costed.problem, found, digests_of(spec_of(), costed.problem), "hybrid", 0.0)
-        said = "\n".join(_can_run(spec_of(), costed, found, plan_file))
+def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Callable) -> None:
+    spec = spec_of(dag="ppo")
+    for values, says in ((Replicas((0,), 2),), False), (SOME, True):
+        costed, found = ppo_on_some(spec, values)
+        plan_file = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0)
+        said = "\n".join(_can_run(spec, costed, found, plan_file))
         assert "can be run: yes" in said
-        assert (f"with these it takes {duration(made.seconds)}" in said) == says
+        assert (f"with these it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

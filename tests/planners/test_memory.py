@@ -269,3 +269,23 @@ def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
     assert activation_bytes(seven, 2) == norms + attention + widening  # 65 bytes for each element of the hidden state
     experts = shape_of_embedded(Model(architecture="qwen3_moe", hidden=64, heads=2, kv_heads=1, experts=8))
     assert activation_bytes(experts, 4) == KEPT  # two experts are as wide as a dense layer
+
+
+def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of: Callable) -> None:
+    """The shards of a model are those of the ranks that have it, and the fullest rank counts."""
+    judged = {"role": "judge", "type": "MODEL_INFERENCE", "function": "judge", "dependencies": ["sample"]}
+    nodes = {**DIAMOND, "judged": judged}
+    model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
+    settings = {"actor": {"model": model}, "judge": {"model": {**model, "layers": 1}}}
+
+    def made(**rows: list[int]) -> dict[str, int]:
+        layouts = {node: {"rows": share} for node, share in rows.items()}
+        return items_of(plan_of(nodes, {"judge": {}}, ranks=4, roles=settings, layouts=layouts))
+
+    everywhere, two = made(), made(learn=[1, 1, 0, 0], left=[1, 0, 0, 0])
+    name = "actor: training state"
+    assert two[name] == pytest.approx(2 * everywhere[name], abs=2)
+    assert two["judge: weights"] == everywhere["judge: weights"]
+    apart = made(learn=[1, 1, 0, 0], judged=[0, 0, 0, 1])
+    assert not any(item.startswith("judge") for item in apart), "no rank has both, and the actor is larger"
+    assert apart["actor: rollout weights"] == everywhere["actor: rollout weights"]

@@ -103,6 +103,52 @@ def test_ranks_of_a_share_stand_together() -> None:
     assert (layout.width, layout.last) == (4, 7)
 
 
+GRPO_SOME = "layouts={rollout: {rows: [1, 1, 0]}, update: {rows: [1, 1, 0]}, reference: {rows: [0, 0, 1]}}"
+
+
+def some(*settings: str, dag: str = "grpo", ranks: int = 3) -> dict[tuple[str, bool], tuple[int, ...]]:
+    """Shares that have a model, 1, or have none, 0: by role and whether it samples, where not all have it."""
+    found = plan(load(dag, None, [*settings]), ranks)
+    own = found.groups[0].plan if found.groups else found
+    return {(role, samples): layout.rows for role, samples, layout in own.on_some}
+
+
+def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
+    assert some(GRPO_SOME) == {("actor", False): (1, 1, 0), ("actor", True): (1, 1, 0), ("reference", False): (0, 0, 1)}
+    assert some("layouts={update: {dp: 1}, reference: {dp: 2}}") == {
+        ("actor", False): (1, 0, 0), ("reference", False): (1, 1, 0)}
+    both = "layouts={critic: {rows: [1, 0, 0]}, values: {rows: [0, 5, 0]}, update: {rows: [1, 1, 1]}}"
+    assert some(both, dag="ppo") == {("critic", False): (1, 1, 0)}
+    assert some("layouts={update: {rows: [2, 1, 1]}}") == some() == {}
+    split = "layouts={update: {tp: 2, rows: [0, 1]}, reference: {tp: 1, rows: [1, 0, 0, 0]}}"
+    assert some(split, ranks=4) == {("actor", False): (0, 1), ("reference", False): (1, 0, 0, 0)}
+    made = plan(load("grpo", None, [split]), 4)
+    assert made.layout_of("actor", samples=False).ranks_with_rows == [2, 3]
+    assert made.layout_of("actor", samples=True) == Layout(4)
+
+
+def test_roles_that_share_shards_are_on_the_same_ranks() -> None:
+    assert some(GRPO_SOME, "roles.actor.lora={}") == {}, "both compute with one base"
+    first = GRPO_SOME.replace("[0, 0, 1]", "[1, 0, 0]")
+    assert some(first, "roles.actor.lora={}") == {("actor", False): (1, 1, 0), ("reference", False): (1, 1, 0)}
+    follows = "roles.reference.follow={every: 1, mix: 0.1}"
+    assert some(GRPO_SOME, follows) == {("actor", True): (1, 1, 0)}
+    assert some(GRPO_SOME.replace("[0, 0, 1]", "[0, 1, 0]"), follows) == {
+        ("actor", False): (1, 1, 0), ("reference", False): (1, 1, 0), ("actor", True): (1, 1, 0)}
+
+
+@pytest.mark.parametrize(("more", "left"), [
+    (["mode=semi_sync", "groups.rollout=1"], set()),
+    (["roles.actor.replicas=3"], {("actor", True)}),
+    (["roles.actor.rollout=vllm", "roles.actor.dtype=bfloat16"], {("actor", False), ("reference", False)})])
+def test_what_wants_all_ranks_has_shares_of_no_rows(more: list[str], left: set[tuple[str, bool]],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    apart = "mode" in more[0]
+    layouts = GRPO_SOME.replace("rollout: {rows: [1, 1, 0]}, ", "") if apart else GRPO_SOME
+    assert {*some(layouts, *more, ranks=3 + apart)} == left
+
+
 def test_stages_may_stand_together_instead() -> None:
     layout = Layout(3, first=2, tp=2, pp=2, order=STAGES_OUTERMOST)
     assert [layout.share(rank) for rank in range(15)] == [None] * 2 + 2 * [0, 0, 1, 1, 2, 2] + [None]
@@ -152,7 +198,9 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
      "differently: pp: 2, layers: [3, 1] and pp: 2", "layouts: {judged: {pp: 2, layers: [3, 1]}}"),
     ({"learn": {"tp": 2}, "judged": {"dp": 3}}, {}, "node `judged` wants dp 3 of 2 ranks each, but there are only 4",
      "Start 6 ranks"),
-    ({"learn": {"tp": 2, "dp": 1}}, {}, "node `learn` trains on 2 of 4 ranks", "Leave `dp` out of it."),
+    ({"learn": {"tp": 2, "dp": 1}}, {"engine": "megatron"}, "node `learn` trains on 2 of 4 ranks, and its role's model "
+     "is on all of them", "Leave `dp` out of it."),
+    ({"learn": {"dp": 2}}, {"replicas": 2}, "node `learn` trains on 2 of 4 ranks", "Leave `learn` out of `layouts`."),
     ({"learn": {"tp": 2}}, {"lora": {}}, "role `actor` has `lora`, and node `learn` splits its model",
      "Leave  tp  of `learn` out, or `lora`."),
     ({"learn": {"tp": 2}}, {"compile": True}, "role `actor` has `compile`, and node `learn` splits its model",

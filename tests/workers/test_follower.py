@@ -243,7 +243,8 @@ class Engine:
 
 def state_of(folder, roles, link=None, value=0.0):
     """The state of a trainer of these roles, after one step if they have a value."""
-    trained = {role: SimpleNamespace(engine=Engine(value), engine_swap=None, version=0) for role in roles}
+    trained = {role: SimpleNamespace(engine=Engine(value), engine_swap=None, has_engine=True, version=0)
+               for role in roles}
     source = SimpleNamespace(batch=1, state_dict=lambda: {"position": 0}, release_before=lambda state: None,
                              load_state_dict=lambda state: None)
     found = TrainState(folder, Checkpoint(every=1, keep=1), None, trained, source, 20.0, link)

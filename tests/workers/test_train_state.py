@@ -37,7 +37,7 @@ class Source:
 
 
 def train_state(folder: Path, worker_context: WorkerContext | None) -> TrainState:
-    role = SimpleNamespace(engine=Engine(init_device_mesh("cpu", (2,))), engine_swap=None, version=0)
+    role = SimpleNamespace(engine=Engine(init_device_mesh("cpu", (2,))), engine_swap=None, has_engine=True, version=0)
     return TrainState(folder, Checkpoint(every=1, keep=2), worker_context, {"actor": role}, Source(), 20.0)
 
 

@@ -42,35 +42,39 @@ def choose(device: str, index: int = 0) -> None:
 
 
 @functools.lru_cache
-def mesh_of(layout: Layout, device: str) -> DeviceMesh:
-    """Return a layout's mesh. Collective: every rank requests the meshes in the same order."""
+def mesh_of(layout: Layout, device: str) -> DeviceMesh | None:
+    """Return the mesh of a layout's shares with rows; None on other ranks. Collective over all ranks, which request
+    meshes in the same order."""
     ranks = torch.arange(layout.dp * layout.width)
     if layout.order == SHARES_OUTERMOST:
         ranks = ranks.reshape(layout.dp, layout.pp, layout.cp, layout.tp)
     else:
         ranks = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp).transpose(0, 1).contiguous()
-    groups = [group_along(ranks, axis) for axis in range(ranks.ndim)]
-    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=NAMES)
+    ranks = ranks[layout.with_rows]
+    groups = [group for axis in range(ranks.ndim) if (group := group_along(ranks, axis)) is not None]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=NAMES) if dist.get_rank() in ranks else None
 
 
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = \
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]] = \
     weakref.WeakKeyDictionary()
 """Groups that were made within a group of all ranks, by the ranks of all that were made together."""
 
 
-def group_along(ranks: Tensor, *axes: int) -> dist.ProcessGroup:
+def group_along(ranks: Tensor, *axes: int) -> dist.ProcessGroup | None:
     """Return this rank's group along some axes of a mesh's ranks: the same one for the same ranks, since each has a
-    thread that wakes a hundred times a second, and memory of the device. Collective over all ranks."""
+    thread that wakes a hundred times a second, and memory of the device. None for a rank that is not in the mesh.
+    Collective over all ranks."""
     everyone = default_group()
     size = math.prod(ranks.shape[axis] for axis in axes)
     if size == everyone.size():
         return everyone
     others = [axis for axis in range(ranks.ndim) if axis not in axes]
-    lists = sorted(ranks.permute(*others, *axes).reshape(-1, size).sort().values.tolist())
+    lists = sorted(ranks.permute(*others, *axes).reshape(-1, size).sort().values.tolist()) if size > 1 else \
+        [[rank] for rank in range(everyone.size())]
     key, known = tuple(map(tuple, lists)), _groups.setdefault(everyone, {})
     if key not in known:
         limit = everyone._get_backend(torch.device("cpu")).options._timeout  # else the default of 30 minutes
-        known[key] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(lists, timeout=limit)[0])
+        known[key] = cast(dist.ProcessGroup | None, dist.new_subgroups_by_enumeration(lists, timeout=limit)[0])
     return known[key]
 
 

@@ -27,27 +27,30 @@ from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import pad_token, tokenizer_lock
-from workers.engines.devices import convert, dimension, dtype_of, fuse_norms
+from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
 from workers.engines.loading import load_model
-from workers.engines.rollout import Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
+from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
 from workers.engines.vision import ImageProcessor
+from workers.engines.weight_route import WeightRoute
 
 disable_progress_bar()
 
 
 class Meshes(NamedTuple):
 
-    trainer: DeviceMesh | None  # for training and inference; None where a role only samples
-    rollout: DeviceMesh
+    trainer: DeviceMesh | None  # for training and inference; None on ranks without that engine
+    rollout: DeviceMesh | None  # for sampling; None on ranks without that engine
     layout: Layout  # of the trainer
+    route: WeightRoute | None = None  # of the weights, where the two are not on the same ranks
 
 
 class RoleEngines:
-    """Engines of a role, the first parameter of a model function. All but `encode` and `decode` are collective."""
+    """Engines of a role, the first parameter of a model function. All but `encode` and `decode` are collective, over
+    the ranks that have the engine. A rank that has no rows of the role has no model of it."""
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun,
                  meshes: Meshes, spec: Spec, stream: int | None):
@@ -63,29 +66,37 @@ class RoleEngines:
         self.max_target_tokens, self.template_options = spec.run.data.max_target_tokens, spec.run.data.for_template
         self.source = spec.model_of(name)
         self._load = functools.partial(load_model, spec, head=self.head)
-        device = meshes.rollout.device_type
+        here = meshes.rollout or meshes.trainer
+        device = here.device_type if here else "cpu"
+        self.writer = meshes.layout.ranks_with_rows[0]  # rank that writes the trained model
         model.set_attn_implementation(attention.NAME)
         if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
             fuse_norms(model)
         self.lora = settings.lora if trained else None
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base
-        frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora else []
+        frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora and here else []
         self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
-        self.rollout = rollout and rollout.build(
+        self.rollout = rollout and (rollout.build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
+            if meshes.rollout else AbsentRollout(settings.generation, self.end_tokens, dtype_of(settings, device)))
         if self.rollout is not None and settings.generation.stop:
             self.rollout.stop = StopStrings(tokenizer, settings.generation.stop)
         follows = {"follows": True} if spec.dag.roles[name].follow else {}  # an argument of fsdp's alone
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
             meshes.layout, **follows)
-        self.split = meshes.rollout.size() > meshes.rollout.size(0)
-        self.engine_swap = EngineSwap(self._trainer, self.rollout, settings.swap and trained) \
-            if self.rollout and self._trainer else None
+        self._version, self.split = 0, meshes.rollout is not None and meshes.rollout.size() > meshes.rollout.size(0)
+        self.engine_swap = self._swap(meshes, settings.swap and trained)
         self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time
         self.turn_log: TurnLog | None = None  # of the node that runs, unless the shared engine has one
+
+    def _swap(self, meshes: Meshes, swap: bool) -> EngineSwap | None:
+        here = meshes.rollout or meshes.trainer
+        if self.rollout is None or here is None or not (self._trainer or meshes.route):
+            return None
+        return EngineSwap(self._trainer, self.rollout, swap, meshes.route, device_of(here))
 
     @property
     def engine(self) -> Trainer:
@@ -93,12 +104,29 @@ class RoleEngines:
         if self.engine_swap is not None:
             self.engine_swap.ready()
         if self._trainer is None:
-            raise EngineError(f"role `{self.name}` has no engine on this rank that trains or infers: it samples")
+            why = "it samples" if self.takes_part(samples=True) else "other ranks have its rows"
+            raise EngineError(f"role `{self.name}` has no engine on this rank that trains or infers: {why}")
         return self._trainer
 
     @property
+    def has_engine(self) -> bool:
+        """Whether this rank has the engine that trains and infers."""
+        return self._trainer is not None
+
+    def takes_part(self, samples: bool) -> bool:
+        """Return whether this rank has anything to do where the role samples, or where it trains or infers."""
+        return self.has_engine or (samples and self.rollout is not None and not self.rollout.absent)
+
+    @property
     def version(self) -> int:
-        return self._trainer.version if self._trainer else 0
+        """Number of optimizer steps and restores of the weights that are trained."""
+        return self._trainer.version if self._trainer else self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if self._trainer:
+            self._trainer.version = version
+        self._version = version
 
     def generate(self, prompts: Ragged, ids: Tensor, repeats: int = 1, max_new_tokens: int | None = None,
                  temperature: float | None = None, images: Ragged | None = None,
@@ -211,8 +239,11 @@ class RoleEngines:
                 if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, and adapters alone beside it. Collective; rank 0 writes."""
-        first, weights = dist.get_rank() == 0, {}
+        """Write a Hugging Face model folder, and adapters alone beside it. Collective; the first rank with the engine
+        writes."""
+        if not self.has_engine:
+            return
+        first, weights = dist.get_rank() == self.writer, {}
         for name, tensor in self.engine.export():
             if first:  # the others only help to gather it
                 weights[name] = tensor.cpu().clone()
@@ -221,6 +252,7 @@ class RoleEngines:
         model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
         if self.generation_config:
             model.generation_config = self.generation_config
+        model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.image_processor:

@@ -229,6 +229,7 @@ class Rollout(Sampler):
     dtype: torch.dtype  # of the computation and of the weights to load
     version = -1  # of the weights; -1 if unknown
     paused = False
+    absent = False  # whether the model is on other ranks alone
     stop: StopStrings | None = None  # texts that end a turn, besides `end_tokens`
 
     @classmethod
@@ -274,6 +275,58 @@ class Rollout(Sampler):
 
     def resume(self) -> None:
         self.paused = False
+
+
+class AbsentRollout(Rollout):
+    """Rollout on a rank that has no rows of its role, and no model: it takes part in what is collective."""
+
+    absent = True
+
+    def __init__(self, generation: Generation, end_tokens: list[int], dtype: torch.dtype):
+        self.generation, self.end_tokens, self.dtype = generation, torch.tensor(end_tokens), dtype
+
+    @classmethod
+    def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
+              seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
+        raise NotImplementedError("it has no model")
+
+    def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
+                limits: TokenLimits | None = None) -> Session:
+        return _EmptySession(key)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Drop the weights: only the others need them."""
+        for _ in weights:
+            continue
+        self.version = version
+        return 0
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _EmptySession(Session):
+
+    def __init__(self, key: int):
+        self.key = key
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def add(self, rows: list[SampledRow]) -> None:
+        raise ValueError(f"{len(rows)} rows are to be sampled on a rank that has no model for it")
+
+    def step(self) -> list[SampledRow]:
+        return []
+
+    def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
+        return []
 
 
 def matching(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from distflow.telemetry.metrics import current
 from distflow.weights.offload import HostOffload
 from workers.engines.rollout import Rollout
 from workers.engines.trainer import Trainer
+from workers.engines.weight_route import WeightRoute
 
 
 class EngineSwap:
@@ -16,14 +20,19 @@ class EngineSwap:
 
     The optimizer state moves to host memory, the weights are copied (shards, one bucket and the rollout's weights
     coexist), then the shards move too. After sampling the rollout sleeps, and both come back while other roles compute.
+    A rank with one engine alone swaps nothing, and takes its part in bringing the weights from one to the other.
     """
 
-    def __init__(self, trainer: Trainer, rollout: Rollout, swap: bool):
-        self.trainer, self.rollout, self.swap = trainer, rollout, swap
-        self.optimizer = HostOffload(lambda: trainer.resident(weights=False), trainer.scratch)
-        self.everything = HostOffload(trainer.resident)
+    def __init__(self, trainer: Trainer | None, rollout: Rollout, swap: bool, route: WeightRoute | None = None,
+                 device: torch.device | None = None):
+        """`route`: of the weights, where the engines are not on the same ranks; `device`: where they arrive."""
+        self.trainer, self.rollout, self.route, self.device = trainer, rollout, route, device
+        self.swap = swap and trainer is not None and not rollout.absent
+        self.optimizer = HostOffload(lambda: trainer.resident(weights=False) if trainer else (),
+                                     trainer.scratch if trainer else tuple)
+        self.everything = HostOffload(trainer.resident if trainer else tuple)
         self.asleep = False
-        if swap:
+        if self.swap:
             self._sleep()
 
     @contextlib.contextmanager
@@ -57,6 +66,21 @@ class EngineSwap:
         self.optimizer.ready()
 
     def _load(self) -> None:
-        if self.rollout.version != self.trainer.version:  # always so when it has slept
+        newer = self._newer()
+        if newer is not None:  # always so when it has slept
+            current().maximum("weights/bytes", self.rollout.load(self._weights(), newer))
+
+    def _newer(self) -> int | None:
+        """Return the version to load; None if it is loaded."""
+        trained = self.trainer.version if self.trainer else None
+        if self.route:
+            return self.route.newer(trained, None if self.rollout.absent else self.rollout.version)
+        return None if self.rollout.version == trained else trained
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.trainer:
             weights = self.trainer.export(self.rollout.dtype, self.rollout.weight_buffers())
-            current().maximum("weights/bytes", self.rollout.load(weights, self.trainer.version))
+            return self.route.sent(weights) if self.route else weights
+        assert self.route, "a rank without a trainer gets weights from those that have it"
+        assert self.device
+        return self.route.received(self.device)

@@ -1,0 +1,98 @@
+"""Brings a role's weights to ranks that sample with it and do not train it, in the group of those that do (mode sync).
+
+    sent        surrounds the trainer's export: its first rank also sends what is exported to these ranks, by buckets
+    received    yields there what is sent
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.data.exchange import gather_values
+from distflow.weights.reshard import BUCKET_BYTES
+from workers.engines.devices import group_along
+
+_ALIGNED = 16  # bytes; tensors in a bucket begin at multiples of it
+Head = tuple[str, list[int], str]  # a tensor's name, shape and dtype
+
+
+class WeightRoute:
+
+    def __init__(self, training: Sequence[int], sampling: Sequence[int]):
+        """`training`, `sampling`: the ranks that have the role's trainer and its rollout. Collective over all ranks."""
+        others = [rank for rank in sampling if rank not in training]
+        self.first = training[0]
+        self.members = group_along(torch.tensor(sorted({*training, *sampling})), 0)
+        self.receiving = group_along(torch.tensor(sorted([self.first, *others])), 0) if others else None
+
+    def newer(self, trained: int | None, loaded: int | None) -> int | None:
+        """Return the trainer's version if any rollout has another one, else None. Collective over the ranks of both.
+
+        Args:
+            trained: version of this rank's trainer; None if it has none.
+            loaded: version of this rank's rollout; None if it has none.
+        """
+        versions = gather_values([trained, loaded], self.members)
+        newest = next(version for version, _ in versions if version is not None)
+        return newest if any(version not in (None, newest) for _, version in versions) else None
+
+    def sent(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a trainer's whole weights; from its first rank they also go to the ranks that only sample."""
+        if self.receiving is None or dist.get_rank() != self.first:
+            yield from weights
+            return
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in weights:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                self._send(bucket)
+                bucket, size = [], 0
+            bucket.append((name, tensor.detach().clone()))  # it may be overwritten by the next one
+            size += tensor.nbytes
+            yield name, tensor
+        if bucket:
+            self._send(bucket)
+        self._send([])
+
+    def received(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole weights that the trainer's first rank sends."""
+        while heads := self._heads(None):
+            edges = _edges(heads)
+            buffer = torch.empty(edges[-1], dtype=torch.uint8, device=device)
+            dist.broadcast(buffer, self.first, self.receiving)
+            for (name, shape, dtype), start in zip(heads, edges):
+                yield name, _view(buffer, start, shape, dtype)
+
+    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
+        heads = self._heads([(name, [*tensor.shape], str(tensor.dtype).removeprefix("torch."))
+                             for name, tensor in bucket])
+        if not heads:
+            return
+        edges = _edges(heads)
+        buffer = torch.empty(edges[-1], dtype=torch.uint8, device=bucket[0][1].device)
+        for (_, tensor), (_, shape, dtype), start in zip(bucket, heads, edges):
+            _view(buffer, start, shape, dtype).copy_(tensor)
+        dist.broadcast(buffer, self.first, self.receiving)
+
+    def _heads(self, own: list[Head] | None) -> list[Head]:
+        """Return what the first rank says of the next bucket; empty after the last one."""
+        return next(heads for heads in gather_values(own, self.receiving) if heads is not None)
+
+
+def _edges(heads: Sequence[Head]) -> list[int]:
+    """Return where each tensor begins in a bucket, and the bucket's size."""
+    edges = [0]
+    for _, shape, dtype in heads:
+        size = math.prod(shape) * getattr(torch, dtype).itemsize
+        edges.append(edges[-1] - -size // _ALIGNED * _ALIGNED)
+    return edges
+
+
+def _view(buffer: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
+    kind = getattr(torch, dtype)
+    return buffer[start : start + math.prod(shape) * kind.itemsize].view(kind).view(*shape)
