@@ -35,6 +35,8 @@ class Patient:
         self.question = question
 
     async def step(self, text):
+        with open(f"{self.question}.asked", "a") as asked:
+            asked.write(f"{text}\\n")
         while text == "wait" and not Path(self.question).exists():
             await asyncio.sleep(0.005)
         return Turn("at last", done=True, reward=1.0)
