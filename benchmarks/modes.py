@@ -2,8 +2,8 @@
 
 `grpo_tools.yaml` on the embedded task, from one start model for all, 2 ranks in every mode, one thread each, on the
 CPU: in sync both sample and both train; in async one samples and one trains, with weights pulled between them; in
-semi_sync one samples, and one does both, or (alone) both do both. The modes take turns; repeat `i` uses seed `i`. Each run makes equally many
-updates, each of 32 prompts with 8 conversations.
+semi_sync one samples, and one does both, or (alone) both do both. The modes take turns; repeat `i` uses seed `i`. Each
+run makes equally many updates, each of 32 prompts with 8 conversations.
 
 The tool is a calculator that answers after a while (see slow_tools.py): lognormally distributed, median 0.1 s, sigma
 1.2, so that one call of a hundred takes 1.6 s. A conversation has one to four turns. The seconds depend on what was
@@ -116,7 +116,8 @@ class Contest:
 
     def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int, on_stale: str = "wait",
                 rollouts: int = 1) -> Path:
-        apart = () if mode == "sync" else (f"groups.rollout={rollouts}", f"staleness={staleness}", f"on_stale={on_stale}")
+        apart = () if mode == "sync" else (f"groups.rollout={rollouts}", f"staleness={staleness}",
+                                           f"on_stale={on_stale}")
         return run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
             "checkpoint.every=0", f"mode={mode}", *apart, *self.settings(seed, updates)))
 

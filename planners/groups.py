@@ -337,21 +337,23 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
         alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else ""
         remedy = f"Start {2 + apart} ranks (--ranks {2 + apart}){alone}, or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
-    fitting = [some for some in range(0 if colocated else width, ranks, width) if not colocated or not (ranks - some) % width]
+    sizes = range(0 if colocated else width, ranks, width)
+    fitting = [some for some in sizes if not colocated or not (ranks - some) % width]
     if count not in fitting:
-        what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width)}"
-        more = f"a multiple of {width} ranks, {2 * width} or more" if colocated else f"at least {width + 1} ranks"
-        nearest = min(fitting, key=lambda some: (abs(some - count), -some), default=0)
+        what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width, colocated)}"
+        least = 2 * width if count else width
+        more = f"a multiple of {width} ranks, {least} or more" if colocated else f"at least {width + 1} ranks"
+        nearest = min(fitting, key=lambda some: (abs(some - count), not some), default=0)
         remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("groups", "rollout")), remedy)]
     return ranks - count, model, _check_role(spec, sampling, split) if split and width > 1 else []
 
 
-def _unfit(ranks: int, count: int, width: int) -> str:
+def _unfit(ranks: int, count: int, width: int, colocated: bool) -> str:
     if count >= ranks:
         return "which leaves none to train"
-    if not count:
-        return "and those that train do so too in mode semi_sync alone"
+    if not (count or colocated):
+        return "and only in mode semi_sync do those that train, too"
     if count % width:
         return f"and `layouts` wants each model on {width} of them"
     return f"but the {ranks - count} that train do so too in mode semi_sync, and `layouts` wants each model on {width}"

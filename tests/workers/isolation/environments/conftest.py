@@ -29,6 +29,14 @@ class Shared(Counter):
 
 
 @environment(safe=True)
+class Alike(Counter):
+    """Answers alike wherever its process is."""
+    def step(self, text):
+        self.asked += 1
+        return Turn(f"{self.question} {self.asked} {text}", reward=0.5)
+
+
+@environment(safe=True)
 class Patient:
     """Waits for a word from outside, without keeping others of its process from working."""
     def __init__(self, question):

@@ -20,7 +20,7 @@ def open_service(module):
     services = []
 
     def make(name: str, **settings) -> EnvService:
-        kind = {"safe": name in ("Shared", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
+        kind = {"safe": name in ("Alike", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
         services.append(EnvService(EnvSettings(f"{module}:{name}", settings.pop("settings", {}),
                                                **{**kind, **settings})))
         return services[-1]
@@ -40,7 +40,7 @@ def answers(client, asked: dict[int, str], question: str = "q") -> dict[int, Tur
     return found
 
 
-@pytest.mark.parametrize("name", ["Counter", "Shared"])
+@pytest.mark.parametrize("name", ["Counter", "Alike"])
 def test_threads_with_rows_of_the_same_ids_see_their_own(open_service, name):
     service, threads, turns = open_service(name), 12, 10
 
@@ -102,7 +102,7 @@ def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_
         word.touch()
         with service.client() as other:  # the same thread reads both answers, in the order in which they come
             while not service.early:
-                answers(other, {8: "hello"})
+                answers(other, {8: "hello"}, question=str(tmp_path / "other"))
                 other.end(8)
     service.submit(service.begin_phase)
     with service.client() as again:
@@ -112,7 +112,8 @@ def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_
         assert again.turns(60.0) == [(3, Turn("at last", True, 1.0))]
     asked = tmp_path / "word.asked"
     assert asked.read_text().splitlines().count("wait") == 1
-    assert not (service.left or service.early)
+    assert not service.left
+    assert not service.early
 
 
 def test_a_step_that_nobody_takes_up_is_dropped_in_time(open_service, tmp_path):
@@ -129,7 +130,7 @@ def test_a_step_that_nobody_takes_up_is_dropped_in_time(open_service, tmp_path):
     for _ in range(2):
         service.submit(service.begin_phase)
     with service.client() as last:
-        assert answers(last, {4: "hello"}) == {4: Turn("at last", True, 1.0)}
+        assert answers(last, {4: "hello"}, question=str(tmp_path / "other")) == {4: Turn("at last", True, 1.0)}
         assert not service.left
         assert len(service.pool.episodes) == 1
 
