@@ -2,8 +2,8 @@
 
 `grpo_tools.yaml` on the embedded task, from one start model for all, 2 ranks in every mode, one thread each, on the
 CPU: in sync both sample and both train; in async one samples and one trains, with weights pulled between them; in
-semi_sync one samples, and one does both. The modes take turns; repeat `i` uses seed `i`. Each run makes equally many
-updates, each of 32 prompts with 8 conversations.
+semi_sync one samples, and one does both, or (alone) both do both. The modes take turns; repeat `i` uses seed `i`. Each
+run makes equally many updates, each of 32 prompts with 8 conversations.
 
 The tool is a calculator that answers after a while (see slow_tools.py): lognormally distributed, median 0.1 s, sigma
 1.2, so that one call of a hundred takes 1.6 s. A conversation has one to four turns. The seconds depend on what was
@@ -50,8 +50,9 @@ from distflow.config.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, GROUP = 2, 8
 GOALS = {"async": 1.5, "semi_sync": 1.5}
-AHEAD = {"semi_sync": 1, "semi_sync, unordered": 1, "async, 3 ahead": 3, "async, unordered": 1, "async": 1}
-"""Staleness by side. Unordered: on_stale: drop."""
+AHEAD = {"semi_sync": 1, "semi_sync, unordered": 1, "semi_sync, alone": 1, "semi_sync, alone, unordered": 1,
+         "async, 3 ahead": 3, "async, unordered": 1, "async": 1}
+"""Staleness by side. Unordered: on_stale: drop. Alone: no rank only samples, both train."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Contest:
     def run(self, side: str, seed: int) -> Course:
         mode, given = side.partition(",")[0], self.given
         folder = self._launch(f"{side.replace(', ', '-').replace(' ', '-')}-{seed}", mode, AHEAD.get(side, 0), seed,
-                              given.updates, "drop" if "unordered" in side else "wait")
+                              given.updates, "drop" if "unordered" in side else "wait", int("alone" not in side))
         course = Course(steps_of(folder), given.prompts * GROUP, self._accuracy(folder))
         waits = course.steps[len(course.steps) // 2].get("environment/idle_seconds")
         idle = "" if waits is None else f", of a step's {course.steps[len(course.steps) // 2]['seconds']:.2f} s the " \
@@ -113,8 +114,10 @@ class Contest:
         print(f"async with staleness 0 {'equals' if same else 'DOES NOT EQUAL'} sync in {len(sync)} steps", flush=True)
         return same
 
-    def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int, on_stale: str = "wait") -> Path:
-        apart = () if mode == "sync" else ("groups.rollout=1", f"staleness={staleness}", f"on_stale={on_stale}")
+    def _launch(self, name: str, mode: str, staleness: int, seed: int, updates: int, on_stale: str = "wait",
+                rollouts: int = 1) -> Path:
+        apart = () if mode == "sync" else (f"groups.rollout={rollouts}", f"staleness={staleness}",
+                                           f"on_stale={on_stale}")
         return run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
             "checkpoint.every=0", f"mode={mode}", *apart, *self.settings(seed, updates)))
 

@@ -222,6 +222,11 @@ class Plan:
         return sum(len(group.ranks) for group in self.groups
                    if group.kind == ROLLOUT or (group.name == TRAINER and self.mode == "semi_sync"))
 
+    @property
+    def rollouts(self) -> int:
+        """Number of models on ranks that only sample."""
+        return sum(group.replicas for group in self.groups if group.kind == ROLLOUT)
+
     def layout_of(self, role: str, samples: bool) -> Layout:
         """Return how ranks together hold a role's model, in the engine that samples or in the one that trains; those
         whose share has 0 rows have nothing of it."""

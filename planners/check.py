@@ -362,6 +362,9 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
         notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
                      "Set  mode: semi_sync")
+    if spec.run.trainer_samples_alone and spec.run.switch_at != Run.model_fields["switch_at"].default:
+        notes.append("`switch_at` changes nothing with  groups: {rollout: 0} , where no other rank would go on "
+                     "sampling: ranks sample until all samples of a step are there")
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

@@ -97,11 +97,12 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
         mistakes.append(Diagnostic(what, spec.run_source.location(("mode",)), "Instead:  mode: sync"))
     mistakes += _check_fans(spec, crossing, flows) + _check_colocated(spec, sampling, nodes, chain)
     mistakes += _check_stale(spec, flows, nodes, crossing)
+    replicas = (first - trainer) // model.width if spec.run.trainer_samples_alone else \
+        max((first - trainer) // model.width, 1)
     fused = frozenset()
-    if spec.run.fuse and spec.run.on_stale == "wait":
+    if spec.run.fuse and spec.run.on_stale == "wait" and replicas:
         own = [node for node in chain if node in apart | of_first]
         fused = _fused(spec, bound, own, flows, apart) - crossing.keys()
-    replicas = max((first - trainer) // model.width, 1)
     roles = frozenset(spec.dag.nodes[node].role for node in sampling)
     halves = GroupCut(frozenset(nodes), crossing, fused, tuple(chain), trainer, replicas, model, roles, inference,
                       trainers)
@@ -328,27 +329,32 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
     model = Layout(1, tp=asked.tp, cp=asked.cp, pp=asked.pp) if asked else Layout(1)
     width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
-    if ranks < 2:
+    colocated = mode == "semi_sync"
+    if ranks < (1 if colocated and not count else 2):
         keys = " and ".join(f"groups.{key}" for key in ("inference", "trainers") if getattr(spec.run.groups, key))
         beside = f" beside the {apart} of {keys}" if apart else ""
         what = (f"mode {mode} needs at least 2 ranks{beside}, one that trains and one that samples; here "
                 f"{'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
-        remedy = f"Start {2 + apart} ranks (--ranks {2 + apart}), or  mode: sync"
+        alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else ""
+        remedy = f"Start {2 + apart} ranks (--ranks {2 + apart}){alone}, or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
-    colocated = mode == "semi_sync"
-    fitting = [some for some in range(width, ranks, width) if not colocated or not (ranks - some) % width]
+    sizes = range(0 if colocated else width, ranks, width)
+    fitting = [some for some in sizes if not colocated or not (ranks - some) % width]
     if count not in fitting:
-        what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width)}"
-        more = f"a multiple of {width} ranks, {2 * width} or more" if colocated else f"at least {width + 1} ranks"
-        nearest = min(fitting, key=lambda some: abs(some - count), default=0)
+        what = f"groups.rollout: {count} of {ranks} ranks sample, {_unfit(ranks, count, width, colocated)}"
+        least = 2 * width if count else width
+        more = f"a multiple of {width} ranks, {least} or more" if colocated else f"at least {width + 1} ranks"
+        nearest = min(fitting, key=lambda some: (abs(some - count), not some), default=0)
         remedy = f"Instead:  groups: {{rollout: {nearest}}}" if fitting else f"Start {more}"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("groups", "rollout")), remedy)]
     return ranks - count, model, _check_role(spec, sampling, split) if split and width > 1 else []
 
 
-def _unfit(ranks: int, count: int, width: int) -> str:
+def _unfit(ranks: int, count: int, width: int, colocated: bool) -> str:
     if count >= ranks:
         return "which leaves none to train"
+    if not (count or colocated):
+        return "and only in mode semi_sync do those that train, too"
     if count % width:
         return f"and `layouts` wants each model on {width} of them"
     return f"but the {ranks - count} that train do so too in mode semi_sync, and `layouts` wants each model on {width}"

@@ -96,6 +96,32 @@ def test_those_that_train_sample_ahead_too(launch, workspace):
     assert steps[1]["switch_at"] == 0.5 != steps[8]["switch_at"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_those_that_train_do_all_the_sampling(launch, workspace, ranks):
+    """With staleness 0 as in mode sync; beyond that they train while rows are under way, and go on with these."""
+    alone = ("--set", "mode=semi_sync", "--set", "groups.rollout=0")
+    launch(1, *GRPO, "--name", "sync", "--set", "mode=sync")
+    launch(ranks, *GRPO, *alone, *STRICT, "--name", "alone")
+    require_equal(*(metrics_of(workspace / f"runs/{name}") for name in ("alone", "sync")))
+    tail = ("--set", "steps=6", "--set", "roles.actor.generation={max_new_tokens: 200, stop: ['7', '3', '1']}", "--set",
+            "roles.actor.model.layers=12")
+    for on_stale in ("wait", "drop"):
+        launch(ranks, *GRPO, *alone, *tail, "--set", f"on_stale={on_stale}", "--set", "all_samples=true", "--set",
+               "faults=[{kind: kill, group: trainer, phase: training, step: 4}]", "--name", on_stale)
+        steps = metrics_of(workspace / f"runs/{on_stale}")
+        assert len(steps) == 6
+        assert max(step["staleness/max"] for step in steps.values()) == 1
+        written = (json.loads(line) for file in sorted((workspace / f"runs/{on_stale}/samples").glob("*.jsonl"))
+                   for line in file.read_text().splitlines())
+        prompts = Counter(row["row"] // GROUP % REPEATS for row in written)
+        assert {*prompts.values()} == {GROUP}
+        assert len(prompts) == 6 * 4
+        events = (workspace / f"runs/{on_stale}/events.jsonl").read_text()
+        assert "weights_pulled" not in events
+        assert '"failure"' in events
+    assert sum(step.get("response/continued", 0) for step in steps.values()) > 0
+
+
 def test_models_look_at_prompts_that_are_done_while_others_are_sampled(launch, workspace):
     """With rows for one prompt at a time: reference and critic have all but the last one behind them by then."""
     shipped = (ROOT / "dags/ppo.yaml").read_text()

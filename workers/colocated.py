@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.swap import EngineSwap
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.isolation.env_service import begin_phase
 from workers.loop import rollout
 from workers.rollout import RolloutContext
 from workers.rollout_channel import RolloutChannel
@@ -50,15 +51,16 @@ _LOWER, _LEAST = 0.1, 0.1  # a step towards less where there is no wait; the lea
 
 
 class ColocatedSource:
-    """Rollout loop on a trainer rank, beside the ranks that only sample. Collective over the trainer. `loop` is None on
-    a rank that follows the first of its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or
-    after `limit` seconds without new rows if none are under way here. Where there is a `share`, enough is that of
-    `step_rows`."""
+    """Rollout loop on a trainer rank. Collective over the trainer. `loop` is None on a rank that follows the first of
+    its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or after `limit` seconds without
+    new rows if none are under way here. Where there is a `share`, enough is that of `step_rows`. Without ranks that
+    only sample (`alone`) it stops when all rows that the trainer will lease are there: what is under way then is left
+    over for the next call (partial rollouts, Kimi k1.5 2025)."""
 
     def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
                  tp_group: dist.ProcessGroup | None, enough: float, limit: float, share: AdaptiveShare | None = None,
-                 step_rows: int = 0):
-        self.share, self.step_rows = share, step_rows
+                 step_rows: int = 0, alone: bool = False):
+        self.share, self.step_rows, self.alone = share, step_rows, alone
         self.swaps, self.loop, self.tp_group, self.enough, self.limit = swaps, loop, tp_group, enough, limit
         self.engines: Mapping[str, SharedEngine] = {}
 
@@ -66,24 +68,26 @@ class ColocatedSource:
     def of(cls, ctx: TrainContext, channel: RolloutChannel, loader: Dataloader) -> ColocatedSource:
         """Return the source of this rank, which runs the chain of the ranks that only sample. Collective."""
         spec, roles, plan = ctx.spec, ctx.roles, ctx.context.plan.groups[1].plan
-        width, loop, tp_group = plan.ranks, None, None
+        width, loop, tp_group, alone = plan.ranks, None, None, spec.run.trainer_samples_alone
         if width > 1:
             limit = datetime.timedelta(seconds=spec.run.wait_limit)
             tp_group, _ = dist.new_subgroups(width, backend="gloo", timeout=limit)
             assert isinstance(tp_group, dist.ProcessGroup)
         if ctx.rank % width == 0:
+            loops = ctx.context.plan.sampling_ranks // width
             loop = RolloutContext(spec, plan, ctx.functions, roles, loader, channel,
-                                  f"trainer {ctx.rank}, which samples", ctx.context.plan.sampling_ranks // width)
+                                  f"trainer {ctx.rank}, which samples", loops, loops if alone else 0)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
         switch_at, prompts = spec.run.switch_at, spec.run.data.batch
-        share = AdaptiveShare() if switch_at == "auto" else None
+        share = AdaptiveShare() if switch_at == "auto" and not alone else None
         enough = 0 if switch_at == "auto" else math.ceil(switch_at * prompts) * channel.rows
-        return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, share, prompts * channel.rows)
+        return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, share, prompts * channel.rows, alone)
 
-    def sample(self, draws: int) -> None:
-        """Sample with this rank's weights. `draws`: those of the step that the trainer has received already."""
-        self.draws, self.ready, self.changed = draws, 0, time.monotonic()
+    def sample(self, draws: int, complete: Callable[[], bool]) -> None:
+        """Sample with this rank's weights. `draws`: those of the step that the trainer has received already.
+        `complete`: whether all rows are there that it will lease next."""
+        self.draws, self.complete, self.ready, self.changed = draws, complete, 0, time.monotonic()
         if self.share is not None:
             self.enough = self.share.value * self.step_rows
             current().maximum("switch_at", self.share.value)
@@ -95,6 +99,8 @@ class ColocatedSource:
             if self.tp_group is not None:
                 engines = {name: TPLeader(engine, self.tp_group) for name, engine in engines.items()}
             self.engines = {name: SharedEngine(engine, _keep_followers) for name, engine in engines.items()}
+            if self.alone:
+                begin_phase()
             rollout(self.loop, self.engines, self._have_enough)
             for engine in engines.values():
                 engine.release_followers()
@@ -122,8 +128,8 @@ class ColocatedSource:
         ready, now = sampled - taken, time.monotonic()  # groups that infer may not have read them yet
         if ready != self.ready or any(engine.was_busy for engine in self.engines.values()):
             self.ready, self.changed = ready, now
-        return ready >= self.enough or sum(each["leases"] for each in consumers) > self.draws or \
-            now - self.changed > self.limit
+        return (self.complete() if self.alone else ready >= self.enough) or \
+            sum(each["leases"] for each in consumers) > self.draws or now - self.changed > self.limit
 
 
 def _keep_followers(engine: SharedEngine) -> None:

@@ -272,7 +272,7 @@ def _gpus() -> int:
 @contextlib.contextmanager
 def autoscaled(context: RankContext) -> Iterator[None]:
     """Run the autoscaling policies of the DAG's modules, if there are any, beside the first rank's supervisor."""
-    rollouts = next((group.replicas for group in context.plan.groups if group.name == ROLLOUT), 0)
+    rollouts = context.plan.rollouts
     if context.store.rank or not rollouts or not any(map(_may_scale, context.spec.dag.imports)):
         yield
         return

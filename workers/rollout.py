@@ -170,6 +170,7 @@ def _newest(batches: list[Batch]) -> Batch:
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _STEPS = 64  # whose seconds are kept: more than may be under way
 _POLL_INTERVAL = 0.2  # seconds that a thread waits for work before it checks whether the run is over
+_COLOCATED_INTERVAL = 0.05  # the same, where others wait for this rank to train
 
 
 @dataclass
@@ -187,16 +188,16 @@ class Prompt:
 
 class RolloutContext:
     """Context of `rollout`, which runs the rollout group's chain on the prompts that the trainer has enqueued.
-    The run has `n_loops` such loops, `n_dedicated` of them on ranks that only sample (0 if this one does not). A
-    dedicated loop shows its progress as its rank's steps, and takes over the prompts that other loops leave; with a
-    `validation` it answers requests to validate too."""
+    The run has `n_loops` such loops, of which `n_finish` take over the prompts that others leave or that are left over
+    (0: not this one). A `dedicated` one is on a rank that only samples, and shows its progress as that rank's steps;
+    with a `validation` it answers requests to validate too."""
 
     def __init__(self, spec: Spec, plan: Plan, functions: Mapping[str, Callable[..., Any]],
                  roles: dict[str, RoleEngines], loader: Dataloader, channel: RolloutChannel, who: str, n_loops: int,
-                 n_dedicated: int = 0, validation: RolloutValidation | None = None):
+                 n_finish: int = 0, dedicated: bool = False, validation: RolloutValidation | None = None):
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
-        self.functions, self.who, self.dedicated = functions, who, n_dedicated > 0
-        self.validation = validation
+        self.functions, self.who, self.dedicated = functions, who, dedicated
+        self.validation, self.poll = validation, _POLL_INTERVAL if dedicated else _COLOCATED_INTERVAL
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]
@@ -204,9 +205,9 @@ class RolloutContext:
         self.sampling_roles = {name: role for name, role in roles.items() if role.rollout is not None and any(
             task.samples and task.role == name for task in plan.tasks)}
         fitting = min(role.settings.generation.batch_rows for role in self.sampling_roles.values()) // channel.rows
-        older = -(-channel.prompts * spec.run.staleness // n_dedicated) if n_dedicated else 0
+        older = -(-channel.prompts * spec.run.staleness // n_finish) if n_finish else 0
         self.max_prompts = max(1, min(fitting, -(-channel.prompts // n_loops) + older))
-        """Prompts sampled at a time: a fair part of a draw; dedicated loops also take those of the draws before it."""
+        """Prompts sampled at a time: a fair part of a draw; loops that finish what is left also take earlier draws'."""
         self.lineage = RowLineage(plan.tasks, plan.source)
         samples = self.lineage.times(self.head[-1].out_fan)
         self.saves_partial = samples == channel.rows
@@ -299,26 +300,26 @@ class RolloutContext:
                 break
             self._renew_leases(dock)
             wait = self._validate(dock)
-            if wait is not None and self.room.acquire(timeout=_POLL_INTERVAL):
+            if wait is not None and self.room.acquire(timeout=self.poll):
                 if lease := dock.try_lease(ROLLOUT, self.channel.rows, wait=wait):
                     return self._prompt(dock, lease)
                 self.room.release()
             if not wait:
-                time.sleep(_POLL_INTERVAL)
+                time.sleep(self.poll)
         return None
 
     def _validate(self, dock: DockClient) -> float | None:
         """Take up a request to validate, if there is one. Return how long to wait for a prompt: not at all while the
         weights stay for a validation, since later prompts may be owed newer ones; None: there are such prompts."""
         if self.validation is None:
-            return _POLL_INTERVAL
+            return self.poll
         if request := self.validation.lease(dock):
             self.leases[VALIDATION, request.number] = request, time.monotonic()
             answered = self.pool.submit(self.validation.answer, request)
             answered.add_done_callback(lambda job: self.leases.pop((VALIDATION, request.number), None))
             answered.add_done_callback(self._notice)
         if not self.validation.holds_weights:
-            return _POLL_INTERVAL
+            return self.poll
         return None if self.validation.is_outdated() else 0.0
 
     def _prompt(self, dock: DockClient, lease: Lease) -> Prompt:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,8 +77,7 @@ class AsyncSource(Dataloader):
         """Return the prompts of the next draw whose samples are assigned to this rank; TimedOut if they do not come."""
         began, number = time.perf_counter(), self.drawn_before
         self._enqueue_prompts(number)
-        if self.colocated is not None:
-            self.colocated.sample(len(self.leases))
+        self._sample(number, self.batch)
         switched = time.perf_counter()
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
@@ -98,6 +98,18 @@ class AsyncSource(Dataloader):
             current().add("dock/bytes", max(each["bytes"] for each in shards))
             current().add("dock/standbys", min(each["standbys"] for each in shards))
         return prompts
+
+    def _sample(self, number: int, prompts: int) -> None:
+        """Sample on this rank too, before the trainer leases so many prompts under this number."""
+        if self.colocated is not None:
+            self.colocated.sample(len(self.leases), partial(self._has, number, prompts * self.channel.rows))
+
+    def _has(self, number: int, rows: int) -> bool:
+        try:
+            self.dock.look(self.consumer, rows, least=rows, step=number)
+        except TimedOut:
+            return False
+        return True
 
     def _enqueue_prompts(self, number: int) -> None:
         """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""
@@ -363,9 +375,14 @@ class UnorderedSource(AsyncSource):
         if len(self.ends) == 3 and self._is_full():
             self.dock.release_before(TRAINER, self.ends[0])
 
+    def _sample(self, number: int, prompts: int) -> None:
+        super()._sample(self.taken, prompts)
+
     def _receive(self, number: int, timeout: SampleTimeout) -> Batch:
         parts, missing = [], self.batch
         while missing:
+            if parts and self.colocated is not None and self.colocated.alone:
+                self._sample(number, missing)
             rows = self._leased(self.taken, timeout, missing)
             timeout.renew()  # what is missing now is sampled again from its beginning
             self.taken += 1

@@ -76,7 +76,7 @@ class TrainContext:
         if isinstance(self.buffer, TrainerBuffer):
             self.buffer.source = self.source  # pyright: ignore[reportAttributeAccessIssue]
         self.weights = WeightPublication(channel, self.plan, self.roles, run.transport) \
-            if channel and not self.follower and run.mode != "sync" else None
+            if channel and not self.follower and self.context.plan.rollouts else None
         if writes:
             events.current().open(context.path / "events.jsonl", context.store.rank)
         self.supervised = worker.supervisor_pid > 0

@@ -38,11 +38,13 @@ def _chain(plan: Plan, batch: int) -> Iterator[str]:
         beside = f", {group.replicas} beside each other" if group.replicas > 1 else ""
         beside += f", each over {group.plan.ranks} ranks" if group.kind != TRAINER and group.plan.ranks > 1 else ""
         nodes = {task.node for task in group.plan.chain(0)}
-        yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, group.first, group.last,
+        own = group.ranks if group.replicas else plan.groups[0].ranks
+        yield from _tasks(plan, [task for task in plan.tasks if task.node in nodes], batch, own[0], own[-1],
                           f" ({group.name}{beside})")
         for role, layout in group.plan.samplers if plan.mode == "semi_sync" else ():
             shared = f", {layout.width} ranks with one model" if layout.width > 1 else ""
-            yield f"these ranks sample with `{role}` too, until enough of a step is there (switch_at){shared}"
+            until = "enough of a step is there (switch_at)" if plan.rollouts else "a step is there"
+            yield f"these ranks sample with `{role}` too, until {until}{shared}"
         if group.plan.early:
             ahead = ", ".join(f"`{task.node}`" for task in group.plan.early.chain(0))
             yield f"{ahead}: of each prompt as it comes, while others are still sampled (fuse)"

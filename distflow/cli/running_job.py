@@ -153,7 +153,7 @@ def scale(options: argparse.Namespace) -> int:
 def _rollout_replicas(folder: Path) -> int:
     """Return the rollouts at the start. Raises InvalidInput: there are none."""
     planned = read_plan(folder)
-    replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout"]
+    replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout" and group["replicas"]]
     if not replicas:
         raise InvalidInput(f"{folder} has no rollouts of its own: in mode sync all ranks sample and train. Start it "
                            "with  --set mode=async")

@@ -22,7 +22,8 @@ class Groups(Document):
     """How the ranks are divided where training and sampling do not share them."""
 
     rollout: float = 0.5
-    """Ranks that sample, or their share of those that `inference` and `trainers` leave. The others train."""
+    """Ranks that only sample, or their share of those that `inference` and `trainers` leave. The others train. 0, in
+    mode semi_sync: the ranks that train do all the sampling (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
     """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
     own, as {reference: 1}, or in mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as
@@ -52,6 +53,6 @@ class Groups(Document):
     @field_validator("rollout")
     @classmethod
     def _ranks_or_share(cls, value: float) -> float:
-        if 0 < value < 1 or (value >= 1 and value == int(value)):
-            return value if value < 1 else int(value)
+        if 0 < value < 1 or (value >= 0 and value == int(value)):
+            return value if 0 < value < 1 else int(value)
         raise ValueError(f"{value:g} is neither a number of ranks, as 2, nor a share of them, as 0.5")

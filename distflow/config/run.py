@@ -563,7 +563,13 @@ class Run(Document):
     @property
     def trainer_validates(self) -> bool:
         """Whether ranks that train answer the validation, and need an engine that samples for it."""
-        return self.validation is not None and (self.mode == "sync" or self.validation.group == "trainer")
+        return self.validation is not None and (self.mode == "sync" or self.validation.group == "trainer"
+                                                or self.trainer_samples_alone)
+
+    @property
+    def trainer_samples_alone(self) -> bool:
+        """Whether no rank only samples, in a mode whose samples may be of older weights."""
+        return self.mode == "semi_sync" and self.groups.rollout == 0
 
     @property
     def rollouts_validate(self) -> bool:

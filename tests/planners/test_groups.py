@@ -240,6 +240,20 @@ def test_those_that_train_hold_a_split_model_as_rollouts_do(vllm):
     assert 2 * weights[0] == weights[1]
 
 
+@pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (3, ()), (4, ("roles.actor.rollout=vllm",
+                                                                        "layouts.rollout.tp=2"))])
+def test_those_that_train_may_do_all_the_sampling(ranks, settings, vllm):
+    spec, made = planned("grpo.yaml", ranks, "groups.rollout=0", "mode=semi_sync", *settings)
+    trainer, rollout = made.groups
+    assert (trainer.ranks, rollout.ranks, made.rollouts) == (range(ranks), range(ranks, ranks), 0)
+    assert all(made.group_of(rank)[0].name == TRAINER for rank in range(ranks))
+    assert spec.run.trainer_validates
+    assert trainer.plan.early is None, "all samples are there when they begin to train"
+    shown = "\n".join(describe(made, spec))
+    assert "these ranks sample with `actor` too, until a step is there" in shown
+    assert f"chain of rank{'s 0–' if ranks > 1 else ' '}{ranks - 1} (rollout" in shown
+
+
 def test_those_that_train_need_what_they_sample_with(tmp_path):
     """A teacher that only samples is nowhere but on ranks that sample."""
     shown = yaml.safe_load((ROOT / "dags/grpo.yaml").read_text())
@@ -278,6 +292,10 @@ REFUSED = {
     "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
     "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),
     "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
+    "one rank that would do both": (("grpo.yaml", 1, "mode=semi_sync"), "or  groups: {rollout: 0}, or  mode: sync"),
+    "nobody samples where others train": (("grpo.yaml", 2, "groups.rollout=0"), "only in mode semi_sync"),
+    "too few to share a model": (("grpo.yaml", 3, "roles.actor.rollout=vllm", "mode=semi_sync", "groups.rollout=0",
+                                  "layouts.rollout.tp=2"), "Start a multiple of 2 ranks, 2 or more"),
     "nobody left to train": (("grpo.yaml", 2, "groups.rollout=2"), "leaves none to train"),
     "sampling that waits for the trainer": (("solver_reviser.yaml", 4), "which runs in the trainer"),
     "hybrid ranks that no model divides": (("grpo.yaml", 5, "roles.actor.rollout=vllm", "mode=semi_sync",

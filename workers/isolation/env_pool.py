@@ -74,6 +74,11 @@ class Episode(Call):
     answers: list[bytes] = field(default_factory=list)  # fingerprints of the answers so far
     state: tuple[int, Any] | None = None  # turns, and a snapshot of the environment after them
 
+    @property
+    def under_way(self) -> bool:
+        """Whether its newest step has no answer yet."""
+        return len(self.texts) > len(self.answers)
+
     def steps(self, known: bool, stateless: bool) -> dict[str, Any]:
         """Return what a child is asked to do; `known`: the environment lives there."""
         if known or stateless:

@@ -12,7 +12,7 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distflow.contracts.decorators import Turn
@@ -48,6 +48,14 @@ def service_of(config: EnvSettings) -> EnvService:
         return _services[key]
 
 
+def begin_phase() -> None:
+    """Begin a phase of sampling on a rank that also trains: steps that are under way when it is stopped go on, for the
+    conversations that this rank takes up again in the next phase."""
+    with _lock:
+        for service in _services.values():
+            service.submit(service.begin_phase)
+
+
 def close_all() -> None:
     for each in (*_pools.values(), *_services.values()):
         each.close()
@@ -55,10 +63,17 @@ def close_all() -> None:
     _services.clear()
 
 
+Left = tuple[int, tuple[str, ...]]
+"""A conversation that was left: its row, and the model's turns so far, of which the last one has no answer."""
+
+
 class EnvService:
     """Serves clients from a thread of its own, the only one that touches the pool; all calls fail once the pool has."""
 
     def __init__(self, config: EnvSettings):
+        self.phase = 0  # of sampling; 0: the rank does nothing else, and nothing is left for later
+        self.left: dict[Left, tuple[int, int]] = {}  # number in the pool, and the phase in which it was left
+        self.early: dict[int, Turn | EnvFailure] = {}  # answers of those that were left, by number
         self.numbers = itertools.count()  # of rows in the pool: clients of two nodes may have rows of one id
         self.owners: dict[int, tuple[EnvClient, int]] = {}  # client of each number, and the row's id there
         self.actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -98,9 +113,10 @@ class EnvService:
             while not self.closing:
                 self._run_actions()
                 for number, answer in self.pool.turns(math.inf):
-                    client, row = self.owners[number]
-                    client.answers.put((row, answer))
-                    client.wake()
+                    if number in self.owners:
+                        self.hand_out(number, answer)
+                    else:
+                        self.early[number] = answer
         except DistflowError as error:
             self._fail(error)
         finally:
@@ -108,6 +124,30 @@ class EnvService:
             opened.set()
         if self.closing:
             self.pool.close()
+
+    def hand_out(self, number: int, answer: Turn | EnvFailure) -> None:
+        client, row = self.owners[number]
+        client.answers.put((row, answer))
+        client.wake()
+
+    def begin_phase(self) -> None:
+        """Drop what was left two phases ago: another rank has taken it."""
+        self.phase += 1
+        for left in [left for left, (_, phase) in self.left.items() if phase < self.phase - 1]:
+            number, _ = self.left.pop(left)
+            self.early.pop(number, None)
+            self.pool.release([number])
+
+    def leave(self, numbers: Mapping[int, int]) -> None:
+        """Drop environments, or in a phase those without a step under way. `numbers`: rows by number in the pool."""
+        for number, row in numbers.items():
+            del self.owners[number]
+            episode = self.pool.episodes.get(number)
+            left = (row, (*episode.texts,)) if self.phase and episode and episode.under_way else None
+            if left is None or left in self.left:
+                self.pool.release([number])
+            else:
+                self.left[left] = number, self.phase
 
     def _run_actions(self) -> None:
         if not self.pool.busy:
@@ -191,16 +231,22 @@ class EnvClient:
         self.service.pool.resume(number, *conversation)
 
     def _ask(self, number: int, row: int, columns: dict[str, str], text: str) -> None:
-        self.service.owners[number] = (self, row)
-        self.service.pool.step(number, columns, text)
+        service, episode = self.service, self.service.pool.episodes.get(number)
+        left, _ = service.left.pop((row, (*(episode.texts if episode else ()), text)), (None, 0))
+        if left is None:
+            service.owners[number] = (self, row)
+            service.pool.step(number, columns, text)
+            return
+        self._end(number)
+        self.numbers[row] = left  # before this thread has the answer
+        service.owners[left] = (self, row)
+        if left in service.early:
+            service.hand_out(left, service.early.pop(left))
 
     def _end(self, number: int) -> None:
         self.service.pool.end(number)
         self.service.owners.pop(number, None)
 
     def _leave(self) -> None:
-        mine = [number for number, (client, _) in self.service.owners.items() if client is self]
-        self.service.pool.release(mine)
-        for number in mine:
-            del self.service.owners[number]
+        self.service.leave({number: row for number, (client, row) in self.service.owners.items() if client is self})
 

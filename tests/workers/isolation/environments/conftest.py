@@ -29,12 +29,22 @@ class Shared(Counter):
 
 
 @environment(safe=True)
+class Alike(Counter):
+    """Answers alike wherever its process is."""
+    def step(self, text):
+        self.asked += 1
+        return Turn(f"{self.question} {self.asked} {text}", reward=0.5)
+
+
+@environment(safe=True)
 class Patient:
     """Waits for a word from outside, without keeping others of its process from working."""
     def __init__(self, question):
         self.question = question
 
     async def step(self, text):
+        with open(f"{self.question}.asked", "a") as asked:
+            asked.write(f"{text}\\n")
         while text == "wait" and not Path(self.question).exists():
             await asyncio.sleep(0.005)
         return Turn("at last", done=True, reward=1.0)

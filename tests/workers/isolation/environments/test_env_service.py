@@ -20,7 +20,7 @@ def open_service(module):
     services = []
 
     def make(name: str, **settings) -> EnvService:
-        kind = {"safe": name in ("Shared", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
+        kind = {"safe": name in ("Alike", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
         services.append(EnvService(EnvSettings(f"{module}:{name}", settings.pop("settings", {}),
                                                **{**kind, **settings})))
         return services[-1]
@@ -40,7 +40,7 @@ def answers(client, asked: dict[int, str], question: str = "q") -> dict[int, Tur
     return found
 
 
-@pytest.mark.parametrize("name", ["Counter", "Shared"])
+@pytest.mark.parametrize("name", ["Counter", "Alike"])
 def test_threads_with_rows_of_the_same_ids_see_their_own(open_service, name):
     service, threads, turns = open_service(name), 12, 10
 
@@ -85,6 +85,54 @@ def test_an_answer_wakes_who_waits_elsewhere(open_service, tmp_path):
         assert woken.wait(60.0)
         assert client.turns() == [(3, Turn("at last", True, 1.0))]
         assert not client.busy
+
+
+@pytest.mark.parametrize("answered", [False, True], ids=["under way", "answered"])
+def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_path, answered):
+    """Where the rank trains meanwhile: the step is not done twice, whether its answer has come by then or not."""
+    service, word = open_service("Patient"), tmp_path / "word"
+    columns = {"question": str(word)}
+    service.submit(service.begin_phase)
+    with service.client() as first:
+        first.step(3, columns, "hello")
+        turn, = first.turns(60.0)
+        first.step(3, columns, "wait")
+        assert first.turns() == []
+    if answered:
+        word.touch()
+        with service.client() as other:  # the same thread reads both answers, in the order in which they come
+            while not service.early:
+                answers(other, {8: "hello"}, question=str(tmp_path / "other"))
+                other.end(8)
+    service.submit(service.begin_phase)
+    with service.client() as again:
+        again.resume(3, columns, ["hello"], [turn[1]])
+        again.step(3, columns, "wait")
+        word.touch()
+        assert again.turns(60.0) == [(3, Turn("at last", True, 1.0))]
+    asked = tmp_path / "word.asked"
+    assert asked.read_text().splitlines().count("wait") == 1
+    assert not service.left
+    assert not service.early
+
+
+def test_a_step_that_nobody_takes_up_is_dropped_in_time(open_service, tmp_path):
+    """It is taken up with the same text alone, and for one phase."""
+    service, columns = open_service("Patient"), {"question": str(tmp_path / "word")}
+    service.submit(service.begin_phase)
+    with service.client() as first:
+        first.step(3, columns, "wait")
+        first.turns()
+    with service.client() as other:
+        other.step(3, columns, "hello")
+        assert other.turns(60.0) == [(3, Turn("at last", True, 1.0))]
+    assert len(service.left) == 1
+    for _ in range(2):
+        service.submit(service.begin_phase)
+    with service.client() as last:
+        assert answers(last, {4: "hello"}, question=str(tmp_path / "other")) == {4: Turn("at last", True, 1.0)}
+        assert not service.left
+        assert len(service.pool.episodes) == 1
 
 
 def test_patience_ends(open_service, tmp_path):
