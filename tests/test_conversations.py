@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from harness import metrics_of
@@ -181,6 +182,38 @@ def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(
         assert sum(step["seconds/reference/hidden"] for step in steps.values()) > 0, name
     events = [json.loads(line) for line in (workspace / "runs/fused/events.jsonl").read_text().splitlines()]
     assert [event["group"] for event in events if event["event"] == "failure"] == ["trainer"]
+
+
+SLOW = '''
+import asyncio
+from distflow import Turn, environment
+
+@environment(safe=True)
+class Tool:
+    """Takes long for some questions, and writes down each call."""
+    def __init__(self, question):
+        self.question, self.turns = question, 0
+
+    async def step(self, text):
+        with open("asked", "a") as file:
+            file.write(f"{self.question}\\n")
+        await asyncio.sleep(1.5 if sum(self.question.encode()) % 3 == 0 else 0)
+        self.turns += 1
+        return Turn("noted", done=True, reward=1 / (1 + len(text)))
+'''
+
+
+def test_calls_go_on_while_the_only_rank_trains(launch, workspace):
+    """Nothing is asked twice, though training began while answers were missing."""
+    (workspace / "tools.py").write_text(SLOW)
+    (workspace / "tools.yaml").write_text(DAG.replace("environment_settings: {trouble: TROUBLE}, ", ""))
+    launch(1, "--dag", "tools.yaml", "--run-file", "tiny.yaml", "--name", "alone", "--set", "mode=semi_sync",
+           "--set", "groups.rollout=0", "--set", "steps=5", "--set", "data.batch=2")
+    steps = metrics_of(workspace / "runs/alone")
+    assert len(steps) == 5
+    assert sum(step.get("environment/resumed", 0) for step in steps.values()) > 0
+    asked = Counter((workspace / "asked").read_text().splitlines())
+    assert {*asked.values()} == {4}, "once for each row of the group"
 
 
 def test_async_goes_on_with_hostile_environments(launch, workspace, tools):
