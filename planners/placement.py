@@ -160,7 +160,7 @@ def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
 def owner_of(spec: Spec, role: str) -> str:
     """Return the role on whose ranks another one's shards must be: whose model it uses, or which it follows."""
     item = spec.dag.roles.get(role)
-    return base_of(spec, role) or (item.copy_of if item and item.follow else None) or role
+    return role if item is None else base_of(spec, role) or (item.copy_of if item.follow else None) or role
 
 
 def _models(spec: Spec, request: _LayoutRequest) -> list[tuple[str, bool]]:

@@ -33,7 +33,7 @@ from planners.resampling import after_drawing, draws_of
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
-    if spec.run.mode == "sync" and not spec.run.groups.of_roles:
+    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.beside):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
         made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
         return replace(made, host_memory=memory.of_snapshots(spec, made.memory))

@@ -225,6 +225,30 @@ def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monk
     assert len(found["critic"].rows) in (0, len(made.groups[-1].ranks))
 
 
+@pytest.mark.parametrize(("mode", "groups", "chains"), [
+    ("async", [["rollout", "update"], ["reference", "values", "critic"]],
+     {"trainer": ["rollout", "update"], "trainer critic": ["reference", "values", "critic"]}),
+    ("sync", [["rollout", "update"], ["reference", "values", "critic"]],
+     {"trainer": ["rollout", "update"], "trainer critic": ["reference", "values", "critic"]}),
+    ("async", [["update"], ["rollout"], ["reference", "values", "critic"]],
+     {"trainer": ["update"], "rollout": ["rollout"], "trainer critic": ["reference", "values", "critic"]})])
+def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey: Callable, mode: str, groups: list[list[str]],
+                                                             chains: dict[str, list[str]]) -> None:
+    def beside(said: dict) -> None:
+        parts = [(["quick"], [0, 1]), (["slow"], [2, 3])] if len(groups) == 2 else \
+            [(["quick"], [0]), (["quick"], [1]), (["slow"], [2, 3])]
+        said["groups"] = [{"tasks": tasks, "devices": {kind: len(ranks)}, "ranks": ranks}
+                          for tasks, ([kind], ranks) in zip(groups, parts)]
+        for tasks, ([kind], ranks) in zip(groups, parts):
+            for task in tasks:
+                said["tasks"][task] |= {"dp": len(ranks), "tp": 1, "pp": 1, "shares": [
+                    {"count": len(ranks), "rows": 384 // len(ranks), "stages": [kind]}]}
+
+    made = obey(f"mode={mode}", dag="ppo", change=beside)
+    assert {group.name: sorted(task.node for task in group.plan.chain(0) if task.type != "COMPUTE")
+            for group in made.groups} == {name: sorted(nodes) for name, nodes in chains.items()}
+
+
 def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(
         obey: Callable, spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert roles_on_rollouts(spec_of("mode=async")) == ["reference"]
@@ -472,7 +496,8 @@ def by_stages(said: dict) -> None:
 
 
 @pytest.mark.parametrize(("change", "key", "says"), [
-    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one other"),
+    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one trained "
+     "role, of frozen roles, or of both"),
     (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
     (staged([2, 2], ["slow", "quick"]), "shares:", "shares whose stages are not at ranks that follow each other"),
