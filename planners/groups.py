@@ -79,7 +79,7 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     sampling = [node for node in chain if node in bound and bound[node].samples]
     nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
     trainer, model, found = _sizes(spec, sampling, ranks)
-    found += [*check_on_rollouts(spec, bound, chain, flows, model.width), *check_beside(spec, bound, chain, flows)]
+    found += [*check_on_rollouts(spec, bound, chain, flows), *check_beside(spec, bound, chain, flows)]
     first = ranks - spec.run.groups.of_roles
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))
@@ -148,7 +148,7 @@ def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: d
         mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
                                    f"Start {ranks - first + 1} ranks or more"))
     of_first = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
-    mistakes += [*check_on_rollouts(spec, bound, chain, flows, width=1), *check_beside(spec, bound, chain, flows)]
+    mistakes += [*check_on_rollouts(spec, bound, chain, flows), *check_beside(spec, bound, chain, flows)]
     crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), of_first) for node in chain
                 if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
     halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),

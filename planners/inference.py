@@ -2,7 +2,8 @@
 
     {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
     {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_beside` checks
-    {ROLE: rollout}    the ranks that sample, each with the whole model: `check_on_rollouts` checks, `groups.py` cuts
+    {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
+                       `check_on_rollouts` checks, `groups.py` cuts
 
 All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
 waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
@@ -102,10 +103,9 @@ def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
     return mistakes
 
 
-def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
-                      width: int) -> list[Diagnostic]:
-    """Check the roles that ranks which sample are to compute, as all do in mode sync. `width`: ranks of one rollout's
-    model."""
+def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+                      flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
+    """Check the roles that ranks which sample are to compute, as all do in mode sync."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     for role in nodes:
@@ -115,9 +115,6 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
         elif spec.run.mode == "semi_sync":
             mistakes.append(_refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
                                                  "have a part. It needs  mode: async"))
-        elif width > 1 and spec.run.mode == "async":
-            mistakes.append(_refusal(spec, role, f"a rollout's model is split over {width} ranks, of which one "
-                                                 "computes all else"))
         elif split and spec.run.mode == "async":
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),

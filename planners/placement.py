@@ -144,6 +144,12 @@ def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, La
     return found
 
 
+def on_first(roles: Collection[str], ranks: int) -> dict[tuple[str, bool], Layout]:
+    """Return the layouts of frozen roles of which the first of a rollout's `ranks` has the model, as it computes all
+    but samples."""
+    return {(role, False): Layout(ranks, rows=(1, *[0] * (ranks - 1))) for role in roles if ranks > 1}
+
+
 def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
     """Return whether ranks without rows of a role need no part of its model, in the engine that samples or in the one
     that trains and infers."""

@@ -385,6 +385,29 @@ def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alon
     assert made.layouts[2].seconds > found.layouts[2].seconds
 
 
+def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each(spec_of: Callable, vllm: str) -> None:
+    """It computes what its rollout samples, and has less room for the cache."""
+    spec = spec_of(vllm, "mode=async")
+    costed, two = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
+    halves, slow = (Replicas((0,), 1),), (Replicas((1,), 2),)
+    layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), tp, micro=4), kinds)
+               for task, (tp, kinds) in enumerate(((2, halves), (1, two), (1, slow)))]
+    found = costed.placed(((0, 1), (2,)), ((2, 0), (0, 2)), layouts)
+    made = as_ranks_run(spec, costed, found)
+    assert made.layouts[1]._replace(seconds=0.0, swap=0.0) == found.layouts[1]._replace(seconds=0.0, swap=0.0)
+    tasks = tuple(replace(task, engine="megatron") for task in costed.problem.tasks)  # which divides no frozen weights
+    whole = CostedProblem(replace(costed.problem, tasks=tasks)).costs.layout(1, Strategy(1, micro=4), halves, (384,))
+    assert made.layouts[1].seconds == whole.seconds > found.layouts[1].seconds, "one of two devices computes all rows"
+    assert made.layouts[1].swap == 0.0 < found.layouts[1].swap, "it stays where it is"
+    assert made.layouts[0].seconds >= found.layouts[0].seconds
+    assert made.layouts[2] == found.layouts[2]
+    small = tuple(replace(each, memory=each.memory / 2000) for each in costed.problem.hardware.device_groups)
+    tight = CostedProblem(replace(costed.problem, hardware=replace(costed.problem.hardware, device_groups=small)))
+    assert tight.costs.layout(0, *found.layouts[0][:2]) is not None
+    assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
+    assert not refused(spec, written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0))
+
+
 def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Callable) -> None:
     spec = spec_of(dag="ppo")
     for values, says in ((Replicas((0,), 2),), False), (SOME, True):

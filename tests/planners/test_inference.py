@@ -158,8 +158,6 @@ def test_ranks_that_sample_may_compute_what_a_frozen_model_says():
 
 ON_ROLLOUTS_REFUSED = {
     "trainers that sample": ("grpo.yaml", "reference", ("mode=semi_sync",), "ranks that train sample too"),
-    "a split rollout": ("grpo.yaml", "reference", ("layouts.rollout.tp=2", "groups.rollout=2",
-                                                   "roles.actor.model.kv_heads=2"), "split over 2 ranks"),
     "a layout": ("grpo.yaml", "reference", ("layouts.reference.dp=2",), "Leave `reference` out of `layouts`"),
     "a trained role": ("ppo.yaml", "critic", (), "it is trained"),
     "a role that is not there": ("grpo.yaml", "refrence", (), "Did you mean `reference`"),
@@ -208,6 +206,19 @@ def test_ranks_that_infer_are_a_number_or_those_that_sample(value):
         planned("grpo.yaml", 3, f"groups.inference={{reference: {value}}}")
     assert "is neither a number of ranks, as 1, nor `rollout`" in str(error.value)
     assert len(error.value.mistakes) == 1
+
+
+def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=4")
+    _, made = planned("grpo.yaml", 6, *split, "groups.inference={reference: rollout}")
+    group = made.groups[1]
+    assert (group.replicas, group.plan.ranks) == (2, 2)
+    assert "reference" in [task.node for task in group.plan.chain(0)]
+    assert group.plan.layout_of("reference", samples=False).ranks_with_rows == [0]
+    assert group.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
+    whole, = (item.bytes for item in group.plan.memory if item.name == "reference: weights")
+    assert whole == 2 * next(item.bytes for item in group.plan.memory if item.name == "actor: rollout weights")
 
 
 def chains(made) -> dict[str, list[str]]:
