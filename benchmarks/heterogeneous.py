@@ -245,11 +245,12 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
 
 
 def _longer(share: float) -> str:
-    """Say that a plan takes longer by this share where ranks run it; nothing if it does not."""
+    """Say that a plan takes longer by this share as ranks run it; nothing if it does not."""
     if share < 1e-6:
         return ""
     what = f"it takes {share:+.1%}" if share < float("inf") else "it does not fit into memory"
-    return f"with shares of 0 rows on devices that have the model of a task, and that it does not use, {what}"
+    return (f"as ranks run it {what}: with shares of 0 rows where a task leaves devices that have its model, and whole "
+            "frozen models behind rollouts")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
 
 Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
-the next, which may compute frozen roles too, and on the others infer with one frozen role each, or train one; or they
-sample and train on the first of them, and have one other role each on the others. A task's shares follow each other.
+the next, which may compute frozen roles too, and on the others infer with frozen roles, or train one role, perhaps
+with frozen ones beside it; or they sample and train on the first of them, and do the same on the others. A task's
+shares follow each other.
 Machines that a plan leaves out have no ranks; of the others those that
 train come first, then those that sample, else the order is that of the cluster file.
 """
@@ -76,9 +77,18 @@ class _Group:
         return GENERATE in self.kinds
 
     @property
+    def trained(self) -> list[str]:
+        return list(dict.fromkeys(task.role for task in self.tasks if task.kind == TRAIN))
+
+    @property
+    def host(self) -> str:
+        """The role that its ranks are said to be for: one that trains, else the first."""
+        return [*self.trained, *self.roles][0]
+
+    @property
     def only_infers(self) -> bool:
-        """Whether it has all tasks of one role, which is only read."""
-        return self._has_one_role and self.kinds == {INFER}
+        """Whether it has all tasks of some roles, which are only read."""
+        return self._is_whole(self.roles) and self.kinds == {INFER}
 
     @property
     def samples_and_reads(self) -> bool:
@@ -87,18 +97,15 @@ class _Group:
 
     @property
     def trains_one(self) -> bool:
-        """Whether it has all tasks of one role, which is trained and does not sample, and others are trained too."""
-        return self._has_one_role and TRAIN in self.kinds and not self.samples \
+        """Whether it has all tasks of one role that is trained and does not sample, and of any that are only read, and
+        others are trained too."""
+        return len(self.trained) == 1 and self._is_whole(self.roles) and not self.samples \
             and any(task.kind == TRAIN for task in self.others)
 
     @property
     def order(self) -> int:
         """Place among the groups: that which trains what samples, which samples, which infer, which train one role."""
         return 3 if self.trains_one else 0 if TRAIN in self.kinds else 1 if self.samples else 2
-
-    @property
-    def _has_one_role(self) -> bool:
-        return len(self.roles) == 1 and self._is_whole(self.roles)
 
     def _is_whole(self, roles: list[str]) -> bool:
         return not any(task.role in roles for task in self.others)
@@ -258,10 +265,11 @@ def _check_groups(assignment: RankAssignment, source: YamlSource, mode: str) -> 
         return
     if not _are_of_a_run(assignment.groups, mode):
         sampling = " + ".join(sorted(task.name for task in assignment.problem.tasks if task.kind == GENERATE))
-        can = f"one {'samples and ' if sampling else ''}trains, and each of the others has all tasks of one other role"
+        whole = "has all tasks of one trained role, of frozen roles, or of both"
+        can = f"one {'samples and ' if sampling else ''}trains, and each of the others {whole}"
         if mode != SYNC and sampling:
             more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
-            can = f"one trains, {sampling} samples{more}, and each of the others has all tasks of one role; or {can}"
+            can = f"one trains, {sampling} samples{more}, and each of the others {whole}; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
                          f"this mode {can}", where, AGAIN)
         return
@@ -300,9 +308,10 @@ def _groups(assignment: RankAssignment) -> dict[str, Any]:
         sampling, *alone = alone
         rollout, on_rollouts = {"rollout": len(sampling.devices)}, sampling.frozen
     return rollout | {
-        "inference": {group.roles[0]: len(group.devices) for group in alone if not group.trains_one}
+        "inference": {group.host: len(group.devices) for group in alone if not group.trains_one}
+        | {role: group.host for group in alone for role in group.roles if role != group.host}
         | dict.fromkeys(on_rollouts, ROLLOUT),
-        "trainers": {group.roles[0]: len(group.devices) for group in alone if group.trains_one}}
+        "trainers": {group.host: len(group.devices) for group in alone if group.trains_one}}
 
 
 def _layouts(spec: Spec, assignment: RankAssignment) -> dict[str, Parallel]:

@@ -1,7 +1,9 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
     {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
-    {ROLE: rollout}    the ranks that sample, each with the whole model: `check_on_rollouts` checks, `groups.py` cuts
+    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_beside` checks
+    {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
+                       `check_on_rollouts` checks, `groups.py` cuts
 
 All nodes of such a role must look at each row by itself. A group of its own reads columns that cross the dock, and
 waits for groups before it alone, row by row: the rollouts, and groups whose columns it reads. The groups have an order
@@ -18,8 +20,8 @@ from dataclasses import dataclass, replace
 from distflow.config.load import Spec
 from distflow.config.models import base_of
 from distflow.contracts.signature import ENGINE_TYPES, Contract
-from distflow.errors import Diagnostic
-from distflow.plan import INFERENCE, KEEP, MEASURED, SOURCE, Layout
+from distflow.errors import Diagnostic, did_you_mean
+from distflow.plan import INFERENCE, KEEP, MEASURED, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
 from planners.resampling import draws_of
@@ -30,8 +32,8 @@ _where = functools.partial(role_location, key="inference")
 
 @dataclass(frozen=True)
 class InferenceCut:
-    """Nodes of a role that is only read, and the ranks that have `replicas` of its model, from `first` on. `filters`:
-    nodes of the rollouts that have dropped rows by then."""
+    """Nodes of a role that is only read, and of roles beside it, and the ranks that have `replicas` of their models,
+    from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
 
     role: str
     nodes: frozenset[str]
@@ -54,15 +56,18 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
                   rollout: set[str], first: int) -> tuple[tuple[InferenceCut, ...], list[Diagnostic]]:
     """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
     one. `rollout`: the nodes of the rollout group."""
-    nodes = _nodes_of(spec, bound, chain, spec.run.groups.inference_ranks)
-    mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
+    groups = spec.run.groups
+    each = _nodes_of(spec, bound, chain, [role for host in groups.inference_ranks for role in groups.on_ranks_of(host)])
+    mistakes = [mistake for role in each for mistake in _check_role(spec, role, each[role], flows)]
     ahead = {*rollout}
-    unfit = {role for role in nodes if any(_check_role(spec, role, nodes[role], flows))}
-    for node in (node for node in chain if any(node in own for role, own in nodes.items() if role not in unfit)):
+    unfit = {role for role in each if any(_check_role(spec, role, each[role], flows))}
+    for node in (node for node in chain if any(node in own for role, own in each.items() if role not in unfit)):
         drops = "drops rows, which ranks that only infer cannot" if KEEP in flows[node].writes else ""
         if why := drops or why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
+    nodes = {host: [node for node in chain if any(node in each[role] for role in groups.on_ranks_of(host))]
+             for host in groups.inference_ranks}
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
     if waiting:
         mistakes.append(_refusal(spec, waiting[-1], f"it and {' and '.join(f'`{role}`' for role in waiting[:-1])} read "
@@ -73,15 +78,38 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
         mistakes += found
         filters = _filters_ahead(spec, chain, flows, nodes[role], rollout)
         cuts.append(InferenceCut(role, frozenset(nodes[role]), first, 1, model, filters))
-        cuts[-1] = replace(cuts[-1], replicas=max(spec.run.groups.inference_ranks[role] // cuts[-1].ranks, 1))
+        cuts[-1] = replace(cuts[-1], replicas=max(groups.inference_ranks[role] // cuts[-1].ranks, 1))
         first += cuts[-1].replicas * cuts[-1].ranks
     return tuple(cuts), mistakes
 
 
-def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str], flows: Mapping[str, NodeColumns],
-                      width: int) -> list[Diagnostic]:
-    """Check the roles that ranks which sample are to compute, as all do in mode sync. `width`: ranks of one rollout's
-    model."""
+def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+                 flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
+    """Check the roles that are to be on the ranks which another role has of its own."""
+    groups, mistakes = spec.run.groups, []
+    for role, host in groups.beside.items():
+        nodes = _nodes_of(spec, bound, chain, [role])[role]
+        if host in groups.trainers:
+            mistakes += _check_role(spec, role, nodes, flows)
+        elif host not in groups.inference_ranks:
+            known = [*groups.inference_ranks, *groups.trainers]
+            mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
+                                       _where(spec, role), did_you_mean(host, [*known, ROLLOUT], "Ranks")))
+        else:
+            split = next((node for other in groups.on_ranks_of(host) for node in _nodes_of(spec, bound, chain, [other])[
+                other] if node in spec.run.layouts), None)
+            odd = next((node for node in nodes if node in spec.run.layouts
+                        and spec.run.layouts[node] != spec.run.layouts[split or node]), None)
+            if odd:
+                mistakes.append(Diagnostic(f"nodes `{split}` and `{odd}` are on the same ranks, which take prompts as "
+                                           "they get free, and `layouts` splits their models differently",
+                                           spec.run_source.location(("layouts", odd)), "Give both the same."))
+    return mistakes
+
+
+def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+                      flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
+    """Check the roles that ranks which sample are to compute, as all do in mode sync."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     for role in nodes:
@@ -91,9 +119,6 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
         elif spec.run.mode == "semi_sync":
             mistakes.append(_refusal(spec, role, "in mode semi_sync ranks that train sample too, and of its model they "
                                                  "have a part. It needs  mode: async"))
-        elif width > 1 and spec.run.mode == "async":
-            mistakes.append(_refusal(spec, role, f"a rollout's model is split over {width} ranks, of which one "
-                                                 "computes all else"))
         elif split and spec.run.mode == "async":
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),

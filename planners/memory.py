@@ -128,20 +128,24 @@ def of_fullest_rank(spec: Spec, roles: list[str], generating: set[str], layouts:
     layout has 0 rows have nothing of it."""
     there = {engine: {*layouts[engine].ranks_with_rows} for engine in product(roles, (False, True))}
     held = dict.fromkeys(tuple(engine for engine in there if rank in there[engine]) for rank in range(ranks))
-    found = [estimate(spec, [role for role, samples in own if not samples],
-                      {role for role, samples in own if samples and role in generating}, layouts) for own in held]
+    found = []
+    for own in held:
+        trained, sampled = ({role for role, samples in own if samples == wanted} for wanted in (False, True))
+        sampled &= generating
+        found.append(estimate(spec, [role for role in roles if role in trained | sampled], sampled, layouts,
+                              alone=sampled - trained))
     return max(filter(None, found), key=needed, default=())
 
 
-def estimate(spec: Spec, roles: Collection[str], generating: set[str], layouts: Layouts,
-             training: bool = True, validated: str | None = None) -> tuple[MemoryItem, ...]:
-    """Return the memory items of each rank, largest first. `roles` have the engine that trains and infers, and those
-    `generating` sample; or without `training` only the latter do, at the same time as the others infer. `validated`:
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, training: bool = True,
+             validated: str | None = None, alone: Collection[str] = ()) -> tuple[MemoryItem, ...]:
+    """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains, but
+    for those that sample `alone`; else ranks sample, and at the same time infer with roles that do not. `validated`:
     the role that they validate then."""
     items: list[MemoryItem] = []
-    for role in sorted({*roles, *generating}):
+    for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
-        if shape and settings and training and role in roles:
+        if shape and settings and training and role not in alone:
             items += _role_items(spec, role, settings, shape, role in generating, layouts)
         elif shape and settings and role not in generating:
             own = _role_items(spec, role, settings, shape, False, layouts)

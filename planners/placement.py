@@ -144,6 +144,12 @@ def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, La
     return found
 
 
+def on_first(roles: Collection[str], ranks: int) -> dict[tuple[str, bool], Layout]:
+    """Return the layouts of frozen roles of which the first of a rollout's `ranks` has the model, as it computes all
+    but samples."""
+    return {(role, False): Layout(ranks, rows=(1, *[0] * (ranks - 1))) for role in roles if ranks > 1}
+
+
 def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
     """Return whether ranks without rows of a role need no part of its model, in the engine that samples or in the one
     that trains and infers."""
@@ -160,7 +166,7 @@ def can_leave_out(spec: Spec, role: str, samples: bool, layout: Layout) -> bool:
 def owner_of(spec: Spec, role: str) -> str:
     """Return the role on whose ranks another one's shards must be: whose model it uses, or which it follows."""
     item = spec.dag.roles.get(role)
-    return base_of(spec, role) or (item.copy_of if item and item.follow else None) or role
+    return role if item is None else base_of(spec, role) or (item.copy_of if item.follow else None) or role
 
 
 def _models(spec: Spec, request: _LayoutRequest) -> list[tuple[str, bool]]:

@@ -33,7 +33,7 @@ from planners.resampling import after_drawing, draws_of
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
-    if spec.run.mode == "sync" and not spec.run.groups.of_roles:
+    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.beside):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
         made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
         return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
@@ -115,14 +115,14 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)
-    some = placement.engines_on_some(spec, roles, {node: layouts[node] for node in own}, draft.sampling, ranks,
-                                     halves.fused if halves else ()) if training and not mistakes else {}
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
+    some = {} if mistakes else _on_some(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
-    items = () if mistakes else memory.of_fullest_rank(spec, roles, generating, engines, ranks) if some else \
-        memory.estimate(spec, roles, generating, engines, not samples, _validated(spec, draft, group))
+    items = () if mistakes else memory.estimate(
+        spec, roles, generating, engines, not samples, _validated(spec, draft, group)) if samples or not some else \
+        memory.of_fullest_rank(spec, roles, generating, engines, ranks)
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
@@ -147,6 +147,16 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
                 early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())))
+
+
+def _on_some(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
+             group: str) -> dict[tuple[str, bool], Layout]:
+    """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
+    roles = _engine_roles(spec, layouts)
+    if group == ROLLOUT:
+        return placement.on_first(set(roles) - _generating(spec, draft.bound), ranks)
+    fused = halves.fused if halves else ()
+    return placement.engines_on_some(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
 
 
 def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:

@@ -28,7 +28,8 @@ _where = functools.partial(role_location, key="trainers")
 
 @dataclass(frozen=True)
 class TrainerCut:
-    """Nodes that compute with the model of a trained role, and its `ranks`, from `first` on."""
+    """Nodes that compute with the model of a trained role, and of frozen ones beside it, and its `ranks`, from `first`
+    on."""
 
     role: str
     nodes: frozenset[str]
@@ -45,10 +46,11 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
     """Return the groups of `groups.trainers`, with ranks from `first` on. `elsewhere`: nodes of ranks that sample or
     only infer, with whose columns the steps of all trainers begin."""
     cuts, mistakes = [], []
-    of = {role: [node for node in chain if node in bound and spec.dag.nodes[node].role == role
-                 and spec.dag.nodes[node].type in ENGINE_TYPES] for role in spec.run.groups.trainers}
+    groups = spec.run.groups
+    of = {role: [node for node in chain if node in bound and spec.dag.nodes[node].type in ENGINE_TYPES
+                 and spec.dag.nodes[node].role in groups.on_ranks_of(role)] for role in groups.trainers}
     of_first = [node for node in chain if node in bound and node not in elsewhere.union(*of.values())]
-    for role, ranks in spec.run.groups.trainers.items():
+    for role, ranks in groups.trainers.items():
         before = chain[: min((chain.index(node) for node in of[role]), default=0)]
         mistakes += _check(spec, role, of[role], of_first, bound, flows)
         if spec.run.mode == "sync":  # there a step begins with what comes before

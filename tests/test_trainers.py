@@ -43,3 +43,42 @@ def test_a_critic_may_train_apart(ppo, workspace):
     failure, = (event for event in events if event["event"] == "failure")
     assert (failure["group"], failure["ranks"], failure["verdict"]) == ("trainer critic", [2, 3], "starts again")
     assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {2, 3}
+
+
+LIKELY = """
+import torch
+from distflow import Ragged, node
+
+@node(writes="rewards")
+def likely(teacher_logprobs: Ragged) -> torch.Tensor:
+    sums = torch.zeros(len(teacher_logprobs)).index_add(0, teacher_logprobs.row_of, teacher_logprobs.values)
+    return sums / teacher_logprobs.lengths
+"""
+TEACHER = "  teacher:   {role: teacher, type: MODEL_INFERENCE, function: logprobs, dependencies: [rollout]}\n"
+BESIDE = {
+    "the critic": (2, "mode=sync", "groups={trainers: {critic: 1}, inference: {reference: critic, teacher: critic}}"),
+    "the critic, async": (3, "mode=async", "groups={rollout: 1, trainers: {critic: 1}, inference: {teacher: critic}}"),
+    "each other": (3, "mode=sync", "groups={inference: {reference: 2, teacher: reference}}"),
+    "each other, async": (4, "mode=async", "groups={rollout: 1, inference: {reference: 2, teacher: reference}}")}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_frozen_roles_may_be_beside_another(ppo, workspace, case):
+    """On its ranks, of which one dies; the losses are those of one rank."""
+    (workspace / "likely.py").write_text(LIKELY)
+    dag = (workspace / "ppo.yaml").read_text().replace("[brevity]", "[likely]").replace(
+        "  reference: {copy_of: actor}\n", "  reference: {copy_of: actor}\n  teacher: {copy_of: actor}\n")
+    reward = next(line for line in dag.splitlines() if line.startswith("  reward: "))
+    judged = '  reward:    {role: reward, type: COMPUTE, function: "likely:likely", dependencies: [teacher]}'
+    (workspace / "ppo.yaml").write_text(dag.replace(reward, TEACHER + judged))
+    ranks, mode, groups = BESIDE[case]
+    where = "trainer" if "critic" in case else "inference"
+    killed = f"faults=[{{kind: kill, group: {where}, rank: {ranks - 1}, phase: inference, step: 2}}]"
+    together = ppo(1, "together", "--set", "mode=sync")
+    apart = ppo(ranks, "apart", *STRICT, "--set", mode, "--set", groups, "--set", killed)
+    assert together.keys() == apart.keys() == {1, 2, 3}
+    for step, metric in ((step, metric) for step in together for metric in ("loss", "grad_norm", *OF_CRITIC)):
+        assert apart[step]["response/fingerprint"] == together[step]["response/fingerprint"]
+        assert apart[step][metric] == pytest.approx(together[step][metric], abs=1e-5, rel=1e-3), metric
+    events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
+    assert [event["verdict"] for event in events if event["event"] == "failure"] == ["starts again"]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PositiveInt, field_validator
 
 from distflow.config.yaml_source import Document
 
 
-def _ranks_or_rollout(value: Any) -> Any:
-    if value == "rollout" or (type(value) is int and value > 0):
+def _ranks_or_place(value: Any) -> Any:
+    if (isinstance(value, str) and value) or (type(value) is int and value > 0):
         return value
-    raise ValueError(f"{value!r} is neither a number of ranks, as 1, nor `rollout`, for the ranks that sample")
+    raise ValueError(f"{value!r} is neither a number of ranks, as 1, nor `rollout`, for the ranks that sample, nor a "
+                     "role that has ranks of its own, for these")
 
 
-InferenceRanks = Annotated[PositiveInt | Literal["rollout"], BeforeValidator(_ranks_or_rollout)]
+InferenceRanks = Annotated[PositiveInt | str, BeforeValidator(_ranks_or_place)]
 
 
 class Groups(Document):
@@ -26,8 +27,8 @@ class Groups(Document):
     mode semi_sync: the ranks that train do all the sampling (partial rollouts; one rank is enough)."""
     inference: dict[str, InferenceRanks] = {}
     """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
-    own, as {reference: 1}, or in mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as
-    it comes."""
+    own, as {reference: 1}; those that another role has of its own here or in `trainers`, as {reward: reference}; or in
+    mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as it comes, but by trainers."""
     trainers: dict[str, PositiveInt] = {}
     """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
     train the others, on the same rows in the same steps."""
@@ -49,6 +50,15 @@ class Groups(Document):
     def on_rollouts(self) -> list[str]:
         """Roles that are only read, and computed by the ranks that sample."""
         return [role for role, ranks in self.inference.items() if ranks == "rollout"]
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """Roles that are only read, and computed by the ranks that another role has of its own: that role, by role."""
+        return {role: other for role, other in self.inference.items() if isinstance(other, str) and other != "rollout"}
+
+    def on_ranks_of(self, role: str) -> list[str]:
+        """Return a role that has ranks of its own, and the roles beside it."""
+        return [role, *(other for other, host in self.beside.items() if host == role)]
 
     @field_validator("rollout")
     @classmethod

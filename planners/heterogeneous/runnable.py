@@ -24,10 +24,12 @@ from distflow.errors import InvalidInput
 from distflow.plan import Layout as Split
 from distflow.plan_file import PlacedPlan
 from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
+from planners.heterogeneous.cost import CostModel
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies, used_by, with_idle_shares
 from planners.heterogeneous.plan_file import digests_of, written
 from planners.heterogeneous.problem import (
     GENERATE,
+    INFER,
     SYNC,
     TRAIN,
     DeviceSubset,
@@ -64,12 +66,38 @@ def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ())
 
 def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
     """Return the placement with the seconds that ranks take for it: devices that have an engine and that a task of it
-    does not use have shares of 0 rows. None if their memory has no room for that."""
+    does not use have shares of 0 rows, and frozen models beside rollouts are on the first device of each. None if their
+    memory has no room for that."""
     held = [_held(spec, costed.problem, placement, task) for task in range(len(placement.layouts))]
     layouts = [with_idle_shares(costed.costs, task, layout, blocks)
                for task, (layout, blocks) in enumerate(zip(placement.layouts, held))]
+    for group in placement.grouping:
+        if {costed.problem.tasks[task].kind for task in group} == {GENERATE, INFER} and costed.problem.mode != SYNC:
+            for task, layout in _behind_rollouts(costed.problem, group, placement.layouts):
+                layouts[task] = layout
     return placement if tuple(layouts) == placement.layouts else \
         costed.placed(placement.grouping, placement.subsets, layouts)
+
+
+def _behind_rollouts(problem: Problem, group: Sequence[int],
+                     layouts: Sequence[TaskLayout]) -> Iterator[tuple[int, TaskLayout | None]]:
+    """Yield the layouts of a group whose rollouts have frozen models, whole, on the first device of each: this computes
+    what the rollout samples, and what its models take of its memory is no room for the rollout's cache."""
+    sampling = next(task for task in group if problem.tasks[task].kind == GENERATE)
+    frozen, rollout = [task for task in group if problem.tasks[task].kind == INFER], layouts[sampling]
+    whole = CostModel(replace(problem, tasks=tuple(replace(task, engine="megatron") if number in frozen else task
+                                                   for number, task in enumerate(problem.tasks))))
+    taken = 0.0
+    for task in frozen:
+        own, strategy = whole.tasks[task].task, Strategy(rollout.strategy.dp, micro=layouts[task].strategy.micro)
+        rows = tuple(-(-count * own.rows // problem.tasks[sampling].rows) for count in rollout.rows)
+        found = whole.layout(task, strategy, rollout.arrangement, rows)
+        yield task, found and layouts[task]._replace(seconds=found.seconds, swap=0.0)
+        taken += whole.tasks[task].fills(strategy, 0, own.layers) / problem.filled
+    devices = tuple(replace(each, memory=max(each.memory - taken, 0.0)) for each in problem.hardware.device_groups)
+    less = CostModel(replace(problem, hardware=replace(problem.hardware, device_groups=devices)))
+    found = less.layout(sampling, rollout.strategy, rollout.arrangement, rollout.rows, rollout.layers)
+    yield sampling, found and rollout._replace(seconds=found.seconds)
 
 
 def _held(spec: Spec, problem: Problem, placement: Placement, task: int) -> DeviceSubset:
@@ -149,7 +177,8 @@ def _enumerated(spec: Spec, costed: CostedProblem, best: Placement | None) -> Pl
     for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if best and least > best.seconds:
             break
-        placement = layouts.placement(*each)
+        planned = layouts.placement(*each)
+        placement = planned and as_ranks_run(spec, costed, planned)
         if placement and (best is None or placement.seconds < best.seconds) and _is_accepted(spec, costed, placement):
             best = placement
     return best

@@ -238,9 +238,12 @@ def test_those_that_train_sample_too_with_a_model_over_two_ranks(workspace):
         assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)
 
 
-def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(workspace):
-    """Rank 0 trains, 1 and 2 have one model: 2, which follows, is killed, and both begin anew, but not the trainer."""
-    ours, split = run(workspace, 1, "ours", "hf"), run(workspace, 3, "split", "vllm", APART)
+@pytest.mark.parametrize("groups", ["{rollout: 2}", "{rollout: 2, inference: {reference: rollout}}"])
+def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(workspace, groups):
+    """Rank 0 trains, 1 and 2 have one model: 2, which follows, is killed, and both begin anew, but not the trainer. The
+    reference is on rank 0, or 1."""
+    ours, split = run(workspace, 1, "ours", "hf"), run(workspace, 3, "split", "vllm",
+                                                       APART.replace("{rollout: 2}", groups))
     for step, line in ours.items():
         assert split[step]["response/fingerprint"] == line["response/fingerprint"]
         assert split[step]["loss"] == pytest.approx(line["loss"], abs=1e-4)

@@ -225,6 +225,30 @@ def test_the_best_plan_that_runs_may_train_the_critic_apart(obey: Callable, monk
     assert len(found["critic"].rows) in (0, len(made.groups[-1].ranks))
 
 
+@pytest.mark.parametrize(("mode", "groups", "chains"), [
+    ("async", [["rollout", "update"], ["reference", "values", "critic"]],
+     {"trainer": ["rollout", "update"], "trainer critic": ["reference", "values", "critic"]}),
+    ("sync", [["rollout", "update"], ["reference", "values", "critic"]],
+     {"trainer": ["rollout", "update"], "trainer critic": ["reference", "values", "critic"]}),
+    ("async", [["update"], ["rollout"], ["reference", "values", "critic"]],
+     {"trainer": ["update"], "rollout": ["rollout"], "trainer critic": ["reference", "values", "critic"]})])
+def test_frozen_roles_may_be_on_the_ranks_that_train_another(obey: Callable, mode: str, groups: list[list[str]],
+                                                             chains: dict[str, list[str]]) -> None:
+    def beside(said: dict) -> None:
+        parts = [(["quick"], [0, 1]), (["slow"], [2, 3])] if len(groups) == 2 else \
+            [(["quick"], [0]), (["quick"], [1]), (["slow"], [2, 3])]
+        said["groups"] = [{"tasks": tasks, "devices": {kind: len(ranks)}, "ranks": ranks}
+                          for tasks, ([kind], ranks) in zip(groups, parts)]
+        for tasks, ([kind], ranks) in zip(groups, parts):
+            for task in tasks:
+                said["tasks"][task] |= {"dp": len(ranks), "tp": 1, "pp": 1, "shares": [
+                    {"count": len(ranks), "rows": 384 // len(ranks), "stages": [kind]}]}
+
+    made = obey(f"mode={mode}", dag="ppo", change=beside)
+    assert {group.name: sorted(task.node for task in group.plan.chain(0) if task.type != "COMPUTE")
+            for group in made.groups} == {name: sorted(nodes) for name, nodes in chains.items()}
+
+
 def test_the_best_plan_that_runs_may_have_ranks_that_sample_compute_a_frozen_role(
         obey: Callable, spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     assert roles_on_rollouts(spec_of("mode=async")) == ["reference"]
@@ -254,7 +278,7 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     found = runnable(spec, costed)
     every = [*run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec))]
     layouts = EngineLayouts(spec, costed)
-    assert 0 < len(tried) < len([*run_groups(costed.problem)]) < len(every)
+    assert 0 < len(tried) < len(every)
     assert found.seconds == min(each.seconds for groups in every if (each := lay_out(layouts, *groups)))
 
 
@@ -359,6 +383,29 @@ def test_engines_that_want_all_ranks_cost_what_shares_without_rows_do(found_alon
                                     (*used.rows, 0))
         assert made.layouts[task] == used._replace(seconds=whole.seconds, swap=whole.swap), task
     assert made.layouts[2].seconds > found.layouts[2].seconds
+
+
+def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each(spec_of: Callable, vllm: str) -> None:
+    """It computes what its rollout samples, and has less room for the cache."""
+    spec = spec_of(vllm, "mode=async")
+    costed, two = CostedProblem(problem_of(spec)), (Replicas((0,), 2),)
+    halves, slow = (Replicas((0,), 1),), (Replicas((1,), 2),)
+    layouts = [costed.costs.layout(task, Strategy(sum(kind.count for kind in kinds), tp, micro=4), kinds)
+               for task, (tp, kinds) in enumerate(((2, halves), (1, two), (1, slow)))]
+    found = costed.placed(((0, 1), (2,)), ((2, 0), (0, 2)), layouts)
+    made = as_ranks_run(spec, costed, found)
+    assert made.layouts[1]._replace(seconds=0.0, swap=0.0) == found.layouts[1]._replace(seconds=0.0, swap=0.0)
+    tasks = tuple(replace(task, engine="megatron") for task in costed.problem.tasks)  # which divides no frozen weights
+    whole = CostedProblem(replace(costed.problem, tasks=tasks)).costs.layout(1, Strategy(1, micro=4), halves, (384,))
+    assert made.layouts[1].seconds == whole.seconds, "one of two devices computes all rows"
+    assert made.layouts[1].swap == 0.0 < found.layouts[1].swap, "it stays where it is"
+    assert made.layouts[0].seconds >= found.layouts[0].seconds
+    assert made.layouts[2] == found.layouts[2]
+    small = tuple(replace(each, memory=each.memory / 2000) for each in costed.problem.hardware.device_groups)
+    tight = CostedProblem(replace(costed.problem, hardware=replace(costed.problem.hardware, device_groups=small)))
+    assert tight.costs.layout(0, *found.layouts[0][:2]) is not None
+    assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
+    assert not refused(spec, written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0))
 
 
 def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Callable) -> None:
@@ -472,7 +519,8 @@ def by_stages(said: dict) -> None:
 
 
 @pytest.mark.parametrize(("change", "key", "says"), [
-    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one other"),
+    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one trained "
+     "role, of frozen roles, or of both"),
     (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
     (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
     (staged([2, 2], ["slow", "quick"]), "shares:", "shares whose stages are not at ranks that follow each other"),

@@ -10,7 +10,7 @@ from distflow.cli.plan_text import describe
 from distflow.config.live_changes import groups_of
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from distflow.plan import INFERENCE, ROLLOUT, SAMPLING, TRAINER
+from distflow.plan import INFERENCE, ROLLOUT, SAMPLING, TRAINER, Layout
 from planners import plan
 
 ALONE = "groups.inference={reference: 1}"
@@ -178,8 +178,6 @@ def test_ranks_that_sample_may_compute_what_a_frozen_model_says():
 
 ON_ROLLOUTS_REFUSED = {
     "trainers that sample": ("grpo.yaml", "reference", ("mode=semi_sync",), "ranks that train sample too"),
-    "a split rollout": ("grpo.yaml", "reference", ("layouts.rollout.tp=2", "groups.rollout=2",
-                                                   "roles.actor.model.kv_heads=2"), "split over 2 ranks"),
     "a layout": ("grpo.yaml", "reference", ("layouts.reference.dp=2",), "Leave `reference` out of `layouts`"),
     "a trained role": ("ppo.yaml", "critic", (), "it is trained"),
     "a role that is not there": ("grpo.yaml", "refrence", (), "Did you mean `reference`"),
@@ -222,12 +220,72 @@ def test_only_what_ranks_that_sample_read_restarts_them():
     assert groups_of(micro, "async", False, {"reference"}) == (TRAINER,)
 
 
-@pytest.mark.parametrize("value", ["rollouts", "0", "1.5", "true"])
+@pytest.mark.parametrize("value", ["0", "1.5", "true"])
 def test_ranks_that_infer_are_a_number_or_those_that_sample(value):
     with pytest.raises(InvalidInput) as error:
         planned("grpo.yaml", 3, f"groups.inference={{reference: {value}}}")
     assert "is neither a number of ranks, as 1, nor `rollout`" in str(error.value)
     assert len(error.value.mistakes) == 1
+
+
+def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=4")
+    _, made = planned("grpo.yaml", 6, *split, "groups.inference={reference: rollout}")
+    group = made.groups[1]
+    assert (group.replicas, group.plan.ranks) == (2, 2)
+    assert "reference" in [task.node for task in group.plan.chain(0)]
+    assert group.plan.layout_of("reference", samples=False).ranks_with_rows == [0]
+    assert group.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
+    whole, = (item.bytes for item in group.plan.memory if item.name == "reference: weights")
+    assert whole == 2 * next(item.bytes for item in group.plan.memory if item.name == "actor: rollout weights")
+
+
+def chains(made) -> dict[str, list[str]]:
+    """The nodes with a model that each group runs itself, sorted."""
+    return {group.name: sorted(task.node for task in group.plan.chain(0) if task.type != "COMPUTE")
+            for group in made.groups}
+
+
+BESIDE = "groups={rollout: 1, inference: {reference: 2, judge: reference}}"
+
+
+def test_frozen_roles_may_have_ranks_together(dag_of):
+    dag = dag_of({"judged": seen("judge")}, ["judge"])
+    _, made = planned(dag, 4, BESIDE)
+    group = made.groups[2]
+    assert chains(made)["inference reference"] == ["judged", "reference"]
+    assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 1)
+    assert {item.name.partition(":")[0] for item in group.plan.memory} == {"reference", "judge"}
+    assert {move.producer for move in group.plan.dock} == {"reference", "judged"}
+    _, sharded = planned(dag, 4, BESIDE, "layouts.reference.dp=2")
+    assert (sharded.groups[2].replicas, sharded.groups[2].plan.ranks) == (1, 2)
+    assert {task.layout for task in sharded.groups[2].plan.chain(0)} == {Layout(2)}
+    with pytest.raises(InvalidInput, match="`layouts` splits their models differently"):
+        planned(dag, 4, BESIDE, "layouts={reference: {dp: 2}, judged: {dp: 1}}")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_frozen_roles_may_be_beside_one_that_trains(mode):
+    _, made = planned("ppo.yaml", 4, f"mode={mode}",
+                      "groups={rollout: 1, trainers: {critic: 2}, inference: {reference: critic}}")
+    assert chains(made)["trainer critic"] == ["critic", "reference", "values"]
+    assert chains(made)["trainer"] == [*["rollout"] * (mode == "sync"), "update"]
+
+
+@pytest.mark.parametrize(("groups", "says", "remedy"), [
+    ("{inference: {reference: judge}}", "role `reference` is to be on the ranks of `judge`, which has none of its own",
+     "Ranks: rollout"),
+    ("{inference: {reference: rollouts}}", "to be on the ranks of `rollouts`", "Did you mean `rollout`?"),
+    ("{trainers: {critic: 1}, inference: {reference: critics}}", "on the ranks of `critics`", "Did you mean `critic`?"),
+    ("{trainers: {critic: 1}, inference: {actor: critic}}", "role `actor` cannot have ranks that only infer: it is "
+     "trained", "trainers: {actor: 1}")])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_role_is_beside_one_with_ranks_of_its_own(mode, groups, says, remedy):
+    with pytest.raises(InvalidInput) as error:
+        planned("ppo.yaml", 4, f"mode={mode}", f"groups={groups}")
+    mistake = next(each for each in error.value.mistakes if says in each.what)
+    assert remedy in mistake.hint
 
 
 def test_a_fault_of_ranks_that_only_infer_needs_some():
