@@ -68,10 +68,10 @@ def channel():
 def test_other_ranks_hear_of_the_first_one_while_it_waits_for_samples(channel):
     """Otherwise they would take it for lost just when it reports what is missing."""
     trainer = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups[0].plan
-    fused = Fusion(trainer, 0, Loader(3), channel, 0.4, executor=None)
+    fused = Fusion(trainer, 0, Loader(3), channel, 2.0, executor=None)
     with channel.dock("trainer 0") as dock:
-        timeout = SampleTimeout(channel, dock, 0.4)
-        until = timeout.since + 0.4
+        timeout = SampleTimeout(channel, dock, 2.0)
+        until = timeout.since + 2.0
         look = partial(fused._seen, dock, draw=3, least=ROWS, timeout=timeout)
         assert look() == b""
         with pytest.raises(TimedOut, match="it wants at least 4; 24 are ready") as error:
