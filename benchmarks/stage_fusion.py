@@ -2,7 +2,9 @@
 
 The task, its slow tools and the ranks are those of modes.py, with a reference: `grpo_tools.yaml` and a node whose
 frozen model looks at every answer before the update. Without fusion it does so when the last prompt of the step has
-come; with it, of each prompt as it comes. With staleness 0 both sides sample and train the same: that is checked.
+come; with it, of each prompt as it comes. With staleness 0 both sides sample and train the same. That is checked in
+runs of their own, in which each row is sampled alone: rows that a rollout samples together, which is a matter of time,
+round otherwise, so that two of the measured runs may part after some steps, with fusion or without.
 
 What can be won is the reference's part of a step, where training waits for samples: all but the last part of it is
 hidden. So the reference is deeper than the policy: `--layers`. Its part of a step is printed. What is computed in the
@@ -28,6 +30,8 @@ from benchmarks.ratio import add_size, conclude, interleaved, parsed, ratios
 
 GOAL = 1.1
 MODES = ("async", "semi_sync")
+EQUAL = 6
+"""Steps of a run that shows that both sides are the same."""
 
 
 class Trial(Contest):
@@ -50,25 +54,31 @@ class Trial(Contest):
 
     def measure(self, mode: str, fuse: bool, seed: int) -> list[dict[str, float]]:
         """The metrics of a run's steps but the first."""
-        given, name = self.given, f"{mode}-{'fused' if fuse else 'whole'}-{seed}"
-        folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
-            "checkpoint.every=0", f"mode={mode}", "groups.rollout=1", f"staleness={given.staleness}",
-            f"fuse={str(fuse).lower()}", f"roles.reference.model={self.reference}",
-            *self.settings(seed, given.updates)))
-        if fuse and not json.loads((folder / "plan.json").read_text())["early"]:
-            raise SystemExit("the planner fuses no node of this DAG, so that there is nothing to measure")
-        steps = steps_of(folder)[1:]
+        name = f"{mode}-{'fused' if fuse else 'whole'}-{seed}"
+        steps = self._steps(name, mode, fuse, seed, self.given.updates)[1:]
         means = [statistics.mean(step.get(key, 0.0) for step in steps) for key in (
             "seconds", "seconds/reference", "seconds/reference/hidden", "waiting/samples")]
         print(f"seed {seed}, {name}: a step takes {means[0]:.2f} s, the reference {means[1]:.2f} s of that, "
               f"{means[2]:.2f} s while others sample; waiting {means[3]:.2f} s", flush=True)
         return steps
 
+    def are_equal(self, mode: str) -> bool:
+        """Whether both sides sample the same where each row is sampled alone, and have the same losses to 1e-5."""
+        whole, fused = (self._steps(f"{mode}-equal-{fuse}", mode, fuse, 0, EQUAL, "data.batch=8",
+                                    "roles.actor.generation.batch_rows=1") for fuse in (False, True))
+        same = all(one["response/fingerprint"] == other["response/fingerprint"]
+                   and abs(one.get("loss", 0.0) - other.get("loss", 0.0)) <= 1e-5 for one, other in zip(whole, fused))
+        print(f"{mode}: both sides are {'the same' if same else 'NOT the same'} in {len(fused)} steps", flush=True)
+        return same
 
-def alike(pair: dict[str, list[dict[str, float]]]) -> bool:
-    """Whether both sides have sampled the same and have the same losses to 1e-5."""
-    return all(one["response/fingerprint"] == other["response/fingerprint"]
-               and abs(one["loss"] - other["loss"]) <= 1e-5 for one, other in zip(pair["whole"], pair["fused"]))
+    def _steps(self, name: str, mode: str, fuse: bool, seed: int, updates: int, *more: str) -> list[dict[str, float]]:
+        folder = run_once(self.scratch, name, self.dag, "embedded.yaml", RANKS, (
+            "checkpoint.every=0", f"mode={mode}", "groups.rollout=1", f"staleness={self.given.staleness}",
+            f"fuse={str(fuse).lower()}", f"roles.reference.model={self.reference}", *self.settings(seed, updates),
+            *more))
+        if fuse and not json.loads((folder / "plan.json").read_text())["early"]:
+            raise SystemExit("the planner fuses no node of this DAG, so that there is nothing to measure")
+        return steps_of(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,10 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="fusion-") as scratch:
         trial = Trial(given, Path(scratch))
         for mode in MODES[: 1 if given.quick else None]:
+            same = given.quick or given.staleness > 0 or trial.are_equal(mode)
             pairs = interleaved({side: partial(trial.measure, mode, side == "fused") for side in ("whole", "fused")},
                                 given.repeats)
-            same = given.staleness > 0 or all(map(alike, pairs))
-            print(f"{mode}: both sides are {'the same' if same else 'NOT the same'}")
             speed = ratios(pairs, "fused", "whole", lambda steps: len(steps) / sum(step["seconds"] for step in steps))
             conclude(f"steps per second with stage fusion over without, mode {mode}, staleness {given.staleness}",
                      speed, GOAL, holds=same)
