@@ -63,7 +63,7 @@ def test_a_frozen_model_has_ranks_of_its_own_or_those_that_sample_and_a_death_st
     assert (failure["group"], failure["ranks"], failure["verdict"]) == ("inference reference 0", [2, 3], "starts again")
     assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {2, 3}
     launch(3, *GRPO, *more, *STRICT, "--set", "groups={rollout: 2, inference: {reference: rollout}}", "--set",
-           "faults=[{kind: kill, group: rollout, rank: 1, step: 2}]", "--name", "with samples")
+           "faults=[{kind: kill, group: rollout, rank: 1, phase: generating, step: 2}]", "--name", "with samples")
     beside = metrics_of(workspace / "runs/with samples")
     require_equal(beside, sync, steps=(1, 2, 3))
     for step in (2, 3):
