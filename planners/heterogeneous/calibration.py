@@ -8,7 +8,8 @@ kernels and messages take to start, the overhead of LogP (Culler et al. 1993, §
 it from the first; then it is left at zero, and predictions for other sizes are worth less.
 
 The slowdown of a device shows where ranks do not wait for each other, which is in sampling. Ranks that train or infer
-go in step, layer by layer, and all take as long as the slowest; there the slowdowns seen in sampling count.
+go in step, layer by layer, and all take as long as the slowest; there the slowdowns seen in sampling count. What one of
+them has waited within a task for another that began it later counts for neither.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MeasuredReplica(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Measured run. `seconds` are of an iteration; strategies and shares are by task."""
+    """Measured run. `seconds` are of an iteration; strategies, shares and durations (see `_durations`) are by task."""
 
     name: str
     problem: Problem
@@ -56,12 +57,8 @@ class MeasuredRun:
     shares: tuple[tuple[MeasuredReplica, ...], ...]
     grouping: Grouping
     subsets: tuple[DeviceSubset, ...]
+    durations: tuple[float, ...]
     seconds: float
-
-    @property
-    def durations(self) -> list[float]:
-        """Measured seconds of each task, until its last share is done."""
-        return [max(share.timing.seconds for share in shares) for shares in self.shares]
 
     def layout(self, costed: CostedProblem, number: int,
                shares: tuple[MeasuredReplica, ...] | None = None) -> TaskLayout | None:
@@ -96,7 +93,23 @@ def measured_run(problem: Problem, layouts: Mapping[str, Ranks], timings: Mappin
     grouping = _grouping(ranks)
     subsets = tuple(problem.hardware.subset({rank for task in group for rank in ranks[task]}) for group in grouping)
     strategies = tuple(_strategy(task, layouts[task.name]) for task in problem.tasks)
-    return MeasuredRun(name, problem, strategies, shares, grouping, subsets, seconds)
+    taken = [{rank: timings[task.name, rank].seconds for rank in mine} for task, mine in zip(problem.tasks, ranks)]
+    return MeasuredRun(name, problem, strategies, shares, grouping, subsets, _durations(grouping, taken), seconds)
+
+
+def _durations(grouping: Grouping, taken: Sequence[Mapping[int, float]]) -> tuple[float, ...]:
+    """Return by how many seconds each task delays the ranks of its group, from what their own part has taken each. A
+    rank that is done earlier with one task waits within the next for those that are not, where that has them go in
+    step; what it waited is no work. A task takes as long as its fastest share at least."""
+    durations = [0.0] * len(taken)
+    for group in grouping:
+        ends = dict.fromkeys((rank for task in group for rank in taken[task]), 0.0)
+        for task in group:
+            before = max(ends.values())
+            for rank, seconds in taken[task].items():
+                ends[rank] += seconds
+            durations[task] = max(max(ends.values()) - before, min(taken[task].values()))
+    return tuple(durations)
 
 
 def with_run_lengths(task: ModelTask, before: ModelTask, shares: tuple[MeasuredReplica, ...]) -> ModelTask:
@@ -223,17 +236,18 @@ def _seen(run: MeasuredRun, number: int) -> list[Observed]:
     """Return a task's measurements in a run: each share's, or where shares wait for each other that of all."""
     shares = run.shares[number]
     alone = run.problem.tasks[number].kind == GENERATE
-    return [one for part in ([(share,) for share in shares] if alone else [shares])
-            if (one := _terms(run, number, part))]
+    parts = [((share,), share.timing.seconds) for share in shares] if alone else [(shares, run.durations[number])]
+    return [one for part, seconds in parts if (one := _terms(run, number, part, seconds))]
 
 
-def _terms(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...]) -> Observed | None:
-    """Return None if there were no rows or no seconds, the cost model finds no room for the task, or gathering weights
-    hides what it computes. Seconds are linear in both coefficients where devices gather first and then compute; those
-    that do both at once save a part of it, which is seen where computation takes much longer."""
+def _terms(run: MeasuredRun, number: int, shares: tuple[MeasuredReplica, ...], seconds: float) -> Observed | None:
+    """Return the terms of shares that have taken so many seconds; None if these are none or of no rows, the cost model
+    finds no room for the task, or gathering weights hides what it computes. Seconds are linear in both coefficients
+    where devices gather first and then compute; those that do both at once save a part of it, which is seen where
+    computation takes much longer."""
     once, twice, launched, many = (_predicted(run, number, shares, *each, overlaps=False)
                                    for each in ((1.0, 0.0), (2.0, 0.0), (1.0, _MOMENT), (_MANY, 0.0)))
-    seconds, roofline = max(share.timing.seconds for share in shares), twice - once
+    roofline = twice - once
     if not seconds or not roofline > 0:
         return None
     saved = many - _predicted(run, number, shares, _MANY, 0.0)

@@ -125,6 +125,22 @@ def test_what_no_work_takes_is_left_over() -> None:
     assert one.rest(CostedProblem(calibrated(problem(), [one]))) == pytest.approx(0.5, abs=0.01)
 
 
+def test_what_a_rank_waits_within_a_task_is_no_work() -> None:
+    """The slow rank begins the update 0.75 s later, for which the fast one waits in it; a task on another rank than the
+    one before takes what it has taken all the same."""
+    groups = (FAST, SLOW)
+    ranks = {"rollout": (0.2, 0.8), "reference": (0.1, 0.25), "update": (1.75, 1.0)}
+    rows = NodeTiming(0.0, 32, 640, 160, 384, 15)
+    taken = {(name, rank): replace(rows, seconds=seconds) for name, both in ranks.items()
+             for rank, seconds in enumerate(both)}
+    one = measured_run(problem(64, groups), {task.name: Layout(2) for task in TASKS}, taken, 2.05)
+    assert one.durations == pytest.approx((0.8, 0.25, 1.0))
+    costed = CostedProblem(calibrated(problem(64, groups), [one]))
+    assert [layout.seconds for layout in one.placement(costed).layouts] == pytest.approx(one.durations, rel=0.01)
+    layouts = {"rollout": Layout(1), "reference": Layout(1, first=1), "update": Layout(2)}
+    assert measured_run(problem(64, groups), layouts, taken, 2.0).durations == pytest.approx((0.2, 0.25, 1.95 - 0.25))
+
+
 def test_starts_bound_what_computes_little() -> None:
     costed = CostedProblem(calibrated(problem(1), [run(64), run(1)]))
     (found, *_) = bounds(costed.problem, run(1).placement(costed))
@@ -174,7 +190,8 @@ def test_what_showed_no_tokens_has_them_at_their_longest() -> None:
 def _as_if(one: MeasuredRun, seconds: float) -> MeasuredRun:
     """Each share had taken so long."""
     return replace(one, shares=tuple(tuple(share._replace(timing=replace(share.timing, seconds=seconds))
-                                           for share in shares) for shares in one.shares))
+                                           for share in shares) for shares in one.shares),
+                   durations=(seconds,) * len(one.shares))
 
 
 def test_a_type_that_has_sampled_nothing_has_the_pace_of_the_first() -> None:
