@@ -415,7 +415,7 @@ def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Ca
         plan_file = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0)
         said = "\n".join(_can_run(spec, costed, found, plan_file))
         assert "can be run: yes" in said
-        assert (f"with these it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
+        assert (f"it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
