@@ -43,6 +43,7 @@ from planners.heterogeneous.workload import problem_of  # noqa: E402
 MEAN, BEST, NEVER_BELOW = 3.17, 9.17, 1.0
 LONGER = 3  # how much larger the budget is of a search for plans that ranks can run: some that it finds, they cannot
 NEAR = 0.02  # how much longer a plan may take to count as good
+ROUNDED = 1e-6
 SCENARIOS = {"one zone": "a100_l40s_l4", "three zones": "multi_zone", "two regions": "multi_region",
              "two continents": "multi_region"}
 OCEAN = Link(gb_s=0.125, latency_us=150_000.0)
@@ -222,9 +223,9 @@ def ablation(cells: list[Cell], models: Path, budget: int) -> None:
 
 
 def accepted(cells: list[Cell], models: Path, budget: int) -> None:
-    """Print which of the best plans ranks can run as they are, with the engine of the run (FSDP), in the seconds that
+    """Print which of the best plans ranks can run, with the engine of the run (FSDP), and whether in the seconds that
     are predicted of them; else why not, and how much longer the best one that they can run takes."""
-    longer, count = list[float](), 0
+    longer, runs, exact = list[float](), 0, 0
     for cell in cells:
         spec = cell.spec(models)
         problem = problem_of(spec)
@@ -233,24 +234,18 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         costed, best = CostedProblem(problem), without_idle(problem, last.placement)
         made = written(problem, best, digests_of(spec, problem), "hybrid", 0.0)
         ran = as_ranks_run(spec, costed, best)
-        why = refused(spec, made) or _longer(ran.seconds / best.seconds - 1 if ran else float("inf"))
-        count += not why
-        longer.append(_that_run(spec, budget) / last.placement.seconds - 1 if why else 0.0)
+        share = ran.seconds / best.seconds - 1 if ran else float("inf")
+        why = refused(spec, made) or ("" if ran else "as ranks run it, it does not fit into memory")
+        said = "is refused: " + why if why else "runs" if share < ROUNDED else f"runs, and takes {share:+.1%} then"
+        runs, exact = runs + (not why), exact + (said == "runs")
+        longer.append(0.0 if said == "runs" else _that_run(spec, budget) / last.placement.seconds - 1)
         print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} "
-              f"{' | '.join('+'.join(group.tasks) for group in made.groups)}: "
-              + (f"{longer[-1]:+.1%} for the best that runs: {why}" if why else "runs"), flush=True)
+              f"{' | '.join('+'.join(group.tasks) for group in made.groups)}: {said}"
+              + ("" if said == "runs" else f"; {longer[-1]:+.1%} for the best that runs"), flush=True)
     near = sum(each <= NEAR for each in longer)
-    print(f"{count} of {len(cells)} best plans of 8B can be run as they are; {near} or ones that take at most "
-          f"{NEAR:.0%} longer: {statistics.mean(longer):.1%} longer on the mean, {max(longer):.1%} at worst")
-
-
-def _longer(share: float) -> str:
-    """Say that a plan takes longer by this share as ranks run it; nothing if it does not."""
-    if share < 1e-6:
-        return ""
-    what = f"it takes {share:+.1%}" if share < float("inf") else "it does not fit into memory"
-    return (f"as ranks run it {what}: with shares of 0 rows where a task leaves devices that have its model, and whole "
-            "frozen models behind rollouts")
+    print(f"{runs} of {len(cells)} best plans of 8B can be run, {exact} in the seconds that are predicted of them; "
+          f"{near} or ones that take at most {NEAR:.0%} longer: {statistics.mean(longer):.1%} longer on the mean, "
+          f"{max(longer):.1%} at worst")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -351,9 +351,9 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
             + machines_in_order(costed.problem, plan)
         ran = as_ranks_run(spec, costed, placement)
         if ran is None or ran.seconds > placement.seconds * _ROUNDED:
-            yield "  ranks have shares of 0 rows where a task leaves devices that have its model, and whole frozen " \
-                "models behind rollouts: " + (
-                    f"with these it takes {duration(ran.seconds)}" if ran else "these do not fit into memory")
+            yield "  as ranks run it, with shares of 0 rows where a task leaves devices that have its model, whole " \
+                "frozen models behind rollouts, and ranks that sample and train in step with others, it " + (
+                    f"takes {duration(ran.seconds)}" if ran else "does not fit into memory")
         return
     yield f"can be run: no; {why}"
     best = runnable(spec, costed)

@@ -9,8 +9,8 @@ times as long.
 An iteration in mode sync: the chain of each group runs in the plan's order; a task starts once its group is free and
 its inputs have arrived; the iteration ends when the last task is done and the trained weights are where the next one
 needs them. Async: the groups work on different iterations at the same time, so the slowest group's period counts: its
-tasks, and what it waits for from others. What is sent goes between the device groups that the layouts use, not those
-that the groups may use.
+tasks, and what it waits for from others; but where ranks can run it only in step, see `in_step`. What is sent goes
+between the device groups that the layouts use, not those that the groups may use.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ def _pipeline(full: PipelinePass, least: PipelinePass, micro: int, parts: int, t
     return np.where(each > 0, times * parts * np.where(batches > 1, several, first), 0.0)
 
 
+_ITERATIONS = 5  # until iterations follow each other as all later ones do
 Durations = Sequence[float]
 Sites = Sequence[DeviceGroups] | Mapping[int, DeviceGroups]  # device groups that each task's layout uses
 
@@ -293,11 +294,35 @@ class Objective:
         """Return in mode sync when tasks are done and weights where they are used; in async the longest period."""
         group_of = groups_of(grouping)
         if self.problem.mode != SYNC:
-            return max(self._periods(group_of, durations, sites), default=0.0)
+            return self.in_step(grouping, durations, sites) \
+                if self.problem.freedom.in_step and self.are_in_step(grouping) else \
+                max(self._periods(group_of, durations, sites), default=0.0)
         ends = [start + duration for start, duration in zip(self.starts(grouping, durations, sites), durations)]
         used = [ends[edge.source] + self.synced(edge, sites, group_of[edge.source] == group_of[edge.target])
                 for edge in self.problem.syncs]
         return max([*ends, *used], default=0.0)
+
+    def are_in_step(self, grouping: Grouping) -> bool:
+        """Return whether ranks run these groups in mode sync, whichever they are planned for: if some sample and train,
+        and others have roles of their own."""
+        return len(grouping) > 1 and any({GENERATE, TRAIN} <= {self.problem.tasks[task].kind for task in group}
+                                         for group in grouping)
+
+    def in_step(self, grouping: Grouping, durations: Durations, sites: Sites | None) -> float:
+        """Return the seconds from iteration to iteration if all groups work on the same one, and each begins the next
+        as soon as it can."""
+        group_of, tasks = groups_of(grouping), self.problem.tasks
+        moved = [[(edge.source, self.moved(edge, sites)) for edge in arriving] for arriving in self._arriving]
+        synced = [[(edge.source, self.synced(edge, sites, group_of[edge.source] == group_of[task]))
+                   for edge in self.problem.syncs if edge.target == task] for task in range(len(tasks))]
+        free, before, ends = [0.0] * len(grouping), [-math.inf] * len(tasks), [0.0] * len(tasks)
+        for _ in range(_ITERATIONS):
+            before, ends = ends if max(ends, default=0.0) else before, [0.0] * len(tasks)
+            for task, duration in enumerate(durations):
+                start = max([free[group_of[task]], *(ends[source] + seconds for source, seconds in moved[task]),
+                             *(before[source] + seconds for source, seconds in synced[task])])
+                free[group_of[task]] = ends[task] = start + duration
+        return max(ends, default=0.0) - max(before, default=0.0)
 
     def starts(self, grouping: Grouping, durations: Durations, sites: Sites | None) -> list[float]:
         group_of, free = groups_of(grouping), [0.0] * len(grouping)

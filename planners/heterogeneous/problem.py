@@ -234,7 +234,8 @@ class Freedom:
     """Decisions that a solver may take: `groupings`, and by task the pairs of tp and pp (`cuts`), of which tasks that
     compute with one engine then have the same; `whole_beside`: with cuts, a group that samples and infers, and does not
     train, splits no model; `idle_shares`: tasks whose engines are on all devices of their group: those that such a task
-    does not use have shares of 0 rows, among which weights are divided and gradients summed as among others. Without
+    does not use have shares of 0 rows, among which weights are divided and gradients summed as among others; `in_step`:
+    groups planned for mode async that ranks run in step are costed so (`Objective.in_step`). Without
     `assignment` groups span all device groups evenly, in the cluster file's order; without `balance` shares have equal
     rows and layers."""
 
@@ -243,6 +244,7 @@ class Freedom:
     cuts: tuple[frozenset[tuple[int, int]], ...] | None = None
     whole_beside: bool = False
     idle_shares: frozenset[int] = frozenset()
+    in_step: bool = False
     balance: bool = True
 
 

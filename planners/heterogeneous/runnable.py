@@ -42,6 +42,7 @@ from planners.heterogeneous.problem import (
     TaskLayout,
     groups_of,
     shared,
+    turns_of,
 )
 from planners.heterogeneous.search import MOST, groupings, sampled_groupings
 from planners.placement import can_leave_out, owner_of
@@ -66,8 +67,8 @@ def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ())
 
 def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
     """Return the placement with the seconds that ranks take for it: devices that have an engine and that a task of it
-    does not use have shares of 0 rows, and frozen models beside rollouts are on the first device of each. None if their
-    memory has no room for that."""
+    does not use have shares of 0 rows, frozen models beside rollouts are on the first device of each, and ranks that
+    sample and train are in step with others. None if their memory has no room for that."""
     held = [_held(spec, costed.problem, placement, task) for task in range(len(placement.layouts))]
     layouts = [with_idle_shares(costed.costs, task, layout, blocks)
                for task, (layout, blocks) in enumerate(zip(placement.layouts, held))]
@@ -75,8 +76,13 @@ def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Pla
         if {costed.problem.tasks[task].kind for task in group} == {GENERATE, INFER} and costed.problem.mode != SYNC:
             for task, layout in _behind_rollouts(costed.problem, group, placement.layouts):
                 layouts[task] = layout
-    return placement if tuple(layouts) == placement.layouts else \
+    made = placement if tuple(layouts) == placement.layouts else \
         costed.placed(placement.grouping, placement.subsets, layouts)
+    if made is None or costed.problem.mode == SYNC or not costed.objective.are_in_step(made.grouping):
+        return made
+    taken = [layout.takes(turns) for layout, turns in zip(made.layouts, turns_of(costed.problem, made.grouping))]
+    sites = [layout.sites for layout in made.layouts]
+    return replace(made, seconds=costed.objective.in_step(made.grouping, taken, sites))
 
 
 def _behind_rollouts(problem: Problem, group: Sequence[int],
@@ -153,7 +159,7 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
 
     fitting = tuple(grouping for grouping in grouped if are_groups_of_a_run(problem, grouping, spec.run.mode)
                     and all(has_roles(group, len(grouping) > 1) for group in grouping))
-    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC,
+    return replace(problem.freedom, groupings=fitting, whole_beside=problem.mode != SYNC, in_step=True,
                    idle_shares=frozenset(task for task in numbers if not leaves_out(spec, problem, task)), cuts=tuple(
         frozenset(cut for cut in product(_SLICES, _STAGES) if _has_cut(spec, problem, number, *cut))
         for number in numbers))

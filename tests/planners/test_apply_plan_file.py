@@ -278,8 +278,9 @@ def test_groups_that_cannot_be_faster_than_the_best_are_not_laid_out(spec_of: Ca
     found = runnable(spec, costed)
     every = [*run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec))]
     layouts = EngineLayouts(spec, costed)
-    assert 0 < len(tried) < len(every)
-    assert found.seconds == min(each.seconds for groups in every if (each := lay_out(layouts, *groups)))
+    assert 0 < len(tried) < len(every) / 2
+    made = (as_ranks_run(spec, costed, each) for groups in every if (each := lay_out(layouts, *groups)))
+    assert found.seconds == min(each.seconds for each in made if each)
 
 
 def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> None:
@@ -397,7 +398,7 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
     assert made.layouts[1]._replace(seconds=0.0, swap=0.0) == found.layouts[1]._replace(seconds=0.0, swap=0.0)
     tasks = tuple(replace(task, engine="megatron") for task in costed.problem.tasks)  # which divides no frozen weights
     whole = CostedProblem(replace(costed.problem, tasks=tasks)).costs.layout(1, Strategy(1, micro=4), halves, (384,))
-    assert made.layouts[1].seconds == whole.seconds, "one of two devices computes all rows"
+    assert made.layouts[1].seconds == whole.seconds != found.layouts[1].seconds, "one of two devices computes all rows"
     assert made.layouts[1].swap == 0.0 < found.layouts[1].swap, "it stays where it is"
     assert made.layouts[0].seconds >= found.layouts[0].seconds
     assert made.layouts[2] == found.layouts[2]
@@ -415,7 +416,7 @@ def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Ca
         plan_file = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0)
         said = "\n".join(_can_run(spec, costed, found, plan_file))
         assert "can be run: yes" in said
-        assert (f"with these it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
+        assert (f"it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:

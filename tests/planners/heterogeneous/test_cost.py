@@ -366,3 +366,23 @@ def test_weights_of_one_engine_move_only_if_it_trains_elsewhere() -> None:
     objective = Objective(problem, Network(problem.hardware))
     for sites, moved in (((at(0), at(0)), 0.0), ((at(0), at(1)), 1.1), ((at(0, 1), at(1)), 1.1)):
         assert objective.seconds(((0, 1),), (1.0, 2.0), sites) == pytest.approx(3.0 + moved)
+
+
+@pytest.mark.parametrize(("grouping", "apart", "in_step"), [
+    (((0, 2), (1,), (3,)), 9.0, 3 + 4 + 6.0),  # what trains waits for what infers, which waits for what samples
+    (((0, 2), (1, 3)), 9.0, 3 + 4 + 6.0),  # while another role trains, the next iteration begins
+    (((0, 1, 2), (3,)), 13.0, 13.0),  # it waits for nothing
+    (((0,), (1,), (2, 3)), 8.0, 8.0),  # what samples does so ahead
+    (((0, 1, 2, 3),), 15.0, 15.0)])
+def test_ranks_that_sample_and_train_are_in_step_with_others(grouping: tuple[tuple[int, ...], ...], apart: float,
+                                                             in_step: float) -> None:
+    """Nothing is sent here; the tasks take 3, 4, 6 and 2 seconds."""
+    tasks = tuple(replace(WORK, name=kind + role, kind=kind, role=role) for kind, role in (
+        (GENERATE, "actor"), (INFER, "reference"), (TRAIN, "actor"), (TRAIN, "critic")))
+    problem = Problem(Hardware((FAST,), ((FAR,),)), tasks, (Edge(0, 1, 0), Edge(1, 2, 0), Edge(0, 3, 0)),
+                      (Edge(2, 0, 0),), mode="async")
+    objective, durations = Objective(problem, Network(problem.hardware)), (3.0, 4.0, 6.0, 2.0)
+    assert objective.seconds(grouping, durations) == apart
+    assert objective.are_in_step(grouping) == (len(grouping) > 1 and grouping[0] != (0,))
+    runs = Objective(replace(problem, freedom=replace(problem.freedom, in_step=True)), Network(problem.hardware))
+    assert runs.seconds(grouping, durations) == pytest.approx(in_step)
