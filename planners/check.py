@@ -329,8 +329,12 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range],
             "Take `group` out, or write  mode: async"
         return
     ranks = groups[fault.group]
+    if not ranks:
+        yield "group", f"group `{fault.group}` has no rank: with  groups: {{rollout: 0}}  those that train sample", \
+            "Write  group: trainer , with  phase: generating  for the time in which they sample"
+        return
     named_apart = fault.group == TRAINER and fault.rank in trainers
-    if fault.rank is not None and ranks and fault.rank not in ranks and not named_apart:
+    if fault.rank is not None and fault.rank not in ranks and not named_apart:
         yield "rank", f"rank {fault.rank} is not one of the {fault.group}'s", \
             f"It has {ranks.start} to {ranks.stop - 1}; without `rank` the seed draws one of them."
     if fault.phase == "starting":
@@ -343,6 +347,9 @@ def _wrong(spec: Spec, fault: Fault, groups: Mapping[str, range],
 
 _GROUP_KEYS = ("groups", "staleness", "on_stale", "on_new_weights", "transport", "switch_at", "fuse")
 """Keys of the run file for ranks that sample while others train."""
+_ALONE = {"switch_at": "ranks sample until all samples of a step are there",
+          "fuse": "nothing is sampled while ranks train", "transport": "no weights are published"}
+"""Keys of the run file that say nothing where no rank only samples, and why."""
 
 
 def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns],
@@ -362,9 +369,8 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
     if spec.run.mode == "async" and spec.run.switch_at != Run.model_fields["switch_at"].default:
         notes.append("`switch_at` changes nothing in mode async, where no rank both samples and trains. "
                      "Set  mode: semi_sync")
-    if spec.run.trainer_samples_alone and spec.run.switch_at != Run.model_fields["switch_at"].default:
-        notes.append("`switch_at` changes nothing with  groups: {rollout: 0} , where no other rank would go on "
-                     "sampling: ranks sample until all samples of a step are there")
+    notes += [f"`{key}` changes nothing with  groups: {{rollout: 0}} : {why}" for key, why in _ALONE.items()
+              if spec.run.trainer_samples_alone and getattr(spec.run, key) != Run.model_fields[key].default]
     notes += [f"role `{role}` computes with the model of `{base_of(spec, role)}`, without its adapters, and with that "
               f"role's settings: what the run file says of `{role}` changes nothing"
               for role in model_roles(spec) if role in spec.run.roles and role not in generating

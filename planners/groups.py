@@ -167,8 +167,9 @@ def joined(trainer: Plan, rollout: Plan | None, inference: Iterable[Plan], train
     own = {task.node: task for task in trainer.chain(0)}
     for group in groups[1:]:
         for task in group.plan.chain(0):
-            layout = replace(task.layout, first=group.first, dp=group.replicas * task.layout.dp)
-            own[task.node] = replace(task, layout=layout)
+            first, dp = (group.first, group.replicas * task.layout.dp) if group.replicas else \
+                (0, halves.trainer // task.layout.width)  # the ranks that train do it
+            own[task.node] = replace(task, layout=replace(task.layout, first=first, dp=dp))
     dock = {move.producer: move for move in trainer.dock}
     tasks = tuple(replace(task, transfers=tuple(_through(move, task, halves, dock) for move in task.transfers))
                   for node in halves.chain for task in [own[node]])
@@ -332,13 +333,15 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
     width = model.width
     count = wanted if isinstance(wanted, int) else max(round(wanted * ranks / width), 1) * width
     colocated = mode == "semi_sync"
-    if ranks < (1 if colocated and not count else 2):
+    needed = 1 if colocated and not count else 2
+    if ranks < needed:
         keys = " and ".join(f"groups.{key}" for key in ("inference", "trainers") if getattr(spec.run.groups, key))
         beside = f" beside the {apart} of {keys}" if apart else ""
-        what = (f"mode {mode} needs at least 2 ranks{beside}, one that trains and one that samples; here "
-                f"{'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
+        least = "2 ranks" if needed > 1 else "1 rank"
+        what = (f"mode {mode} needs at least {least}{beside}{', one that trains and one that samples' * (needed > 1)}; "
+                f"here {'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
         alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else ""
-        remedy = f"Start {2 + apart} ranks (--ranks {2 + apart}){alone}, or  mode: sync"
+        remedy = f"Start {needed + apart} ranks (--ranks {needed + apart}){alone}, or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
     sizes = range(0 if colocated else width, ranks, width)
     fitting = [some for some in sizes if not colocated or not (ranks - some) % width]

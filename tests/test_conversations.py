@@ -186,32 +186,38 @@ def test_models_look_at_prompts_that_are_done_and_not_at_rows_that_were_dropped(
 
 SLOW = '''
 import asyncio
+from pathlib import Path
 from distflow import Turn, environment
 
 @environment(safe=True)
 class Tool:
-    """Takes long for some questions, and writes down each call."""
+    """Takes long for a question, and writes down each call."""
     def __init__(self, question):
-        self.question, self.turns = question, 0
+        self.question = question
 
     async def step(self, text):
         with open("asked", "a") as file:
             file.write(f"{self.question}\\n")
-        await asyncio.sleep(1.5 if sum(self.question.encode()) % 3 == 0 else 0)
-        self.turns += 1
+        await asyncio.sleep(3 if self.question == Path("slow").read_text() else 0)
         return Turn("noted", done=True, reward=1 / (1 + len(text)))
 '''
 
 
 def test_calls_go_on_while_the_only_rank_trains(launch, workspace):
-    """Nothing is asked twice, though training began while answers were missing."""
+    """Nothing is asked twice, though the first step was trained on while answers for the second were missing."""
     (workspace / "tools.py").write_text(SLOW)
     (workspace / "tools.yaml").write_text(DAG.replace("environment_settings: {trouble: TROUBLE}, ", ""))
-    launch(1, "--dag", "tools.yaml", "--run-file", "tiny.yaml", "--name", "alone", "--set", "mode=semi_sync",
-           "--set", "groups.rollout=0", "--set", "steps=5", "--set", "data.batch=2")
+    tools = ("--dag", "tools.yaml", "--run-file", "tiny.yaml", "--set", "data.batch=2")
+    (workspace / "slow").touch()
+    launch(1, *tools, "--name", "sync", "--set", "steps=2", "--set", "samples=8")
+    question = next(row["questions"] for row in RunReader(workspace / "runs/sync").rows("samples") if row["step"] == 2)
+    (workspace / "slow").write_text(question)
+    (workspace / "asked").unlink()
+    launch(1, *tools, "--name", "alone", "--set", "mode=semi_sync", "--set", "groups.rollout=0", "--set", "steps=5")
     steps = metrics_of(workspace / "runs/alone")
     assert len(steps) == 5
-    assert sum(step.get("environment/resumed", 0) for step in steps.values()) > 0
+    assert steps[1]["seconds"] < 3
+    assert steps[2]["environment/resumed"] == 4
     asked = Counter((workspace / "asked").read_text().splitlines())
     assert {*asked.values()} == {4}, "once for each row of the group"
 

@@ -58,6 +58,10 @@ class ElasticAgent:
         if any(group.kind == INFERENCE for group in plan.groups):
             raise InvalidInput("groups.inference is for machines that all stay: with --store nothing replaces those "
                                "of its ranks that are on a lost one. Take it out: the ranks that train infer then")
+        if plan.groups and not plan.rollouts:
+            raise InvalidInput("groups.rollout: 0 is for machines that all stay: with --store some ranks must only "
+                               "sample, which replace those that train on a lost machine. Write  groups: {rollout: "
+                               f"{self.local}}}  or more")
         vital, enough = -(-training // self.local), training // self.local + 1
         if plan.groups and least < enough:
             raise InvalidInput(f"--machines {machines}: {least} × {self.local} ranks are to be enough, but {training} "

@@ -4,8 +4,8 @@
     sync         the dataset (Dataloader); the chain samples them    every rank has the new weights
     async        the dock, with the samples that rollout ranks       the new weights are published; rollout ranks pull
                  have put there (AsyncSource)                        them while they sample
-    semi_sync    as async, but the trainer's ranks sample first,     as async
-                 until enough is in the dock (ColocatedSource)
+    semi_sync    as async, but the trainer's ranks sample first,     as async; nothing is published where no rank
+                 until enough is in the dock (ColocatedSource)       only samples
 
     loop         runs on                                             one turn
     train        ranks that train, in mode sync all                  next_prompts → run_chain → _ends

@@ -101,7 +101,7 @@ def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     if plan.groups:
-        for group in plan.groups:
+        for group in (group for group in plan.groups if group.replicas):
             yield from _memory_of(group.plan, f" of the {group.name}")
     else:
         yield from _memory_of(plan)

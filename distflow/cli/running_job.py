@@ -21,6 +21,7 @@ from distflow.cli.common import Verb, table
 from distflow.config.live_changes import groups_of, refusal
 from distflow.config.load import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
+from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery import autoscaler, live_config
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
@@ -155,8 +156,8 @@ def _rollout_replicas(folder: Path) -> int:
     planned = read_plan(folder)
     replicas = [group["replicas"] for group in planned["groups"] if group["name"] == "rollout" and group["replicas"]]
     if not replicas:
-        raise InvalidInput(f"{folder} has no rollouts of its own: in mode sync all ranks sample and train. Start it "
-                           "with  --set mode=async")
+        raise InvalidInput(f"{folder} has no ranks that only sample: in mode sync, and with  groups: {{rollout: 0}} , "
+                           "all sample and train. Start it with  --set mode=async --set groups.rollout=N")
     return replicas[0]
 
 
@@ -184,8 +185,8 @@ def change_settings(options: argparse.Namespace) -> int:
         print("these are the settings in force already")
         return 0
     RunFolder.describe(folder, after, planned)
-    groups = sorted({group for text, each in affected.items() for group in each
-                     if ".".join(paths[text]) in settings})
+    groups = sorted({TRAINER if group == ROLLOUT and after.run.trainer_samples_alone else group
+                     for text, each in affected.items() for group in each if ".".join(paths[text]) in settings})
     live_config.write(folder, groups, settings)
     for key, (old, new) in settings.items():
         print(f"{key}: {old} → {new}")

@@ -133,11 +133,20 @@ class DockClient:
                      _tensor(reply["all"]))
 
     def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each."""
+        """Look as `try_look` does. Raises `TimedOut`: it names the missing columns and those that write them."""
+        found = self.try_look(consumer, count, least=least, step=step, wait=wait)
+        if found is None:
+            raise self._timed_out(consumer, least, wait)
+        return found
+
+    def try_look(self, consumer: str, count: int, *, least: int, step: int,
+                 wait: float = 0.0) -> tuple[Tensor, Tensor] | None:
+        """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each;
+        None if there were not so many in `wait` seconds."""
         reply = self._ask_index({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
                                  "step": step}, wait)
         if reply["rows"] is None:
-            raise self._timed_out(consumer, least, wait)
+            return None
         ids, tokens = _tensor(reply["rows"]).reshape(2, -1)
         return ids, tokens
 

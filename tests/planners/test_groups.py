@@ -252,6 +252,17 @@ def test_those_that_train_may_do_all_the_sampling(ranks, settings, vllm):
     shown = "\n".join(describe(made, spec))
     assert "these ranks sample with `actor` too, until a step is there" in shown
     assert f"chain of rank{'s 0–' if ranks > 1 else ' '}{ranks - 1} (rollout" in shown
+    assert "memory of a rank of the rollout" not in shown
+    sampling = made.task("rollout").layout
+    assert (sampling.first, sampling.dp * sampling.width) == (0, ranks)
+
+
+def test_what_says_nothing_where_all_ranks_train_is_noted():
+    keys = {"switch_at": 0.7, "fuse": "false", "transport": "tcp"}
+    _, made = planned("grpo.yaml", 1, "groups.rollout=0", "mode=semi_sync", *(f"{key}={keys[key]}" for key in keys))
+    assert all(any(f"`{key}` changes nothing with" in note for note in made.notes) for key in keys)
+    _, made = planned("grpo.yaml", 2, "mode=semi_sync", *(f"{key}={keys[key]}" for key in keys))
+    assert not any("changes nothing with" in note for note in made.notes)
 
 
 def test_those_that_train_need_what_they_sample_with(tmp_path):
@@ -292,6 +303,10 @@ REFUSED = {
     "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
     "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),
     "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
+    "ranks of a role and none beside them": (("grpo.yaml", 1, "mode=semi_sync", "groups={rollout: 0, inference: "
+                                              "{reference: 1}}"), "needs at least 1 rank beside the 1 of"),
+    "a fault of nobody": (("grpo.yaml", 1, "mode=semi_sync", "groups.rollout=0",
+                           "faults=[{kind: kill, group: rollout, step: 1}]"), "group `rollout` has no rank"),
     "one rank that would do both": (("grpo.yaml", 1, "mode=semi_sync"), "or  groups: {rollout: 0}, or  mode: sync"),
     "nobody samples where others train": (("grpo.yaml", 2, "groups.rollout=0"), "only in mode semi_sync"),
     "too few to share a model": (("grpo.yaml", 3, "roles.actor.rollout=vllm", "mode=semi_sync", "groups.rollout=0",

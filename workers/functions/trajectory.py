@@ -116,7 +116,7 @@ class Trajectory:
         sampled = [index for index, event in enumerate(self.events) if event[0] == "sampled"]
         del self.events[sampled[turn - 1] + 1 :]
         del self.pieces[sum(event[0] in ("sampled", "observed") for event in self.events) :]
-        self.turns, self.reward = turn, sum(answer.reward for answer in self.answers)
+        self.turns, self.reward = turn, sum((answer.reward for answer in self.answers), 0.0)
         self.recorded, self.known, self.written = (0, 0), False, turn - 1
         self.state = self.state if self.state and self.state[0] <= turn else None
         self._place_row()
@@ -142,7 +142,7 @@ class Trajectory:
                                          recorded.versions[at:stop], kind != "observed"))
                 at = stop
         self.turns = sum(event[0] == "sampled" for event in self.events)
-        self.reward = sum(answer.reward for answer in self.answers)
+        self.reward = sum((answer.reward for answer in self.answers), 0.0)
         if self.last == "failed":
             self.failure = EnvFailure(*self.events[-1][1:])
         self.recorded, self.recorded_state = (len(self.events), len(self.pieces)), self.state

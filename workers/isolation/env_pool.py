@@ -74,11 +74,6 @@ class Episode(Call):
     answers: list[bytes] = field(default_factory=list)  # fingerprints of the answers so far
     state: tuple[int, Any] | None = None  # turns, and a snapshot of the environment after them
 
-    @property
-    def under_way(self) -> bool:
-        """Whether its newest step has no answer yet."""
-        return len(self.texts) > len(self.answers)
-
     def steps(self, known: bool, stateless: bool) -> dict[str, Any]:
         """Return what a child is asked to do; `known`: the environment lives there."""
         if known or stateless:
@@ -249,25 +244,38 @@ class EnvPool:
             episode.attempts -= 1
             self._queue(episode).send_queued()
 
+    def is_under_way(self, row: int) -> bool:
+        """Return whether a step of this row has no answer and no failure yet."""
+        episode = self.episodes.get(row)
+        return bool(episode and episode.process and episode in episode.process.steps)
+
     def end(self, row: int) -> None:
-        episode = self.episodes.pop(row, None)
-        process = episode and episode.process
-        if episode is None or process is None:
-            return
-        if process not in self.shared:
-            self._close(process)
-        elif episode in process.pending.values():  # the step may take long
-            self._end_process(process, [episode])
-        else:
-            if episode in process.queued:
-                process.queued.remove(episode)
-            process.forget(row)
+        """Drop the environment of a row."""
+        self._drop([row])
 
     def release(self, rows: Iterable[int] | None = None) -> None:
         """Drop the environments of these rows (None: of all)."""
-        for row in list(self.episodes) if rows is None else rows:
-            self.end(row)
+        self._drop(list(self.episodes) if rows is None else rows)
         self.children.kill_ended()
+
+    def _drop(self, rows: Iterable[int]) -> None:
+        """Drop environments, and end the processes that compute steps of theirs, which may take long; steps of others
+        in such a process run again elsewhere."""
+        dropped: dict[EnvProcess, list[Episode]] = {}
+        for episode in filter(None, [self.episodes.pop(row, None) for row in rows]):
+            if episode.process is not None:
+                dropped.setdefault(episode.process, []).append(episode)
+        for process, episodes in dropped.items():
+            if process not in self.shared:
+                self._close(process)
+                continue
+            if any(episode in process.pending.values() for episode in episodes):
+                self._end_process(process, episodes)
+                continue
+            for episode in episodes:
+                if episode in process.queued:
+                    process.queued.remove(episode)
+                process.forget(episode.row)
 
     def close(self) -> None:
         self.children.close()

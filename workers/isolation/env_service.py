@@ -23,6 +23,7 @@ from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 _pools: dict[str, EnvPool] = {}
 _services: dict[str, EnvService] = {}
 _lock = threading.Lock()
+_keeps = threading.Event()  # steps that are under way go on when their callers leave
 
 
 @contextlib.contextmanager
@@ -44,13 +45,14 @@ def service_of(config: EnvSettings) -> EnvService:
     with _lock:
         key = repr(config)
         if key not in _services:
-            _services[key] = EnvService(config)
+            _services[key] = EnvService(config, _keeps.is_set())
         return _services[key]
 
 
 def begin_phase() -> None:
     """Begin a phase of sampling on a rank that also trains: steps that are under way when it is stopped go on, for the
     conversations that this rank takes up again in the next phase."""
+    _keeps.set()
     with _lock:
         for service in _services.values():
             service.submit(service.begin_phase)
@@ -70,8 +72,9 @@ Left = tuple[int, tuple[str, ...]]
 class EnvService:
     """Serves clients from a thread of its own, the only one that touches the pool; all calls fail once the pool has."""
 
-    def __init__(self, config: EnvSettings):
-        self.phase = 0  # of sampling; 0: the rank does nothing else, and nothing is left for later
+    def __init__(self, config: EnvSettings, keeps: bool = False):
+        """`keeps`: steps that are under way when their client leaves, for the one that asks for them next."""
+        self.keeps, self.phase, self.used = keeps, 0, False  # phases of sampling in which there were clients
         self.left: dict[Left, tuple[int, int]] = {}  # number in the pool, and the phase in which it was left
         self.early: dict[int, Turn | EnvFailure] = {}  # answers of those that were left, by number
         self.numbers = itertools.count()  # of rows in the pool: clients of two nodes may have rows of one id
@@ -87,9 +90,10 @@ class EnvService:
         opened.wait()
         self.check()
 
-    def client(self, wake: Callable[[], None] = lambda: None) -> EnvClient:
-        """Return a client for one thread; the service's thread calls `wake` when answers have arrived."""
-        return EnvClient(self, wake)
+    def client(self, wake: Callable[[], None] = lambda: None, again: bool = True) -> EnvClient:
+        """Return a client for one thread; the service's thread calls `wake` when answers have arrived. `again`: whether
+        what it has not been answered may be asked again, by the same row with the same texts."""
+        return EnvClient(self, wake, again)
 
     def submit(self, action: Callable[[], object]) -> None:
         with self.lock:
@@ -115,7 +119,7 @@ class EnvService:
                 for number, answer in self.pool.turns(math.inf):
                     if number in self.owners:
                         self.hand_out(number, answer)
-                    else:
+                    elif any(number == left for left, _ in self.left.values()):
                         self.early[number] = answer
         except DistflowError as error:
             self._fail(error)
@@ -131,23 +135,29 @@ class EnvService:
         client.wake()
 
     def begin_phase(self) -> None:
-        """Drop what was left two phases ago: another rank has taken it."""
-        self.phase += 1
-        for left in [left for left, (_, phase) in self.left.items() if phase < self.phase - 1]:
+        """Drop what has been answered and nobody has asked for since the phase before the last one in which this rank
+        took up conversations: another rank has it. Not what is under way, which would end its process."""
+        self.phase += self.used
+        self.used = False
+        for left in [left for left, (number, phase) in self.left.items()
+                     if phase < self.phase - 1 and not self.pool.is_under_way(number)]:
             number, _ = self.left.pop(left)
             self.early.pop(number, None)
             self.pool.release([number])
 
-    def leave(self, numbers: Mapping[int, int]) -> None:
-        """Drop environments, or in a phase those without a step under way. `numbers`: rows by number in the pool."""
+    def leave(self, numbers: Mapping[int, int], again: bool) -> None:
+        """Drop environments, or where they are kept those without a step under way that may be asked for `again`.
+        `numbers`: rows by number in the pool."""
+        dropped = []
         for number, row in numbers.items():
             del self.owners[number]
-            episode = self.pool.episodes.get(number)
-            left = (row, (*episode.texts,)) if self.phase and episode and episode.under_way else None
+            kept = self.keeps and again and self.pool.is_under_way(number)
+            left = (row, (*self.pool.episodes[number].texts,)) if kept else None
             if left is None or left in self.left:
-                self.pool.release([number])
+                dropped.append(number)
             else:
                 self.left[left] = number, self.phase
+        self.pool.release(dropped)
 
     def _run_actions(self) -> None:
         if not self.pool.busy:
@@ -166,8 +176,8 @@ class EnvService:
 class EnvClient:
     """One caller's rows in the shared pool. Not thread-safe; leaving the context drops the rows."""
 
-    def __init__(self, service: EnvService, wake: Callable[[], None]):
-        self.service, self.wake = service, wake
+    def __init__(self, service: EnvService, wake: Callable[[], None], again: bool):
+        self.service, self.wake, self.again = service, wake, again
         self.answers: queue.SimpleQueue[tuple[int, Turn | EnvFailure] | None] = queue.SimpleQueue()
         self.numbers: dict[int, int] = {}  # number in the pool, by row
         self.requests: list[Callable[[], None]] = []  # calls of the pool that are submitted with the next `turns`
@@ -176,6 +186,7 @@ class EnvClient:
     def __enter__(self) -> EnvClient:
         with self.service.lock:
             self.service.clients.add(self)
+            self.service.used = True
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -248,5 +259,6 @@ class EnvClient:
         self.service.owners.pop(number, None)
 
     def _leave(self) -> None:
-        self.service.leave({number: row for number, (client, row) in self.service.owners.items() if client is self})
+        mine = {number: row for number, (client, row) in self.service.owners.items() if client is self}
+        self.service.leave(mine, self.again)
 

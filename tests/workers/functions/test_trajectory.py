@@ -50,6 +50,16 @@ def test_what_was_recorded_before_another_beginning_does_not_count():
     assert recorded.with_more(with_turns(1).take(whole=False)).began == b""
 
 
+def test_a_conversation_that_was_never_answered_has_a_reward_of_the_same_kind():
+    """Its column would not fit to those of other prompts."""
+    first, found = fresh(), fresh()
+    first.row.end(torch.arange(3), -torch.ones(3), torch.zeros(3, dtype=torch.int32), True)
+    first.add_turn()
+    found.restore(first_record := first.take(whole=True))
+    assert first_record.events
+    assert isinstance(found.reward, float)
+
+
 def test_a_snapshot_is_appended_once():
     """Also where the one after the newest turn was too large to be kept."""
     found = with_turns(1)

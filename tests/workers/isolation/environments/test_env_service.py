@@ -19,10 +19,10 @@ from workers.isolation.env_service import EnvService
 def open_service(module):
     services = []
 
-    def make(name: str, **settings) -> EnvService:
+    def make(name: str, keeps: bool = False, **settings) -> EnvService:
         kind = {"safe": name in ("Alike", "Safe", "Patient"), "coroutine": name == "Patient", "seconds": 60.0}
         services.append(EnvService(EnvSettings(f"{module}:{name}", settings.pop("settings", {}),
-                                               **{**kind, **settings})))
+                                               **{**kind, **settings}), keeps))
         return services[-1]
 
     yield make
@@ -90,9 +90,8 @@ def test_an_answer_wakes_who_waits_elsewhere(open_service, tmp_path):
 @pytest.mark.parametrize("answered", [False, True], ids=["under way", "answered"])
 def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_path, answered):
     """Where the rank trains meanwhile: the step is not done twice, whether its answer has come by then or not."""
-    service, word = open_service("Patient"), tmp_path / "word"
+    service, word = open_service("Patient", keeps=True), tmp_path / "word"
     columns = {"question": str(word)}
-    service.submit(service.begin_phase)
     with service.client() as first:
         first.step(3, columns, "hello")
         turn, = first.turns(60.0)
@@ -116,23 +115,72 @@ def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_
     assert not service.early
 
 
-def test_a_step_that_nobody_takes_up_is_dropped_in_time(open_service, tmp_path):
-    """It is taken up with the same text alone, and for one phase."""
-    service, columns = open_service("Patient"), {"question": str(tmp_path / "word")}
-    service.submit(service.begin_phase)
+def test_what_nobody_takes_up_is_dropped_once_it_is_answered(open_service, tmp_path):
+    """It is taken up with the same text alone. Only phases count in which there were conversations."""
+    service, word, other = open_service("Patient", keeps=True), tmp_path / "word", str(tmp_path / "other")
+
+    def phase(text: str = "hello") -> None:
+        service.submit(service.begin_phase)
+        with service.client() as client:
+            assert answers(client, {4: text}, question=other) == {4: Turn("at last", True, 1.0)}
+
     with service.client() as first:
+        first.step(4, {"question": str(word)}, "wait")
+        first.turns()
+    for _ in range(3):
+        phase()
+    assert len(service.left) == 1, "it is under way"
+    word.touch()
+    while not service.early:
+        phase()
+    for _ in range(3):
+        service.submit(service.begin_phase)
+    phase()
+    phase()
+    phase()
+    assert not service.left
+    assert not service.early
+
+
+def test_a_step_that_has_failed_is_asked_again(open_service):
+    """Whether its failure was read or not; nobody waits for an answer that has been given."""
+    service = open_service("Unsafe", keeps=True)
+    for _ in range(3):
+        with service.client() as client:
+            client.step(3, {"question": "q"}, "raises")
+            (_, failure), = client.turns(60.0)
+            assert failure == EnvFailure("KeyError: 'no such tool'")
+    assert not service.left
+
+
+def test_a_caller_whose_rows_begin_anew_leaves_nothing(open_service, tmp_path):
+    service, columns = open_service("Patient", keeps=True), {"question": str(tmp_path / "word")}
+    with service.client(again=False) as first:
         first.step(3, columns, "wait")
         first.turns()
     with service.client() as other:
-        other.step(3, columns, "hello")
-        assert other.turns(60.0) == [(3, Turn("at last", True, 1.0))]
-    assert len(service.left) == 1
-    for _ in range(2):
-        service.submit(service.begin_phase)
-    with service.client() as last:
-        assert answers(last, {4: "hello"}, question=str(tmp_path / "other")) == {4: Turn("at last", True, 1.0)}
-        assert not service.left
-        assert len(service.pool.episodes) == 1
+        assert answers(other, {4: "hello"}, question=str(tmp_path / "other")) == {4: Turn("at last", True, 1.0)}
+    assert not service.left
+
+
+def test_rows_that_are_dropped_together_are_not_asked_again(open_service, tmp_path):
+    """Their process ends with the first of them. What others have under way there runs once more, elsewhere."""
+    service = open_service("Patient", processes=1)
+    places = {row: tmp_path / f"word{row}" for row in range(8)}
+    with service.client() as stays:
+        stays.step(9, {"question": str(tmp_path / "stays")}, "wait")
+        stays.turns()
+        with service.client() as leaves:
+            for row, place in places.items():
+                leaves.step(row, {"question": str(place)}, "wait")
+            leaves.turns()
+            for place in places.values():
+                while not place.with_name(f"{place.name}.asked").exists():
+                    leaves.turns(0.05)
+        (tmp_path / "stays").touch()
+        assert stays.turns(60.0) == [(9, Turn("at last", True, 1.0))]
+    assert {place.with_name(f"{place.name}.asked").read_text() for place in places.values()} == {"wait\n"}
+    assert (tmp_path / "stays.asked").read_text() in ("wait\n", "wait\nwait\n")
 
 
 def test_patience_ends(open_service, tmp_path):
