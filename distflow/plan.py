@@ -263,6 +263,11 @@ class Group:
         return self.name.partition(" ")[0]
 
     @property
+    def role(self) -> str:
+        """The role whose ranks these are; "" of the first trainer and of rollouts."""
+        return self.name.partition(" ")[2]
+
+    @property
     def last(self) -> int:
         return self.first + self.replicas * self.plan.ranks - 1
 

@@ -92,19 +92,39 @@ def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
         if host in groups.trainers:
             mistakes += _check_role(spec, role, nodes, flows)
         elif host not in groups.inference_ranks:
-            known = [*groups.inference_ranks, *groups.trainers]
             mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
-                                       _where(spec, role), did_you_mean(host, [*known, ROLLOUT], "Ranks")))
-        else:
-            split = next((node for other in groups.on_ranks_of(host) for node in _nodes_of(spec, bound, chain, [other])[
-                other] if node in spec.run.layouts), None)
-            odd = next((node for node in nodes if node in spec.run.layouts
-                        and spec.run.layouts[node] != spec.run.layouts[split or node]), None)
-            if odd:
-                mistakes.append(Diagnostic(f"nodes `{split}` and `{odd}` are on the same ranks, which take prompts as "
-                                           "they get free, and `layouts` splits their models differently",
-                                           spec.run_source.location(("layouts", odd)), "Give both the same."))
+                                       _where(spec, role), _host_hint(spec, role, host)))
+    for host in groups.inference_ranks:
+        here = _nodes_of(spec, bound, chain, groups.on_ranks_of(host))
+        first, *others = [node for nodes in here.values() for node in nodes if node in spec.run.layouts] or [""]
+        if odd := next((node for node in others if spec.run.layouts[node] != spec.run.layouts[first]), None):
+            mistakes.append(Diagnostic(f"nodes `{first}` and `{odd}` are on the same ranks, which take prompts as they "
+                                       "get free, and `layouts` lays them out differently",
+                                       spec.run_source.location(("layouts", odd)),
+                                       f"Leave `{odd}` out of `layouts`: it is laid out as `{first}` then."))
     return mistakes
+
+
+def _host_hint(spec: Spec, role: str, host: str) -> str:
+    """Return what to write where the host of a role has no ranks of its own."""
+    groups, seen = spec.run.groups, {role}
+    if host not in {*spec.dag.roles, *groups.inference}:
+        return did_you_mean(host, [*groups.inference_ranks, *groups.trainers, ROLLOUT], "Ranks")
+    while host in groups.beside and host not in seen:
+        seen.add(host)
+        host = groups.beside[host]
+    with_ranks = host in groups.inference_ranks or host in groups.trainers
+    there = ROLLOUT if host in groups.on_rollouts or host == ROLLOUT else host if with_ranks else 1
+    return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"
+
+
+def with_one_layout(spec: Spec, nodes: Iterable[str]) -> Spec:
+    """Return the settings in which the nodes of one group, in the order of the chain, are laid out as the first of them
+    that `layouts` names: a rank puts what all of them have written for the same rows."""
+    layouts = spec.run.layouts
+    named = [layouts[node] for node in nodes if node in layouts][:1]
+    same = {node: layout for node in nodes for layout in named}
+    return replace(spec, run=spec.run.model_copy(update={"layouts": {**layouts, **same}}))
 
 
 def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str],

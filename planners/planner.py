@@ -26,6 +26,7 @@ from planners.groups import (
     of_rollout,
     of_trainer,
 )
+from planners.inference import with_one_layout
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
@@ -112,6 +113,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     """Return the plan of ranks that run the whole DAG together, or of one group."""
     bound, flows, training, samples = draft.bound, draft.flows, group == TRAINER, group == ROLLOUT
     own = halves.own(group) if halves else frozenset(draft.chain)
+    if group.startswith(INFERENCE):
+        spec = with_one_layout(spec, [node for node in draft.chain if node in own])
     elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)

@@ -261,8 +261,28 @@ def test_frozen_roles_may_have_ranks_together(dag_of):
     _, sharded = planned(dag, 4, BESIDE, "layouts.reference.dp=2")
     assert (sharded.groups[2].replicas, sharded.groups[2].plan.ranks) == (1, 2)
     assert {task.layout for task in sharded.groups[2].plan.chain(0)} == {Layout(2)}
-    with pytest.raises(InvalidInput, match="`layouts` splits their models differently"):
-        planned(dag, 4, BESIDE, "layouts={reference: {dp: 2}, judged: {dp: 1}}")
+    for odd in ("{reference: {dp: 2}, judged: {dp: 1}}", "{reference: {dp: 2, rows: [2, 1]}, judged: {dp: 2}}"):
+        with pytest.raises(InvalidInput, match="`layouts` lays them out differently"):
+            planned(dag, 4, BESIDE, f"layouts={odd}")
+
+
+@pytest.mark.parametrize("named", ["reference", "judged"])
+@pytest.mark.parametrize(("asked", "layout"), [
+    ("{tp: 2}", Layout(1, tp=2)), ("{dp: 2, rows: [2, 1]}", Layout(2, rows=(2, 1)))])
+def test_all_nodes_of_such_ranks_are_laid_out_alike(dag_of, named, asked, layout):
+    """A rank puts for the same rows what all of them write."""
+    dag = dag_of({"judged": seen("judge")}, ["judge"])
+    _, made = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}", "roles.actor.model.kv_heads=2")
+    group = made.groups[2]
+    assert {task.node: task.layout for task in group.plan.chain(0)} == {"reference": layout, "judged": layout}
+    assert (group.replicas, group.plan.ranks) == (1, 2)
+
+
+def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_of, monkeypatch):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    dag = dag_of({"judged": seen("judge")}, ["judge"])
+    with pytest.raises(InvalidInput, match="node `reference` wants pp 2 of `engine: fsdp`"):
+        planned(dag, 4, BESIDE, "layouts.judged.pp=2", "roles.judge.engine=megatron")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -276,6 +296,10 @@ def test_frozen_roles_may_be_beside_one_that_trains(mode):
 @pytest.mark.parametrize(("groups", "says", "remedy"), [
     ("{inference: {reference: judge}}", "role `reference` is to be on the ranks of `judge`, which has none of its own",
      "Ranks: rollout"),
+    ("{inference: {reference: reference}}", "which has none of its own", "inference: {reference: 1}"),
+    ("{inference: {reference: critic}}", "which has none of its own", "inference: {reference: 1}"),
+    ("{trainers: {critic: 1}, inference: {reward: critic, reference: reward}}", "on the ranks of `reward`",
+     "inference: {reference: critic}"),
     ("{inference: {reference: rollouts}}", "to be on the ranks of `rollouts`", "Did you mean `rollout`?"),
     ("{trainers: {critic: 1}, inference: {reference: critics}}", "on the ranks of `critics`", "Did you mean `critic`?"),
     ("{trainers: {critic: 1}, inference: {actor: critic}}", "role `actor` cannot have ranks that only infer: it is "
