@@ -80,7 +80,7 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     sampling = [node for node in chain if node in bound and bound[node].samples]
     nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
     trainer, model, found = _sizes(spec, sampling, ranks)
-    found += [*check_on_rollouts(spec, bound, chain, flows), *check_beside(spec, bound, chain, flows)]
+    found += [*check_on_rollouts(spec, bound, chain, flows, model.width), *check_beside(spec, bound, chain, flows)]
     first = ranks - spec.run.groups.of_roles
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))

@@ -24,6 +24,7 @@ from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import INFERENCE, KEEP, MEASURED, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
+from planners.placement import can_leave_out
 from planners.resampling import draws_of
 
 _refusal = functools.partial(refused_role, key="inference")
@@ -128,8 +129,9 @@ def with_one_layout(spec: Spec, nodes: Iterable[str]) -> Spec:
 
 
 def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
-                      flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
-    """Check the roles that ranks which sample are to compute, as all do in mode sync."""
+                      flows: Mapping[str, NodeColumns], width: int = 1) -> list[Diagnostic]:
+    """Check the roles that ranks which sample are to compute, as all do in mode sync. `width`: how many share the model
+    with which they sample."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     for role in nodes:
@@ -143,6 +145,13 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),
                                        f"Leave `{split}` out of `layouts`."))
+        elif width > 1 and (own := spec.settings_of(role)) and not can_leave_out(spec, role, False, Layout(width)):
+            key, wants = ("replicas", "replicas: 1") if own.engine == "fsdp" else ("engine", "engine: fsdp")
+            what = (f"role `{role}` is to be computed by the first of {width} ranks that share the model with which "
+                    f"they sample, which needs  {wants}")
+            mistakes.append(Diagnostic(what, spec.run_source.location(("roles", role, key)),
+                                       f"Instead:  roles.{role}.{wants}  , or ranks of its own:  groups: {{inference: "
+                                       f"{{{role}: 1}}}}"))
     return mistakes
 
 

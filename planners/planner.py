@@ -36,8 +36,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = _draft(spec)
     if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.beside):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
-        made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
-        return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
+        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
     sync = spec.run.mode == "sync"
     halves, mistakes = (cut_roles if sync else cut)(spec, draft.bound, draft.chain, draft.flows, ranks)
     first, end = ranks - spec.run.groups.of_roles, ranks - sum(spec.run.groups.trainers.values())
@@ -49,8 +48,7 @@ def plan(spec: Spec, ranks: int) -> Plan:
     rollout = None if sync else _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
     inference = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.inference]
     trainers = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.trainers]
-    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers)
-                                                   for item in memory.of_snapshots(spec, each.memory)))
+    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers) for item in each.host_memory))
     return replace(joined(trainer, rollout, inference, trainers, halves, ranks), host_memory=held)
 
 
@@ -123,9 +121,10 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
-    items = () if mistakes else memory.estimate(
-        spec, roles, generating, engines, not samples, _validated(spec, draft, group)) if samples or not some else \
-        memory.of_fullest_rank(spec, roles, generating, engines, ranks)
+    kinds = [] if mistakes else [memory.estimate(
+        spec, roles, generating, engines, not samples, _validated(spec, draft, group))] if samples or not some else \
+        memory.of_each_kind(spec, roles, generating, engines, ranks)
+    items = max(kinds, key=memory.needed, default=())
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
@@ -149,7 +148,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
             of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
-                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())))
+                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())),
+                host_memory=memory.of_snapshots(spec, kinds))
 
 
 def _on_some(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,

@@ -241,6 +241,17 @@ def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
     assert whole == 2 * next(item.bytes for item in group.plan.memory if item.name == "actor: rollout weights")
 
 
+@pytest.mark.parametrize(("more", "wants"), [
+    (("roles.reference.replicas=2",), "replicas: 1"), (("roles.actor.replicas=2",), "replicas: 1"),
+    (("roles.reference.engine=megatron",), "engine: fsdp")])
+def test_engines_that_need_all_ranks_of_a_split_rollout_are_refused(monkeypatch, more, wants):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0" if engine == "vllm" else "0.16.1")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=2")
+    with pytest.raises(InvalidInput, match=f"the first of 2 ranks .* needs  {wants}") as error:
+        planned("grpo.yaml", 4, *split, "groups.inference={reference: rollout}", *more)
+    assert f"roles.reference.{wants}" in error.value.mistakes[0].hint
+
+
 def chains(made) -> dict[str, list[str]]:
     """The nodes with a model that each group runs itself, sorted."""
     return {group.name: sorted(task.node for task in group.plan.chain(0) if task.type != "COMPUTE")
