@@ -28,7 +28,8 @@ class Groups(Document):
     inference: dict[str, InferenceRanks] = {}
     """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
     own, as {reference: 1}; those that another role has of its own here or in `trainers`, as {reward: reference}; or in
-    mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as it comes, but by trainers."""
+    mode async the ranks that sample, as {reference: rollout}. They compute prompt by prompt; ranks of `trainers`
+    wait for the whole step."""
     trainers: dict[str, PositiveInt] = {}
     """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
     train the others, on the same rows in the same steps."""
