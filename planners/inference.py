@@ -1,7 +1,7 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
     {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
-    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_beside` checks
+    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_colocated_roles` checks
     {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
                        `check_on_rollouts` checks, `groups.py` cuts
 
@@ -33,8 +33,8 @@ _where = functools.partial(role_location, key="inference")
 
 @dataclass(frozen=True)
 class InferenceCut:
-    """Nodes of a role that is only read, and of roles beside it, and the ranks that have `replicas` of their models,
-    from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
+    """Nodes of a role that is only read, and of roles colocated with it, and the ranks that have `replicas` of their
+    models, from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
 
     role: str
     nodes: frozenset[str]
@@ -58,7 +58,8 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
     one. `rollout`: the nodes of the rollout group."""
     groups = spec.run.groups
-    each = _nodes_of(spec, bound, chain, [role for host in groups.inference_ranks for role in groups.on_ranks_of(host)])
+    roles = [role for host in groups.inference_ranks for role in groups.roles_on_ranks_of(host)]
+    each = _nodes_of(spec, bound, chain, roles)
     mistakes = [mistake for role in each for mistake in _check_role(spec, role, each[role], flows)]
     ahead = {*rollout}
     unfit = {role for role in each if any(_check_role(spec, role, each[role], flows))}
@@ -67,7 +68,7 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
         if why := drops or why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
-    nodes = {host: [node for node in chain if any(node in each[role] for role in groups.on_ranks_of(host))]
+    nodes = {host: [node for node in chain if any(node in each[role] for role in groups.roles_on_ranks_of(host))]
              for host in groups.inference_ranks}
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
     if waiting:
@@ -84,11 +85,11 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     return tuple(cuts), mistakes
 
 
-def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
                  flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
     """Check the roles that are to be on the ranks which another role has of its own."""
     groups, mistakes = spec.run.groups, []
-    for role, host in groups.beside.items():
+    for role, host in groups.colocated_with.items():
         nodes = _nodes_of(spec, bound, chain, [role])[role]
         if host in groups.trainers:
             mistakes += _check_role(spec, role, nodes, flows)
@@ -96,7 +97,7 @@ def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
             mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
                                        _where(spec, role), _host_hint(spec, role, host)))
     for host in groups.inference_ranks:
-        here = _nodes_of(spec, bound, chain, groups.on_ranks_of(host))
+        here = _nodes_of(spec, bound, chain, groups.roles_on_ranks_of(host))
         first, *others = [node for nodes in here.values() for node in nodes if node in spec.run.layouts] or [""]
         if odd := next((node for node in others if spec.run.layouts[node] != spec.run.layouts[first]), None):
             mistakes.append(Diagnostic(f"nodes `{first}` and `{odd}` are on the same ranks, which take prompts as they "
@@ -111,9 +112,9 @@ def _host_hint(spec: Spec, role: str, host: str) -> str:
     groups, seen = spec.run.groups, {role}
     if host not in {*spec.dag.roles, *groups.inference}:
         return did_you_mean(host, [*groups.inference_ranks, *groups.trainers, ROLLOUT], "Ranks")
-    while host in groups.beside and host not in seen:
+    while host in groups.colocated_with and host not in seen:
         seen.add(host)
-        host = groups.beside[host]
+        host = groups.colocated_with[host]
     with_ranks = host in groups.inference_ranks or host in groups.trainers
     there = ROLLOUT if host in groups.on_rollouts or host == ROLLOUT else host if with_ranks else 1
     return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"

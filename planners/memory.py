@@ -126,7 +126,7 @@ def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: La
                  ranks: int) -> list[tuple[MemoryItem, ...]]:
     """Return the memory items of each kind of rank, of `ranks` that train: those whose share of an engine's layout has
     0 rows have nothing of it."""
-    there = {engine: {*layouts[engine].ranks_with_rows} for engine in product(roles, (False, True))}
+    there = {engine: {*layouts[engine].active_ranks} for engine in product(roles, (False, True))}
     held = dict.fromkeys(tuple(engine for engine in there if rank in there[engine]) for rank in range(ranks))
     found = []
     for own in held:
@@ -276,7 +276,7 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
     outputs = shape.labels or shape.vocabulary
     width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
-    own = replace(own, dp=len(own.with_rows), rows=())
+    own = replace(own, dp=len(own.active_shares), rows=())
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role) is not None
     shares = has_adapters and settings.rollout not in _PAGED

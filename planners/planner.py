@@ -34,7 +34,7 @@ from planners.resampling import after_drawing, draws_of
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
-    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.beside):
+    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.colocated_with):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
         return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
     sync = spec.run.mode == "sync"
@@ -117,7 +117,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
-    some = {} if mistakes else _on_some(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
+    some = {} if mistakes else _partial_models(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
@@ -152,14 +152,14 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
                 host_memory=memory.of_snapshots(spec, kinds))
 
 
-def _on_some(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
+def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
              group: str) -> dict[tuple[str, bool], Layout]:
     """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
     roles = _engine_roles(spec, layouts)
     if group == ROLLOUT:
         return placement.on_first(set(roles) - _generating(spec, draft.bound), ranks)
     fused = halves.fused if halves else ()
-    return placement.engines_on_some(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
+    return placement.partial_engines(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
 
 
 def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:

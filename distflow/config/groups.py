@@ -53,13 +53,13 @@ class Groups(Document):
         return [role for role, ranks in self.inference.items() if ranks == "rollout"]
 
     @property
-    def beside(self) -> dict[str, str]:
+    def colocated_with(self) -> dict[str, str]:
         """Roles that are only read, and computed by the ranks that another role has of its own: that role, by role."""
         return {role: other for role, other in self.inference.items() if isinstance(other, str) and other != "rollout"}
 
-    def on_ranks_of(self, role: str) -> list[str]:
-        """Return a role that has ranks of its own, and the roles beside it."""
-        return [role, *(other for other, host in self.beside.items() if host == role)]
+    def roles_on_ranks_of(self, role: str) -> list[str]:
+        """Return a role that has ranks of its own, and the roles colocated with it."""
+        return [role, *(other for other, host in self.colocated_with.items() if host == role)]
 
     @field_validator("rollout")
     @classmethod

@@ -235,7 +235,7 @@ def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
     group = made.groups[1]
     assert (group.replicas, group.plan.ranks) == (2, 2)
     assert "reference" in [task.node for task in group.plan.chain(0)]
-    assert group.plan.layout_of("reference", samples=False).ranks_with_rows == [0]
+    assert group.plan.layout_of("reference", samples=False).active_ranks == [0]
     assert group.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
     whole, = (item.bytes for item in group.plan.memory if item.name == "reference: weights")
     assert whole == 2 * next(item.bytes for item in group.plan.memory if item.name == "actor: rollout weights")
