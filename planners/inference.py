@@ -14,7 +14,7 @@ filter ahead of its nodes has dropped it does not compute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -120,11 +120,11 @@ def _host_hint(spec: Spec, role: str, host: str) -> str:
     return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"
 
 
-def with_one_layout(spec: Spec, nodes: Iterable[str]) -> Spec:
-    """Return the settings in which the nodes of one group, in the order of the chain, are laid out as the first of them
-    that `layouts` names: a rank puts what all of them have written for the same rows."""
+def with_one_layout(spec: Spec, chain: list[str], nodes: Collection[str]) -> Spec:
+    """Return the settings in which the nodes of a group are laid out as the first of them in the chain that `layouts`
+    names: a rank puts what all of them have written for the same rows."""
     layouts = spec.run.layouts
-    named = [layouts[node] for node in nodes if node in layouts][:1]
+    named = [layouts[node] for node in chain if node in nodes and node in layouts][:1]
     same = {node: layout for node in nodes for layout in named}
     return replace(spec, run=spec.run.model_copy(update={"layouts": {**layouts, **same}}))
 

@@ -46,7 +46,8 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves)
     rollout = None if sync else _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
-    inference = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.inference]
+    inference = [_lay_out(with_one_layout(spec, draft.chain, each.nodes), draft, each.ranks, halves, each.group)
+                 for each in halves.inference]
     trainers = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.trainers]
     held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers) for item in each.host_memory))
     return replace(joined(trainer, rollout, inference, trainers, halves, ranks), host_memory=held)
@@ -111,8 +112,6 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     """Return the plan of ranks that run the whole DAG together, or of one group."""
     bound, flows, training, samples = draft.bound, draft.flows, group == TRAINER, group == ROLLOUT
     own = halves.own(group) if halves else frozenset(draft.chain)
-    if group.startswith(INFERENCE):
-        spec = with_one_layout(spec, [node for node in draft.chain if node in own])
     elsewhere = frozenset(draft.chain) - own
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)
@@ -121,9 +120,8 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
-    kinds = [] if mistakes else [memory.estimate(
-        spec, roles, generating, engines, not samples, _validated(spec, draft, group))] if samples or not some else \
-        memory.of_each_kind(spec, roles, generating, engines, ranks)
+    kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, ranks) if not samples else \
+        [memory.estimate(spec, roles, generating, engines, False, _validated(spec, draft, group))]
     items = max(kinds, key=memory.needed, default=())
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
