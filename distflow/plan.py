@@ -101,13 +101,13 @@ class Layout:
         return self.first + self.dp * self.width - 1
 
     @property
-    def with_rows(self) -> list[int]:
+    def active_shares(self) -> list[int]:
         """The shares that have rows."""
         return [share for share in range(self.dp) if not self.proportion or self.proportion[share]]
 
     @property
-    def ranks_with_rows(self) -> list[int]:
-        shares = {*self.with_rows}
+    def active_ranks(self) -> list[int]:
+        shares = {*self.active_shares}
         return [rank for rank in range(self.first, self.last + 1) if self.share(rank) in shares]
 
     def leads(self, rank: int) -> bool:
@@ -190,7 +190,7 @@ class Plan:
     """Tasks that the trainer runs on a step's prompts as they come, while others are still sampled."""
     samplers: tuple[tuple[str, Layout], ...] = ()
     """Layouts, by role, of the models with which the trainer samples or validates."""
-    on_some: tuple[tuple[str, bool, Layout], ...] = ()
+    partial_models: tuple[tuple[str, bool, Layout], ...] = ()
     """Models, by role and whether they sample, that only the ranks with rows in these layouts have."""
     groups: tuple[Group, ...] = ()
     """Empty in sync mode. Else this plan only describes the whole, and each rank runs the plan of its group."""
@@ -230,8 +230,9 @@ class Plan:
     def layout_of(self, role: str, samples: bool) -> Layout:
         """Return how ranks together hold a role's model, in the engine that samples or in the one that trains; those
         whose share has 0 rows have nothing of it."""
-        if some := next((layout for name, sampler, layout in self.on_some if (name, sampler) == (role, samples)), None):
-            return some
+        parts = {(name, sampler): layout for name, sampler, layout in self.partial_models}
+        if part := parts.get((role, samples)):
+            return part
         if samples and (held := dict(self.samplers).get(role)):
             return held
         return whole([task.layout for task in self.tasks if task.role == role and task.samples == samples
@@ -261,6 +262,11 @@ class Group:
     def kind(self) -> str:
         """TRAINER, ROLLOUT or INFERENCE. Of several trainers, the first has no other name."""
         return self.name.partition(" ")[0]
+
+    @property
+    def role(self) -> str:
+        """The role whose ranks these are; "" of the first trainer and of rollouts."""
+        return self.name.partition(" ")[2]
 
     @property
     def last(self) -> int:

@@ -3,8 +3,8 @@
     group              nodes
     rollout            those that sample, with their inputs; COMPUTE nodes that read only columns of this group, such as
                        rewards; frozen roles with  groups: {inference: {ROLE: rollout}}
-    inference ROLE     a frozen role with ranks of its own, and others beside it (`planners.inference`)
-    trainer ROLE       a trained role with ranks of its own, and frozen ones beside it (`planners.trainers`)
+    inference ROLE     a frozen role with ranks of its own, and others colocated with it (`planners.inference`)
+    trainer ROLE       a trained role with ranks of its own, and frozen ones colocated with it (`planners.trainers`)
     trainer            all others; nodes in `layouts` that do not sample, and on rows that may have been dropped, too
 
 Between the groups, columns pass through the dock. A `row_wise` node of the trainer need not wait for the whole step: it
@@ -24,7 +24,7 @@ from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.check import refused_role
 from planners.columns import SHOWN, NodeColumns
-from planners.inference import InferenceCut, check_beside, check_on_rollouts, cut_inference, why_not
+from planners.inference import InferenceCut, check_colocated_roles, check_on_rollouts, cut_inference, why_not
 from planners.resampling import draws_of
 from planners.trainers import TrainerCut, cut_trainers
 from planners.transfers import row_bytes
@@ -80,7 +80,8 @@ def cut(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: dict[st
     sampling = [node for node in chain if node in bound and bound[node].samples]
     nodes, mistakes = _of_rollout(spec, bound, chain, flows, sampling)
     trainer, model, found = _sizes(spec, sampling, ranks)
-    found += [*check_on_rollouts(spec, bound, chain, flows), *check_beside(spec, bound, chain, flows)]
+    found += check_on_rollouts(spec, bound, chain, flows, model.width)
+    found += check_colocated_roles(spec, bound, chain, flows)
     first = ranks - spec.run.groups.of_roles
     inference, unfit = cut_inference(spec, bound, chain, flows, nodes, first)
     apart = nodes.union(*(each.nodes for each in inference))
@@ -138,7 +139,7 @@ def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: d
     """Cut only roles out of a run in mode sync, whose first ranks sample, and train all others."""
     first, groups = ranks - spec.run.groups.of_roles, spec.run.groups
     roles = {node: item.role for node, item in spec.dag.nodes.items() if item.type in ENGINE_TYPES}
-    infers, trains = ({role for host in hosts for role in groups.on_ranks_of(host)}
+    infers, trains = ({role for host in hosts for role in groups.roles_on_ranks_of(host)}
                       for hosts in (groups.inference_ranks, groups.trainers))
     before = {*itertools.takewhile(lambda node: roles.get(node) not in infers, chain)} & bound.keys()
     before = {node for node in before if roles.get(node) not in trains}
@@ -150,7 +151,7 @@ def cut_roles(spec: Spec, bound: dict[str, Contract], chain: list[str], flows: d
         mistakes.append(Diagnostic(what, spec.run_source.location(("groups",), key=True),
                                    f"Start {ranks - first + 1} ranks or more"))
     of_first = {node for node in chain if node in bound}.difference(*(each.nodes for each in (*inference, *trainers)))
-    mistakes += [*check_on_rollouts(spec, bound, chain, flows), *check_beside(spec, bound, chain, flows)]
+    mistakes += [*check_on_rollouts(spec, bound, chain, flows), *check_colocated_roles(spec, bound, chain, flows)]
     crossing = {node: names for own in (*(each.nodes for each in (*inference, *trainers)), of_first) for node in chain
                 if node in own and (names := _crossing(node, own, flows, (KEEP,)))}
     halves = GroupCut(frozenset(), crossing, frozenset(), tuple(chain), max(first, 1), 0, Layout(1), frozenset(),

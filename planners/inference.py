@@ -1,7 +1,7 @@
 """Moves frozen roles from the trainer to ranks of their own, or to the rollout ranks (`groups.inference`).
 
     {ROLE: N}          N ranks that only infer: `cut_inference` makes them a group with replicas of the model
-    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_beside` checks
+    {ROLE: OTHER}      the ranks that another role has so, or in `groups.trainers`: `check_colocated_roles` checks
     {ROLE: rollout}    the ranks that sample, each with the whole model, or the first of those that share a rollout's:
                        `check_on_rollouts` checks, `groups.py` cuts
 
@@ -14,7 +14,7 @@ filter ahead of its nodes has dropped it does not compute.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from distflow.config.load import Spec
@@ -24,6 +24,7 @@ from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import INFERENCE, KEEP, MEASURED, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
+from planners.placement import can_leave_out
 from planners.resampling import draws_of
 
 _refusal = functools.partial(refused_role, key="inference")
@@ -32,8 +33,8 @@ _where = functools.partial(role_location, key="inference")
 
 @dataclass(frozen=True)
 class InferenceCut:
-    """Nodes of a role that is only read, and of roles beside it, and the ranks that have `replicas` of their models,
-    from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
+    """Nodes of a role that is only read, and of roles colocated with it, and the ranks that have `replicas` of their
+    models, from `first` on. `filters`: nodes of the rollouts that have dropped rows by then."""
 
     role: str
     nodes: frozenset[str]
@@ -57,7 +58,8 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     """Return the groups of `groups.inference`, with ranks from `first` on, in an order in which none waits for a later
     one. `rollout`: the nodes of the rollout group."""
     groups = spec.run.groups
-    each = _nodes_of(spec, bound, chain, [role for host in groups.inference_ranks for role in groups.on_ranks_of(host)])
+    roles = [role for host in groups.inference_ranks for role in groups.roles_on_ranks_of(host)]
+    each = _nodes_of(spec, bound, chain, roles)
     mistakes = [mistake for role in each for mistake in _check_role(spec, role, each[role], flows)]
     ahead = {*rollout}
     unfit = {role for role in each if any(_check_role(spec, role, each[role], flows))}
@@ -66,7 +68,7 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
         if why := drops or why_not(spec, bound, chain, flows, node, ahead):
             mistakes.append(_refusal(spec, spec.dag.nodes[node].role, f"node `{node}` {why}", node))
         ahead.add(node)
-    nodes = {host: [node for node in chain if any(node in each[role] for role in groups.on_ranks_of(host))]
+    nodes = {host: [node for node in chain if any(node in each[role] for role in groups.roles_on_ranks_of(host))]
              for host in groups.inference_ranks}
     order, waiting = _ordered({role: _waits_for(nodes, role, flows) for role in nodes})
     if waiting:
@@ -83,33 +85,54 @@ def cut_inference(spec: Spec, bound: Mapping[str, Contract], chain: list[str], f
     return tuple(cuts), mistakes
 
 
-def check_beside(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
+def check_colocated_roles(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
                  flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
     """Check the roles that are to be on the ranks which another role has of its own."""
     groups, mistakes = spec.run.groups, []
-    for role, host in groups.beside.items():
+    for role, host in groups.colocated_with.items():
         nodes = _nodes_of(spec, bound, chain, [role])[role]
         if host in groups.trainers:
             mistakes += _check_role(spec, role, nodes, flows)
         elif host not in groups.inference_ranks:
-            known = [*groups.inference_ranks, *groups.trainers]
             mistakes.append(Diagnostic(f"role `{role}` is to be on the ranks of `{host}`, which has none of its own",
-                                       _where(spec, role), did_you_mean(host, [*known, ROLLOUT], "Ranks")))
-        else:
-            split = next((node for other in groups.on_ranks_of(host) for node in _nodes_of(spec, bound, chain, [other])[
-                other] if node in spec.run.layouts), None)
-            odd = next((node for node in nodes if node in spec.run.layouts
-                        and spec.run.layouts[node] != spec.run.layouts[split or node]), None)
-            if odd:
-                mistakes.append(Diagnostic(f"nodes `{split}` and `{odd}` are on the same ranks, which take prompts as "
-                                           "they get free, and `layouts` splits their models differently",
-                                           spec.run_source.location(("layouts", odd)), "Give both the same."))
+                                       _where(spec, role), _host_hint(spec, role, host)))
+    for host in groups.inference_ranks:
+        here = _nodes_of(spec, bound, chain, groups.roles_on_ranks_of(host))
+        first, *others = [node for nodes in here.values() for node in nodes if node in spec.run.layouts] or [""]
+        if odd := next((node for node in others if spec.run.layouts[node] != spec.run.layouts[first]), None):
+            mistakes.append(Diagnostic(f"nodes `{first}` and `{odd}` are on the same ranks, which take prompts as they "
+                                       "get free, and `layouts` lays them out differently",
+                                       spec.run_source.location(("layouts", odd)),
+                                       f"Leave `{odd}` out of `layouts`: it is laid out as `{first}` then."))
     return mistakes
 
 
+def _host_hint(spec: Spec, role: str, host: str) -> str:
+    """Return what to write where the host of a role has no ranks of its own."""
+    groups, seen = spec.run.groups, {role}
+    if host not in {*spec.dag.roles, *groups.inference}:
+        return did_you_mean(host, [*groups.inference_ranks, *groups.trainers, ROLLOUT], "Ranks")
+    while host in groups.colocated_with and host not in seen:
+        seen.add(host)
+        host = groups.colocated_with[host]
+    with_ranks = host in groups.inference_ranks or host in groups.trainers
+    there = ROLLOUT if host in groups.on_rollouts or host == ROLLOUT else host if with_ranks else 1
+    return f"Instead:  groups: {{inference: {{{role}: {there}}}}}"
+
+
+def with_one_layout(spec: Spec, chain: list[str], nodes: Collection[str]) -> Spec:
+    """Return the settings in which the nodes of a group are laid out as the first of them in the chain that `layouts`
+    names: a rank puts what all of them have written for the same rows."""
+    layouts = spec.run.layouts
+    named = [layouts[node] for node in chain if node in nodes and node in layouts][:1]
+    same = {node: layout for node in nodes for layout in named}
+    return replace(spec, run=spec.run.model_copy(update={"layouts": {**layouts, **same}}))
+
+
 def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str],
-                      flows: Mapping[str, NodeColumns]) -> list[Diagnostic]:
-    """Check the roles that ranks which sample are to compute, as all do in mode sync."""
+                      flows: Mapping[str, NodeColumns], width: int = 1) -> list[Diagnostic]:
+    """Check the roles that ranks which sample are to compute, as all do in mode sync. `width`: how many share the model
+    with which they sample."""
     nodes = _nodes_of(spec, bound, chain, spec.run.groups.on_rollouts)
     mistakes = [mistake for role in nodes for mistake in _check_role(spec, role, nodes[role], flows)]
     for role in nodes:
@@ -123,6 +146,13 @@ def check_on_rollouts(spec: Spec, bound: Mapping[str, Contract], chain: list[str
             mistakes.append(Diagnostic(f"node `{split}` is computed by ranks that sample (`groups.inference`), each of "
                                        "which has its whole model", spec.run_source.location(("layouts", split)),
                                        f"Leave `{split}` out of `layouts`."))
+        elif width > 1 and (own := spec.settings_of(role)) and not can_leave_out(spec, role, False, Layout(width)):
+            key, wants = ("replicas", "replicas: 1") if own.engine == "fsdp" else ("engine", "engine: fsdp")
+            what = (f"role `{role}` is to be computed by the first of {width} ranks that share the model with which "
+                    f"they sample, which needs  {wants}")
+            mistakes.append(Diagnostic(what, spec.run_source.location(("roles", role, key)),
+                                       f"Instead:  roles.{role}.{wants}  , or ranks of its own:  groups: {{inference: "
+                                       f"{{{role}: 1}}}}"))
     return mistakes
 
 

@@ -122,11 +122,11 @@ def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
     return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
 
 
-def of_fullest_rank(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
-                    ranks: int) -> tuple[MemoryItem, ...]:
-    """Return the memory items of the rank that needs most, of `ranks` that train; those whose share of an engine's
-    layout has 0 rows have nothing of it."""
-    there = {engine: {*layouts[engine].ranks_with_rows} for engine in product(roles, (False, True))}
+def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+                 ranks: int) -> list[tuple[MemoryItem, ...]]:
+    """Return the memory items of each kind of rank, of `ranks` that train: those whose share of an engine's layout has
+    0 rows have nothing of it."""
+    there = {engine: {*layouts[engine].active_ranks} for engine in product(roles, (False, True))}
     held = dict.fromkeys(tuple(engine for engine in there if rank in there[engine]) for rank in range(ranks))
     found = []
     for own in held:
@@ -134,7 +134,7 @@ def of_fullest_rank(spec: Spec, roles: list[str], generating: set[str], layouts:
         sampled &= generating
         found.append(estimate(spec, [role for role in roles if role in trained | sampled], sampled, layouts,
                               alone=sampled - trained))
-    return max(filter(None, found), key=needed, default=())
+    return found
 
 
 def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, training: bool = True,
@@ -167,10 +167,14 @@ def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
     return MemoryItem("dock: samples", limit, formula), MemoryItem("dock: copy, where ranks sample", 2 * limit, copy)
 
 
-def of_snapshots(spec: Spec, items: Iterable[MemoryItem]) -> tuple[MemoryItem, ...]:
-    """Return what the copies of the training state after the last two steps take of host memory, for each rank."""
-    if not spec.run.robust.snapshots:
-        return ()
+def of_snapshots(spec: Spec, kinds: Iterable[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
+    """Return what the copies of the training state after the last two steps take of host memory, for each rank of the
+    kind that keeps most; `kinds`: the memory items of each."""
+    found = map(_snapshots, kinds) if spec.run.robust.snapshots else ()
+    return max(found, key=lambda items: sum(item.bytes for item in items), default=())
+
+
+def _snapshots(items: Iterable[MemoryItem]) -> tuple[MemoryItem, ...]:
     kept = {item.name: item.bytes * 3 // 4 if item.name.endswith(": training state") else item.bytes for item in items
             if item.name.endswith((": training state", ": following weights"))}
     what = {": training state": "the training state less its gradients", ": following weights": "weights that follow"}
@@ -272,7 +276,7 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
     outputs = shape.labels or shape.vocabulary
     width = _width(shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
-    own = replace(own, dp=len(own.with_rows), rows=())
+    own = replace(own, dp=len(own.active_shares), rows=())
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role) is not None
     shares = has_adapters and settings.rollout not in _PAGED

@@ -4,7 +4,7 @@ A model is split alike for all nodes that compute with the same engine: those of
 those that sample another. A node that the run file does not name follows another one of its engine, and a frozen copy
 without settings of its own the role that it copies. Rows of measured shares stay there for nodes without a model.
 
-A model is on the ranks that have rows of any of its engine's nodes (`engines_on_some`), if the engine can leave out the
+A model is on the ranks that have rows of any of its engine's nodes (`partial_engines`), if the engine can leave out the
 others: FSDP without `cp` and `replicas`, and transformers' rollouts. Else those have shares of 0 rows, and their part
 of the model.
 """
@@ -127,7 +127,7 @@ def engine_layouts(spec: Spec, roles: list[str], layouts: dict[str, Layout], sam
             for role in roles for samples in (False, True)}
 
 
-def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
+def partial_engines(spec: Spec, roles: Collection[str], layouts: Mapping[str, Layout], sampling: Collection[str],
                     ranks: int, fused: Collection[str] = ()) -> dict[tuple[str, bool], Layout]:
     """Return the layouts, with 0 rows for the shares of all other ranks, of the engines of which only some of `ranks`
     have rows, by role and whether they sample. `fused`: nodes whose rows go to whichever rank is free."""
@@ -137,7 +137,7 @@ def engines_on_some(spec: Spec, roles: Collection[str], layouts: Mapping[str, La
                and owner_of(spec, node.role) == owner_of(spec, role) and (name in sampling) == samples]
         own = [name for name in own if not samples or spec.dag.nodes[name].role == role]
         model = whole([layouts[name] for name in own], ranks)
-        used = {rank for name in own for rank in layouts[name].ranks_with_rows}
+        used = {rank for name in own for rank in layouts[name].active_ranks}
         marks = tuple(int(model.leader(share) in used) for share in range(model.dp))
         if own and 0 in marks and not set(own).intersection(fused) and can_leave_out(spec, role, samples, model):
             found[role, samples] = replace(model, rows=marks)

@@ -26,6 +26,7 @@ from planners.groups import (
     of_rollout,
     of_trainer,
 )
+from planners.inference import with_one_layout
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
@@ -33,10 +34,9 @@ from planners.resampling import after_drawing, draws_of
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
     draft = _draft(spec)
-    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.beside):
+    if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.colocated_with):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
-        made = _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
-        return replace(made, host_memory=memory.of_snapshots(spec, made.memory))
+        return _lay_out(spec, replace(draft, mistakes=[*draft.mistakes, *mistakes]), ranks)
     sync = spec.run.mode == "sync"
     halves, mistakes = (cut_roles if sync else cut)(spec, draft.bound, draft.chain, draft.flows, ranks)
     first, end = ranks - spec.run.groups.of_roles, ranks - sum(spec.run.groups.trainers.values())
@@ -46,10 +46,10 @@ def plan(spec: Spec, ranks: int) -> Plan:
     draft = replace(draft, mistakes=[*draft.mistakes, *mistakes])
     trainer = _lay_out(spec, draft, halves.trainer, halves)
     rollout = None if sync else _lay_out(spec, draft, halves.model.width, halves, ROLLOUT)
-    inference = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.inference]
+    inference = [_lay_out(with_one_layout(spec, draft.chain, each.nodes), draft, each.ranks, halves, each.group)
+                 for each in halves.inference]
     trainers = [_lay_out(spec, draft, each.ranks, halves, each.group) for each in halves.trainers]
-    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers)
-                                                   for item in memory.of_snapshots(spec, each.memory)))
+    held = (*memory.of_dock(spec, trainer.dock), *(item for each in (trainer, *trainers) for item in each.host_memory))
     return replace(joined(trainer, rollout, inference, trainers, halves, ranks), host_memory=held)
 
 
@@ -116,13 +116,13 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     layouts, mistakes = placement.place_nodes(spec, ranks, draft.sampling, elsewhere, training)
     roles = _engine_roles(spec, own)
     generating = _generating(spec, bound) if _has_sampler(spec, halves, group) else set()
-    some = {} if mistakes else _on_some(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
+    some = {} if mistakes else _partial_models(spec, draft, {node: layouts[node] for node in own}, ranks, halves, group)
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
-    items = () if mistakes else memory.estimate(
-        spec, roles, generating, engines, not samples, _validated(spec, draft, group)) if samples or not some else \
-        memory.of_fullest_rank(spec, roles, generating, engines, ranks)
+    kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, ranks) if not samples else \
+        [memory.estimate(spec, roles, generating, engines, False, _validated(spec, draft, group))]
+    items = max(kinds, key=memory.needed, default=())
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
         raise InvalidInput(sorted(dict.fromkeys(mistakes), key=_position))
@@ -146,17 +146,18 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
             of_arriving(tasks, halves, own)
     notes = notes_of(spec, bound, flows, _generating(spec, bound)) + (halves.notes(spec) if halves and training else ())
     return Plan(spec.dag.name, spec.run.mode, ranks, tasks, source, draft.added, items, notes, _inputs(spec), dock,
-                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())))
+                early, tuple(samplers.items()), tuple((*engine, layout) for engine, layout in sorted(some.items())),
+                host_memory=memory.of_snapshots(spec, kinds))
 
 
-def _on_some(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
+def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
              group: str) -> dict[tuple[str, bool], Layout]:
     """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
     roles = _engine_roles(spec, layouts)
     if group == ROLLOUT:
         return placement.on_first(set(roles) - _generating(spec, draft.bound), ranks)
     fused = halves.fused if halves else ()
-    return placement.engines_on_some(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
+    return placement.partial_engines(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
 
 
 def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:

@@ -28,8 +28,8 @@ _where = functools.partial(role_location, key="trainers")
 
 @dataclass(frozen=True)
 class TrainerCut:
-    """Nodes that compute with the model of a trained role, and of frozen ones beside it, and its `ranks`, from `first`
-    on."""
+    """Nodes that compute with the model of a trained role, and of frozen ones colocated with it, and its `ranks`, from
+    `first` on."""
 
     role: str
     nodes: frozenset[str]
@@ -48,7 +48,7 @@ def cut_trainers(spec: Spec, bound: Mapping[str, Contract], chain: list[str], fl
     cuts, mistakes = [], []
     groups = spec.run.groups
     of = {role: [node for node in chain if node in bound and spec.dag.nodes[node].type in ENGINE_TYPES
-                 and spec.dag.nodes[node].role in groups.on_ranks_of(role)] for role in groups.trainers}
+                 and spec.dag.nodes[node].role in groups.roles_on_ranks_of(role)] for role in groups.trainers}
     of_first = [node for node in chain if node in bound and node not in elsewhere.union(*of.values())]
     for role, ranks in groups.trainers.items():
         before = chain[: min((chain.index(node) for node in of[role]), default=0)]

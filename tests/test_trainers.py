@@ -59,6 +59,8 @@ BESIDE = {
     "the critic": (2, "mode=sync", "groups={trainers: {critic: 1}, inference: {reference: critic, teacher: critic}}"),
     "the critic, async": (3, "mode=async", "groups={rollout: 1, trainers: {critic: 1}, inference: {teacher: critic}}"),
     "each other": (3, "mode=sync", "groups={inference: {reference: 2, teacher: reference}}"),
+    "each other, split": (3, "mode=sync", "groups={inference: {reference: 2, teacher: reference}}",
+                          "layouts.reference.tp=2"),
     "each other, async": (4, "mode=async", "groups={rollout: 1, inference: {reference: 2, teacher: reference}}")}
 
 
@@ -71,11 +73,12 @@ def test_frozen_roles_may_be_beside_another(ppo, workspace, case):
     reward = next(line for line in dag.splitlines() if line.startswith("  reward: "))
     judged = '  reward:    {role: reward, type: COMPUTE, function: "likely:likely", dependencies: [teacher]}'
     (workspace / "ppo.yaml").write_text(dag.replace(reward, TEACHER + judged))
-    ranks, mode, groups = BESIDE[case]
+    ranks, *settings = BESIDE[case]
     where = "trainer" if "critic" in case else "inference"
     killed = f"faults=[{{kind: kill, group: {where}, rank: {ranks - 1}, phase: inference, step: 2}}]"
-    together = ppo(1, "together", "--set", "mode=sync")
-    apart = ppo(ranks, "apart", *STRICT, "--set", mode, "--set", groups, "--set", killed)
+    heads = ("--set", "roles.actor.model.kv_heads=2")
+    together = ppo(1, "together", *heads, "--set", "mode=sync")
+    apart = ppo(ranks, "apart", *heads, *STRICT, *(part for each in (*settings, killed) for part in ("--set", each)))
     assert together.keys() == apart.keys() == {1, 2, 3}
     for step, metric in ((step, metric) for step in together for metric in ("loss", "grad_norm", *OF_CRITIC)):
         assert apart[step]["response/fingerprint"] == together[step]["response/fingerprint"]

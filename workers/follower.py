@@ -60,7 +60,7 @@ class _Exchange(Protocol):
 
     def receive_from(self, node: str, buffer: Databuffer) -> Iterator[Columns]: ...
 
-    def put_for_others(self, task: Task, written: Batch) -> None: ...
+    def put_for_others(self, task: Task, written: Batch, buffer: Databuffer) -> None: ...
 
 
 class TrainerBuffer(Databuffer):
@@ -92,14 +92,14 @@ class TrainerBuffer(Databuffer):
             if self.drawn is None:
                 part = self._in_form(part)
             if self.arrival.leads(self.rank):
-                self.source.put_for_others(task, part)
+                self.source.put_for_others(task, part, self)
         super().receive(arrived)
 
     def _in_form(self, part: Batch) -> Batch:
         """Return a part whose rows may all have been dropped with the columns that other ranks have. Collective."""
         mine = {name: (len(lengths), dtype_name(values.dtype), values.shape[1:])
                 for name, column in part.columns.items() for lengths, values in [levels(column)]}
-        forms = next(filter(None, gather_values(mine if len(part) else {})), {})
+        forms = next(filter(None, gather_values(mine if len(part) else {})), mine)
         return part if len(part) else Batch(part.ids, {name: of_levels(
             [torch.zeros(0, dtype=torch.int64)] * depth, torch.zeros((0, *shape), dtype=getattr(torch, dtype)))
             for name, (depth, dtype, shape) in forms.items()})

@@ -38,7 +38,7 @@ class InferenceContext:
         self.group, self.channel, self.executor, self.who, self.status = group, channel, executor, who, executor.status
         self.plan, self.rank, self.dock = group.plan, executor.rank, channel.dock(who)
         self.chain = self.plan.chain(self.rank)
-        self.role = self.chain[0].role
+        self.role = group.role
         self.arrived = ArrivedRows(self.plan, self.rank, loader, channel, limit)
         self.most = max(1, -(-channel.prompts // (2 * group.replicas))) * channel.rows
         """Rows of a lease: half of a fair share of a step, so that replicas end about together."""

@@ -73,7 +73,7 @@ def _meshes(plan: Plan, role: str, device: str, training: bool, sampling: bool) 
     """Return this rank's part of a role's meshes. Collective over all ranks."""
     layouts = [plan.layout_of(role, samples) for samples in (False, True)]
     trainer, rollout = (mesh_of(replace(layout, ep=1, layers=()), device) for layout in layouts)
-    ranks = [layout.ranks_with_rows for layout in layouts]
+    ranks = [layout.active_ranks for layout in layouts]
     route = WeightRoute(*ranks) if training and sampling and ranks[0] != ranks[1] else None
     return Meshes(trainer if training else None, rollout, layouts[0], route)
 

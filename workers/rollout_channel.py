@@ -30,7 +30,7 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
 from distflow.dock.process import ShardProcess, start
 from distflow.dock.selection import DockLayout
-from distflow.errors import EngineError
+from distflow.errors import ColumnError, EngineError
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
@@ -302,20 +302,28 @@ def rows_for_others(plan: Plan, buffer: Databuffer, rows: int, ids: Tensor) -> B
     lineage, columns = RowLineage(plan.tasks, plan.source), {}
     for move in plan.dock:
         task = lineage.tasks[move.producer]
-        found = columns_of(buffer.step_columns[task.node, task.layout], move.columns, ids,
-                           rows // lineage.times(task.out_fan))
+        written = buffer.step_columns[task.node, task.layout]
+        found = columns_of(task, written, move.columns, ids, rows // lineage.times(task.out_fan), buffer)
         columns |= {f"{task.node}/{name}": column for name, column in found.items()}
     return Batch(ids, columns)
 
 
-def columns_of(written: Batch, names: Iterable[str], ids: Tensor, times: int) -> dict[str, ColumnData]:
-    """Return columns for the rows `ids` [R], ascending, of which `times` stem from each row of `written`. Rows that
-    were dropped get those of another one, which nobody reads: a prompt's rows are put together."""
+def columns_of(task: Task, written: Batch, names: Iterable[str], ids: Tensor, times: int,
+               buffer: Databuffer) -> dict[str, ColumnData]:
+    """Return columns that a task has `written` for the rows `ids` [R], ascending, of which `times` stem from each of
+    its rows. Rows that `buffer` has dropped get those of another one, which nobody reads: a prompt's rows are put
+    together. Raises ColumnError: others are missing."""
+    wanted = ids // times
+    if torch.equal(written.ids, wanted):
+        return {name: written[name] for name in names}
+    missing = ~(torch.isin(wanted, written.ids) | buffer.dropped(wanted, task.out_fan))
+    if missing.any():
+        raise ColumnError(f"node `{task.node}` has not written {', '.join(names)} of the rows "
+                          f"{torch.unique(wanted[missing])[:5].tolist()}, which other ranks read and no node has "
+                          "dropped")
     if not len(written):
         return {name: _blank(written.columns.get(name, torch.zeros(0)), len(ids)) for name in names}
-    wanted = ids // times
-    if not torch.equal(written.ids, wanted):
-        written = written.select(torch.searchsorted(written.ids, wanted).clamp(max=len(written) - 1))
+    written = written.select(torch.searchsorted(written.ids, wanted).clamp(max=len(written) - 1))
     return {name: written[name] for name in names}
 
 

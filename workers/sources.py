@@ -136,13 +136,14 @@ class AsyncSource(Dataloader):
             except TimedOut as error:
                 timeout.check(error)
 
-    def put_for_others(self, task: Task, written: Batch) -> None:
-        """Put columns of a task that other trainers read, `written` for this rank's rows."""
+    def put_for_others(self, task: Task, written: Batch, buffer: Databuffer) -> None:
+        """Put columns of a task that other trainers read, `written` for this rank's rows but those that `buffer` has
+        dropped."""
         ids, times = self.rows.ids, self.channel.rows // self.lineage.times(task.out_fan)
         if not len(ids):
             return
         names = next(move.columns for move in self.plan.dock if move.producer == task.node)
-        columns = columns_of(written, names, ids, times)
+        columns = columns_of(task, written, names, ids, times, buffer)
         self._put(Batch(ids, {f"{task.node}/{name}": column for name, column in columns.items()}))
 
     def _put(self, rows: Batch) -> None:

@@ -220,7 +220,7 @@ class TrainContext:
         if self.supervised:
             metrics.per_rank("changes", self.context.live_config.newest(), self.known_change)
         metrics.per_rank("stop", self._asked_to_stop(), 0)
-        for name, role in self.changing.items() if self.plan.on_some else ():
+        for name, role in self.changing.items() if self.plan.partial_models else ():
             metrics.per_rank(_VERSION.format(name), role.version if role.has_engine else -1, 0)
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
@@ -246,7 +246,7 @@ class TrainContext:
 
     def _learn_versions(self) -> None:
         """Note on ranks without a model of a role which version of its weights the others have now."""
-        for name, role in self.changing.items() if self.plan.on_some else ():
+        for name, role in self.changing.items() if self.plan.partial_models else ():
             role.version = int(max(rank[_VERSION.format(name)][0] for rank in current().of_ranks))
 
     def divide_rows(self) -> None:

@@ -158,7 +158,7 @@ class TrainState:
 
     def load(self, checkpoint: Path | None) -> dict[str, Any]:
         """Load a checkpoint (default: the newest); return its progress. Collective; raises as `Checkpoints.load`."""
-        return self.checkpoints.load({name: role.engine if role.has_engine else _Elsewhere()
+        return self.checkpoints.load({name: role.engine if role.has_engine else _AbsentEngine()
                                       for name, role in self.roles.items()}, checkpoint, self.frozen)
 
     def _on_disk(self, of_first: int | None, again: bool) -> Path | None:
@@ -212,7 +212,7 @@ class TrainState:
                 "versions": {name: role.version for name, role in self.roles.items()}}
 
 
-class _Elsewhere:
+class _AbsentEngine:
     """Part of a role's state on a rank without a model of it."""
 
     def state_dict(self) -> dict[str, Any]:

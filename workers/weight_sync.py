@@ -26,7 +26,7 @@ class WeightPublication:
         self.roles = {name: roles[name] for name in sorted(trained & sampled)}
         self.publishers = dict[str, Publisher]()
         for name in (name for name, role in self.roles.items() if role.has_engine):
-            ranks = plan.layout_of(name, samples=False).ranks_with_rows
+            ranks = plan.layout_of(name, samples=False).active_ranks
             self.publishers[name] = Publisher(channel.weights(name), channel.token, rank=ranks.index(dist.get_rank()),
                                               ranks=len(ranks), host=channel.host, transport=transport)
         self.channel = channel

@@ -28,7 +28,8 @@ class Groups(Document):
     inference: dict[str, InferenceRanks] = {}
     """Who computes with models that are only read (a reference, a reward model, a teacher), by role: ranks of their
     own, as {reference: 1}; those that another role has of its own here or in `trainers`, as {reward: reference}; or in
-    mode async the ranks that sample, as {reference: rollout}. Each prompt is computed as it comes, but by trainers."""
+    mode async the ranks that sample, as {reference: rollout}. They compute prompt by prompt; ranks of `trainers`
+    wait for the whole step."""
     trainers: dict[str, PositiveInt] = {}
     """Ranks of their own for trained roles that do not sample, as {critic: 1}. They train beside the first ranks, which
     train the others, on the same rows in the same steps."""
@@ -52,13 +53,13 @@ class Groups(Document):
         return [role for role, ranks in self.inference.items() if ranks == "rollout"]
 
     @property
-    def beside(self) -> dict[str, str]:
+    def colocated_with(self) -> dict[str, str]:
         """Roles that are only read, and computed by the ranks that another role has of its own: that role, by role."""
         return {role: other for role, other in self.inference.items() if isinstance(other, str) and other != "rollout"}
 
-    def on_ranks_of(self, role: str) -> list[str]:
-        """Return a role that has ranks of its own, and the roles beside it."""
-        return [role, *(other for other, host in self.beside.items() if host == role)]
+    def roles_on_ranks_of(self, role: str) -> list[str]:
+        """Return a role that has ranks of its own, and the roles colocated with it."""
+        return [role, *(other for other, host in self.colocated_with.items() if host == role)]
 
     @field_validator("rollout")
     @classmethod

@@ -558,7 +558,8 @@ class Run(Document):
     """Steps that the PyTorch profiler records, on ranks that train (in mode sync all), to profile/."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
-    samples of a draw, before the run stops and says who is missing."""
+    samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
+    that others do with it in a step, as for an update: it must be longer than that takes."""
 
     @property
     def trainer_validates(self) -> bool:

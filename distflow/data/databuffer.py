@@ -33,6 +33,7 @@ from distflow.telemetry.metrics import Metrics
 
 _TEXT = "list[str]"
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
+_ALL = KeptRows(_NOTHING.ids, ())  # as long as no task has dropped any
 StepColumns = dict[tuple[str, Layout], Batch]
 _Draw = tuple[StepColumns, dict[Layout, ShardAssignment], KeptRows]
 
@@ -58,14 +59,14 @@ class Databuffer:
         """(producer, column, layout) redistributed in this draw; the same on every rank."""
         self.drawn: range | None = None
         """Rows of the dataset that all ranks together have in this step; None when some of them were dropped."""
-        self.kept = KeptRows(_NOTHING.ids, ())
+        self.kept = _ALL
         """Rows that remained, on all ranks and in all draws, after the last task that dropped rows."""
         self.earlier: _Draw | None = None
         self.draws = 0
 
     def start(self, batch: Batch, drawn: range | None = None) -> None:
         """Begin a step with this rank's rows of the dataset. `drawn`: the rows of all shares, named by timeouts."""
-        self.draws, self.earlier = 0, None
+        self.draws, self.earlier, self.kept = 0, None, _ALL
         self.redistributor.moved = 0
         self._begin(batch, drawn)
 
@@ -104,6 +105,11 @@ class Databuffer:
         self.metrics.maximum(f"filter/{task.node}/draws", self.draws)
         self.metrics.maximum(f"filter/{task.node}/prompts_short", max(0, prompts - len(left)))
         return True
+
+    def dropped(self, ids: Tensor, fan: Lineage) -> Tensor:
+        """Return which of the rows `ids` [rows] that the nodes `fan` repeated have left the step, [rows] bool."""
+        return torch.zeros(len(ids), dtype=torch.bool) if self.kept is _ALL else \
+            ~self.kept.among(self.lineage, ids, fan)
 
     def take(self, task: Task) -> Batch:
         """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.

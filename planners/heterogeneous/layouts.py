@@ -331,8 +331,8 @@ def cut_of(layout: TaskLayout) -> Cut:
     return layout.strategy.tp, layout.strategy.pp, layout.strategy.ep
 
 
-def _way(layout: TaskLayout, sited: bool) -> tuple[Cut, tuple[int, ...]]:
-    return cut_of(layout), tuple(sorted(layout.sites)) if sited else ()
+def _split_of(layout: TaskLayout, with_sites: bool) -> tuple[Cut, tuple[int, ...]]:
+    return cut_of(layout), tuple(sorted(layout.sites)) if with_sites else ()
 
 
 def _starts(options: list[list[TaskLayout]]) -> Iterator[list[TaskLayout]]:
@@ -404,21 +404,22 @@ class CostedProblem:
             for memory_item in dict.fromkeys(tasks[task].memory_item for task in group):
                 own = [task for task in group if tasks[task].memory_item == memory_item]
                 left_out = self.problem.freedom.idle_shares.isdisjoint(own)
-                for sited in (True, False) if left_out and len(own) > 1 else (False,):
-                    best = self._common(own, turns, options, whole, sited)
+                for with_sites in (True, False) if left_out and len(own) > 1 else (False,):
+                    best = self._common(own, turns, options, whole, with_sites)
                     for task in own:
-                        found[task] = [layout for layout in options[task] if _way(layout, sited) == best]
+                        found[task] = [layout for layout in options[task] if _split_of(layout, with_sites) == best]
                     if best is not None:
                         break
         return found
 
     def _common(self, own: Sequence[int], turns: list[bool], options: list[list[TaskLayout]], whole: bool,
-                sited: bool) -> tuple[Cut, tuple[int, ...]] | None:
-        """Return the way to split an engine, and (`sited`) the device groups, that is quickest for all `own` tasks."""
-        fastest = [{_way(layout, sited): layout.takes(turns[task]) for layout in reversed(options[task])}
+                with_sites: bool) -> tuple[Cut, tuple[int, ...]] | None:
+        """Return the split of an engine, and (`with_sites`) its device groups, that is quickest for all `own` tasks."""
+        fastest = [{_split_of(layout, with_sites): layout.takes(turns[task]) for layout in reversed(options[task])}
                    for task in own]
-        common = [way for way in sorted(set(fastest[0]).intersection(*fastest)) if not whole or way[0] == (1, 1, 1)]
-        total = {way: sum(each[way] for each in fastest) for way in common}
+        shared = sorted(set(fastest[0]).intersection(*fastest))
+        common = [split for split in shared if not whole or split[0] == (1, 1, 1)]
+        total = {split: sum(each[split] for each in fastest) for split in common}
         return min(total, key=total.__getitem__, default=None)
 
     def _together(self, grouping: Grouping, turns: list[bool], options: list[list[TaskLayout]]) -> list[TaskLayout]:

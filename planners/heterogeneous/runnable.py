@@ -69,7 +69,7 @@ def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Pla
     """Return the placement with the seconds that ranks take for it: devices that have an engine and that a task of it
     does not use have shares of 0 rows, frozen models beside rollouts are on the first device of each, and ranks that
     sample and train are in step with others. None if their memory has no room for that."""
-    held = [_held(spec, costed.problem, placement, task) for task in range(len(placement.layouts))]
+    held = [_engine_devices(spec, costed.problem, placement, task) for task in range(len(placement.layouts))]
     layouts = [with_idle_shares(costed.costs, task, layout, blocks)
                for task, (layout, blocks) in enumerate(zip(placement.layouts, held))]
     for group in placement.grouping:
@@ -106,7 +106,7 @@ def _behind_rollouts(problem: Problem, group: Sequence[int],
     yield sampling, found and rollout._replace(seconds=found.seconds)
 
 
-def _held(spec: Spec, problem: Problem, placement: Placement, task: int) -> DeviceSubset:
+def _engine_devices(spec: Spec, problem: Problem, placement: Placement, task: int) -> DeviceSubset:
     """Return the blocks of each device group that have the engine of a task: those that any task of it uses, or all of
     its group's, if the engine needs that or these are not the ranks that train first."""
     tasks, hardware, groups = problem.tasks, problem.hardware, groups_of(placement.grouping)

@@ -235,10 +235,21 @@ def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
     group = made.groups[1]
     assert (group.replicas, group.plan.ranks) == (2, 2)
     assert "reference" in [task.node for task in group.plan.chain(0)]
-    assert group.plan.layout_of("reference", samples=False).ranks_with_rows == [0]
+    assert group.plan.layout_of("reference", samples=False).active_ranks == [0]
     assert group.plan.layout_of("actor", samples=True) == Layout(1, tp=2)
     whole, = (item.bytes for item in group.plan.memory if item.name == "reference: weights")
     assert whole == 2 * next(item.bytes for item in group.plan.memory if item.name == "actor: rollout weights")
+
+
+@pytest.mark.parametrize(("more", "wants"), [
+    (("roles.reference.replicas=2",), "replicas: 1"), (("roles.actor.replicas=2",), "replicas: 1"),
+    (("roles.reference.engine=megatron",), "engine: fsdp")])
+def test_engines_that_need_all_ranks_of_a_split_rollout_are_refused(monkeypatch, more, wants):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0" if engine == "vllm" else "0.16.1")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=2")
+    with pytest.raises(InvalidInput, match=f"the first of 2 ranks .* needs  {wants}") as error:
+        planned("grpo.yaml", 4, *split, "groups.inference={reference: rollout}", *more)
+    assert f"roles.reference.{wants}" in error.value.mistakes[0].hint
 
 
 def chains(made) -> dict[str, list[str]]:
@@ -261,8 +272,28 @@ def test_frozen_roles_may_have_ranks_together(dag_of):
     _, sharded = planned(dag, 4, BESIDE, "layouts.reference.dp=2")
     assert (sharded.groups[2].replicas, sharded.groups[2].plan.ranks) == (1, 2)
     assert {task.layout for task in sharded.groups[2].plan.chain(0)} == {Layout(2)}
-    with pytest.raises(InvalidInput, match="`layouts` splits their models differently"):
-        planned(dag, 4, BESIDE, "layouts={reference: {dp: 2}, judged: {dp: 1}}")
+    for odd in ("{reference: {dp: 2}, judged: {dp: 1}}", "{reference: {dp: 2, rows: [2, 1]}, judged: {dp: 2}}"):
+        with pytest.raises(InvalidInput, match="`layouts` lays them out differently"):
+            planned(dag, 4, BESIDE, f"layouts={odd}")
+
+
+@pytest.mark.parametrize("named", ["reference", "judged"])
+@pytest.mark.parametrize(("asked", "layout"), [
+    ("{tp: 2}", Layout(1, tp=2)), ("{dp: 2, rows: [2, 1]}", Layout(2, rows=(2, 1)))])
+def test_all_nodes_of_such_ranks_are_laid_out_alike(dag_of, named, asked, layout):
+    """A rank puts for the same rows what all of them write."""
+    dag = dag_of({"judged": seen("judge")}, ["judge"])
+    _, made = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}", "roles.actor.model.kv_heads=2")
+    group = made.groups[2]
+    assert {task.node: task.layout for task in group.plan.chain(0)} == {"reference": layout, "judged": layout}
+    assert (group.replicas, group.plan.ranks) == (1, 2)
+
+
+def test_a_role_whose_engine_cannot_be_split_as_another_is_not_on_its_ranks(dag_of, monkeypatch):
+    monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
+    dag = dag_of({"judged": seen("judge")}, ["judge"])
+    with pytest.raises(InvalidInput, match="node `reference` wants pp 2 of `engine: fsdp`"):
+        planned(dag, 4, BESIDE, "layouts.judged.pp=2", "roles.judge.engine=megatron")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -276,6 +307,10 @@ def test_frozen_roles_may_be_beside_one_that_trains(mode):
 @pytest.mark.parametrize(("groups", "says", "remedy"), [
     ("{inference: {reference: judge}}", "role `reference` is to be on the ranks of `judge`, which has none of its own",
      "Ranks: rollout"),
+    ("{inference: {reference: reference}}", "which has none of its own", "inference: {reference: 1}"),
+    ("{inference: {reference: critic}}", "which has none of its own", "inference: {reference: 1}"),
+    ("{trainers: {critic: 1}, inference: {reward: critic, reference: reward}}", "on the ranks of `reward`",
+     "inference: {reference: critic}"),
     ("{inference: {reference: rollouts}}", "to be on the ranks of `rollouts`", "Did you mean `rollout`?"),
     ("{trainers: {critic: 1}, inference: {reference: critics}}", "on the ranks of `critics`", "Did you mean `critic`?"),
     ("{trainers: {critic: 1}, inference: {actor: critic}}", "role `actor` cannot have ranks that only infer: it is "

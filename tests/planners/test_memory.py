@@ -13,7 +13,7 @@ from distflow.config.cluster import Cluster
 from distflow.config.models import Shape, shape_of, shape_of_embedded
 from distflow.config.run import Model
 from distflow.errors import InvalidInput
-from distflow.plan import SAMPLING, TRAINING, MemoryItem
+from distflow.plan import SAMPLING, TRAINING, MemoryItem, Plan
 from planners import plan
 from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
 
@@ -289,3 +289,15 @@ def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of: Callable) -> N
     apart = made(learn=[1, 1, 0, 0], judged=[0, 0, 0, 1])
     assert not any(item.startswith("judge") for item in apart), "no rank has both, and the actor is larger"
     assert apart["actor: rollout weights"] == everywhere["actor: rollout weights"]
+
+
+def test_ranks_that_train_keep_snapshots_even_where_others_are_fuller(plan_of: Callable) -> None:
+    def made(batch_rows: int) -> Plan:
+        return plan_of(DIAMOND, ranks=3, layouts={"sample": {"rows": [1, 0, 0]}, "learn": {"rows": [0, 1, 1]}},
+                       roles={"actor": {"model": {"architecture": "qwen3"}, "generation": {
+                           "batch_rows": batch_rows, "max_new_tokens": 4096}}})
+
+    few, many = made(1), made(4096)
+    assert {item.name.partition(": ")[2] for item in many.memory} == {"rollout weights", "rollout cache"}
+    state = next(item.bytes for item in few.memory if item.name == "actor: training state")
+    assert {item.name: item.bytes for item in many.host_memory} == {"actor: snapshots, each rank": 2 * state * 3 // 4}

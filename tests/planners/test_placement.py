@@ -110,7 +110,7 @@ def some(*settings: str, dag: str = "grpo", ranks: int = 3) -> dict[tuple[str, b
     """Shares that have a model, 1, or have none, 0: by role and whether it samples, where not all have it."""
     found = plan(load(dag, None, [*settings]), ranks)
     own = found.groups[0].plan if found.groups else found
-    return {(role, samples): layout.rows for role, samples, layout in own.on_some}
+    return {(role, samples): layout.rows for role, samples, layout in own.partial_models}
 
 
 def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
@@ -123,7 +123,7 @@ def test_a_model_is_on_the_ranks_with_rows_of_any_node_of_its_engine() -> None:
     split = "layouts={update: {tp: 2, rows: [0, 1]}, reference: {tp: 1, rows: [1, 0, 0, 0]}}"
     assert some(split, ranks=4) == {("actor", False): (0, 1), ("reference", False): (1, 0, 0, 0)}
     made = plan(load("grpo", None, [split]), 4)
-    assert made.layout_of("actor", samples=False).ranks_with_rows == [2, 3]
+    assert made.layout_of("actor", samples=False).active_ranks == [2, 3]
     assert made.layout_of("actor", samples=True) == Layout(4)
 
 

@@ -14,8 +14,9 @@ from stores import hosted
 from distflow.config.load import load
 from distflow.config.run import Checkpoint
 from distflow.data.batch import Batch, Ragged
+from distflow.data.row_filter import KeptRows
 from distflow.dock import StorageShardServer
-from distflow.errors import CheckpointError, RankMissing, SamplesChanged
+from distflow.errors import CheckpointError, ColumnError, RankMissing, SamplesChanged
 from distflow.plan import ROLLOUT, Layout
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.metrics import Metrics
@@ -334,7 +335,10 @@ def test_rows_that_were_all_dropped_have_the_form_of_others(trainers, monkeypatc
     source, buffer, tasks = begin(trainers, 0)
     monkeypatch.setattr("workers.follower.gather_values", lambda mine: [mine, {"returns": (1, "float32", ())}])
     nothing = Batch(torch.empty(0, dtype=torch.int64), {"returns": torch.empty(0)})
-    source.put_for_others(tasks["advantage"], buffer._in_form(nothing))
+    with pytest.raises(ColumnError, match="node `advantage` has not written returns of the rows"):
+        source.put_for_others(tasks["advantage"], buffer._in_form(nothing), buffer)
+    buffer.kept = KeptRows(nothing.ids, tasks["advantage"].out_fan)
+    source.put_for_others(tasks["advantage"], buffer._in_form(nothing), buffer)
     stored = source.dock.fetch(source.rows.ids, ["advantage/returns"])["advantage/returns"]
     assert isinstance(stored, Ragged)
     assert stored.lengths.tolist() == [0] * EACH

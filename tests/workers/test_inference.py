@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgpack
 import pytest
 import torch
 
+from distflow.config.load import load
 from distflow.data.batch import Batch
 from distflow.dock import TimedOut
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER, Layout
 from distflow.telemetry.metrics import Metrics
+from planners import plan
 from workers.colocated import ColocatedSource
 from workers.inference import InferenceContext
 from workers.rollout_channel import REPORT, ArrivedRows, RolloutChannel, consumers_of, report_column, report_of
@@ -145,6 +148,15 @@ def test_ranks_that_fetched_before_and_after_a_restart_put_nothing(monkeypatch):
     context.dock = SimpleNamespace(epochs={0: 7, 1: 5})
     monkeypatch.setattr("workers.inference.gather", lambda payload: [payload, msgpack.packb([[0, 7], [1, 6], [2, 9]])])
     assert context._agreed_epochs() == {0: 7, 1: 0, 2: 9}
+
+
+def test_metrics_are_named_after_the_role_whose_ranks_these_are(channel):
+    """The chain may begin with a node of another role beside it."""
+    group = plan(load("grpo.yaml", None, ["mode=async", "groups.inference={reference: 1}"], None), 3).groups[2]
+    executor = SimpleNamespace(rank=0, status=None)
+    context = InferenceContext(replace(group, name="inference teacher"), None, channel, executor, "any", 1.0)
+    context.close()
+    assert (context.chain[0].role, context.role) == ("reference", "teacher")
 
 
 def replica(channel) -> InferenceContext:

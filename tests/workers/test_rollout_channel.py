@@ -14,11 +14,21 @@ from stores import hosted
 
 from distflow.config.load import load
 from distflow.data.batch import Batch
-from distflow.errors import Disagreement
+from distflow.data.databuffer import Databuffer
+from distflow.data.row_filter import KeptRows
+from distflow.errors import ColumnError, Disagreement
 from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
+from distflow.telemetry.metrics import Metrics
 from planners import plan
-from workers.rollout_channel import DockMembership, ReceivedColumns, RolloutChannel, agreed_token, open_channel
+from workers.rollout_channel import (
+    DockMembership,
+    ReceivedColumns,
+    RolloutChannel,
+    agreed_token,
+    open_channel,
+    rows_for_others,
+)
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -51,6 +61,23 @@ def test_with_a_secret_nobody_can_make_it_from_what_the_store_has(store, monkeyp
     monkeypatch.delenv(TOKEN, raising=False)
     kept = store.list("").values()
     assert not [value for value in kept if zero in (value, run_token(value).hex()) or "the token of the run" in value]
+
+
+def test_only_rows_that_were_dropped_may_lack_a_column():
+    made = plan(load("grpo.yaml", None, ["mode=async", "groups.inference={reference: 1}"], None), 3).groups[2].plan
+    task, ids = made.task("reference"), torch.arange(8)
+    buffer = Databuffer(made, 0, Metrics())
+    buffer.start(Batch(torch.zeros(1, dtype=torch.int64)))
+    logprobs, = task.writes
+    for kept in (ids[:5], ids[:0]):
+        buffer.step_columns["reference", task.layout] = Batch(kept, {logprobs: kept.float()})
+        with pytest.raises(ColumnError, match=f"node `reference` has not written {logprobs} of the rows .*no node has"):
+            rows_for_others(made, buffer, 8, ids)
+        buffer.kept = KeptRows(kept, task.out_fan)
+        put = rows_for_others(made, buffer, 8, ids)[f"reference/{logprobs}"]
+        assert put[: len(kept)].tolist() == kept.tolist()
+        assert len(put) == len(ids)
+        buffer.start(Batch(torch.zeros(1, dtype=torch.int64)))
 
 
 def test_of_rows_that_a_repetition_has_lost_the_first_that_is_left_has_what_they_share():

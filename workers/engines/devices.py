@@ -50,7 +50,7 @@ def mesh_of(layout: Layout, device: str) -> DeviceMesh | None:
         ranks = ranks.reshape(layout.dp, layout.pp, layout.cp, layout.tp)
     else:
         ranks = ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp).transpose(0, 1).contiguous()
-    ranks = ranks[layout.with_rows]
+    ranks = ranks[layout.active_shares]
     groups = [group for axis in range(ranks.ndim) if (group := group_along(ranks, axis)) is not None]
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=NAMES) if dist.get_rank() in ranks else None
 

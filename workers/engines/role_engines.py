@@ -68,7 +68,7 @@ class RoleEngines:
         self._load = functools.partial(load_model, spec, head=self.head)
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
-        self.writer = meshes.layout.ranks_with_rows[0]  # rank that writes the trained model
+        self.writer = meshes.layout.active_ranks[0]  # rank that writes the trained model
         model.set_attn_implementation(attention.NAME)
         if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
             fuse_norms(model)

@@ -1,4 +1,6 @@
-"""Brings a role's weights to ranks that sample with it and do not train it, in the group of those that do (mode sync).
+"""Brings a role's weights to ranks that sample with it and do not train it, in the group of those that do.
+
+That is in mode sync, and where ranks that train validate (`validation.group: trainer`).
 
     sent        surrounds the trainer's export: its first rank also sends what is exported to these ranks, by buckets
     received    yields there what is sent
@@ -46,18 +48,21 @@ class WeightRoute:
         if self.receiving is None or dist.get_rank() != self.first:
             yield from weights
             return
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
+        heads: list[Head] = []
+        bucket, filled = torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in weights:
-            if bucket and size + tensor.nbytes > BUCKET_BYTES:
-                self._send(bucket)
-                bucket, size = [], 0
-            bucket.append((name, tensor.detach().clone()))  # it may be overwritten by the next one
-            size += tensor.nbytes
+            size = _aligned(tensor.nbytes)
+            if filled + size > len(bucket):
+                self._send(heads, bucket)
+                heads, filled = [], 0
+                if size > len(bucket):
+                    bucket = torch.empty(max(BUCKET_BYTES, size), dtype=torch.uint8, device=tensor.device)
+            heads.append((name, [*tensor.shape], str(tensor.dtype).removeprefix("torch.")))
+            _view(bucket, filled, *heads[-1][1:]).copy_(tensor.detach())  # the next one may overwrite it
+            filled += size
             yield name, tensor
-        if bucket:
-            self._send(bucket)
-        self._send([])
+        self._send(heads, bucket)
+        self._heads([])
 
     def received(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights that the trainer's first rank sends."""
@@ -68,16 +73,9 @@ class WeightRoute:
             for (name, shape, dtype), start in zip(heads, edges):
                 yield name, _view(buffer, start, shape, dtype)
 
-    def _send(self, bucket: list[tuple[str, Tensor]]) -> None:
-        heads = self._heads([(name, [*tensor.shape], str(tensor.dtype).removeprefix("torch."))
-                             for name, tensor in bucket])
-        if not heads:
-            return
-        edges = _edges(heads)
-        buffer = torch.empty(edges[-1], dtype=torch.uint8, device=bucket[0][1].device)
-        for (_, tensor), (_, shape, dtype), start in zip(bucket, heads, edges):
-            _view(buffer, start, shape, dtype).copy_(tensor)
-        dist.broadcast(buffer, self.first, self.receiving)
+    def _send(self, heads: list[Head], bucket: Tensor) -> None:
+        if heads:
+            dist.broadcast(bucket[: _edges(self._heads(heads))[-1]], self.first, self.receiving)
 
     def _heads(self, own: list[Head] | None) -> list[Head]:
         """Return what the first rank says of the next bucket; empty after the last one."""
@@ -88,11 +86,14 @@ def _edges(heads: Sequence[Head]) -> list[int]:
     """Return where each tensor begins in a bucket, and the bucket's size."""
     edges = [0]
     for _, shape, dtype in heads:
-        size = math.prod(shape) * getattr(torch, dtype).itemsize
-        edges.append(edges[-1] - -size // _ALIGNED * _ALIGNED)
+        edges.append(edges[-1] + _aligned(math.prod(shape) * getattr(torch, dtype).itemsize))
     return edges
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _view(buffer: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
     kind = getattr(torch, dtype)
-    return buffer[start : start + math.prod(shape) * kind.itemsize].view(kind).view(*shape)
+    return buffer[start : start + math.prod(shape) * kind.itemsize].view(kind).view(torch.Size(shape))

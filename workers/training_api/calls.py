@@ -60,7 +60,7 @@ class TrainingCalls:
         self.update: tuple[TrainingCall, Any] | None = None  # call that has ended the step, with its result; on rank 0
         self.server = None
         for layout in (ctx.plan.layout_of(role, False) for role in ctx.roles):
-            if len(layout.ranks_with_rows) != ctx.plan.ranks:
+            if len(layout.active_ranks) != ctx.plan.ranks:
                 raise InvalidInput("the training API computes on all ranks, and `layouts` of the run file leaves some "
                                    f"out: {layout}. Take it out")
         if ctx.rank == 0:
