@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,9 @@ def main(options: argparse.Namespace) -> int:
     else:
         spec, plan = load_and_plan(options, obey=False, elsewhere=True)
         notes = plan.notes
-    print("\n".join([*_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said), *noted(notes)]))
+    print("\n".join(_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said)))
+    if notes:
+        print("\n".join(noted(notes)), file=sys.stderr)  # what stands in the output is a part of a run file
     return 0
 
 

@@ -82,8 +82,8 @@ class Rollout:
         self.validation.validator = SimpleNamespace(sample=self._sample, score=lambda samples: {"validation/held": 0.5},
                                                     answers={})
         self.jobs: list[Future] = []
-        self.loop = SimpleNamespace(leases={}, awaited={}, doing="sampling", validation=self.validation, validating="",
-                                    pool=pool, _notice=self.jobs.append)
+        self.loop = SimpleNamespace(leases={}, awaited={}, poll=0.2, doing="sampling", validation=self.validation,
+                                    validating="", pool=pool, _notice=self.jobs.append)
 
     def pull(self, version: int) -> None:
         self.engine.rollout.version = version

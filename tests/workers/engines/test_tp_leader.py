@@ -160,7 +160,7 @@ def sample_beside() -> list:
     crew = Talking(10 * dist.get_rank()) if dist.get_rank() % 2 == 0 else None
     hybrid = ColocatedSource({"actor": swap}, crew, share, enough=0, limit=60.0)
     for _ in range(2):
-        hybrid.sample(0)
+        hybrid.sample(0, lambda: False)
         dist.all_reduce(torch.ones(1))
     return engine.rows
 
@@ -179,7 +179,7 @@ def left_alone() -> list[str]:
     if dist.get_rank() == 1:
         swap = SimpleNamespace(sampling=lambda: contextlib.nullcontext(None))
         with pytest.raises(RankMissing) as error:
-            ColocatedSource({"actor": swap}, None, share, enough=0, limit=60.0).sample(0)
+            ColocatedSource({"actor": swap}, None, share, enough=0, limit=60.0).sample(0, lambda: False)
         notes = error.value.__notes__
     dist.barrier()
     return notes
