@@ -151,7 +151,7 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
 
 
 def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks: int, halves: GroupCut | None,
-             group: str) -> dict[tuple[str, bool], Layout]:
+                    group: str) -> dict[tuple[str, bool], Layout]:
     """Return the layouts of the engines that only some of a group's ranks have, by role and whether they sample."""
     roles = _engine_roles(spec, layouts)
     if group == ROLLOUT:

@@ -40,7 +40,7 @@ from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
-from distflow.store.interface import StoreUnavailable
+from distflow.store.interface import StoreUnavailable, paused
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.role_engines import RoleEngines
@@ -170,7 +170,7 @@ def _newest(batches: list[Batch]) -> Batch:
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _STEPS = 64  # whose seconds are kept: more than may be under way
 _POLL_INTERVAL = 0.2  # seconds that a thread waits for work before it checks whether the run is over
-_COLOCATED_INTERVAL = 0.05  # the same, where others wait for this rank to train
+_COLOCATED_INTERVAL = 0.05  # the same of a few loops that train afterwards; of many, more: each look asks all shards
 
 
 @dataclass
@@ -197,7 +197,8 @@ class RolloutContext:
                  n_finish: int = 0, dedicated: bool = False, validation: RolloutValidation | None = None):
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
         self.functions, self.who, self.dedicated = functions, who, dedicated
-        self.validation, self.poll = validation, _POLL_INTERVAL if dedicated else _COLOCATED_INTERVAL
+        self.validation = validation
+        self.poll = _POLL_INTERVAL if dedicated else paused(_COLOCATED_INTERVAL, n_loops)
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]

@@ -319,7 +319,7 @@ def columns_of(episodes: list[Trajectory], engine: RoleEngines,
             responses.with_values(torch.cat(mask) if mask else torch.empty(0, dtype=torch.bool)),
             responses.with_values(torch.cat(logprobs) if pieces else torch.empty(0)),
             responses.with_values(torch.cat(versions) if pieces else torch.empty(0, dtype=torch.int32)),
-            engine.decode(responses), torch.tensor([episode.reward for episode in episodes], dtype=torch.float32),
+            engine.decode(responses), torch.tensor([episode.reward for episode in episodes]),
             torch.tensor([episode.turns for episode in episodes], dtype=torch.int64),
             torch.tensor([episode.finished for episode in episodes], dtype=torch.bool),
             torch.tensor([episode.failure is None for episode in episodes], dtype=torch.bool), *experts)

@@ -92,7 +92,7 @@ class EnvService:
 
     def client(self, wake: Callable[[], None] = lambda: None, again: bool = True) -> EnvClient:
         """Return a client for one thread; the service's thread calls `wake` when answers have arrived. `again`: whether
-        what it has not been answered may be asked again, by the same row with the same texts."""
+        its rows are asked the same again, if it leaves without their answers: a later client may be given these."""
         return EnvClient(self, wake, again)
 
     def submit(self, action: Callable[[], object]) -> None:
@@ -146,7 +146,7 @@ class EnvService:
             self.pool.release([number])
 
     def leave(self, numbers: Mapping[int, int], again: bool) -> None:
-        """Drop environments, or where they are kept those without a step under way that may be asked for `again`.
+        """Drop environments; where steps are kept, not those of which one is under way and may be asked for `again`.
         `numbers`: rows by number in the pool."""
         dropped = []
         for number, row in numbers.items():

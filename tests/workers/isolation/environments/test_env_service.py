@@ -116,7 +116,7 @@ def test_a_step_goes_on_for_whoever_takes_up_the_conversation(open_service, tmp_
 
 
 def test_what_nobody_takes_up_is_dropped_once_it_is_answered(open_service, tmp_path):
-    """It is taken up with the same text alone. Only phases count in which there were conversations."""
+    """It is taken up with the same text alone."""
     service, word, other = open_service("Patient", keeps=True), tmp_path / "word", str(tmp_path / "other")
 
     def phase(text: str = "hello") -> None:
@@ -131,15 +131,12 @@ def test_what_nobody_takes_up_is_dropped_once_it_is_answered(open_service, tmp_p
         phase()
     assert len(service.left) == 1, "it is under way"
     word.touch()
-    while not service.early:
+    while service.left:  # until its answer has come, and a phase has begun after that
         phase()
-    for _ in range(3):
-        service.submit(service.begin_phase)
-    phase()
-    phase()
-    phase()
-    assert not service.left
-    assert not service.early
+    with service.client() as last:
+        assert answers(last, {4: "hello"}, question=other) == {4: Turn("at last", True, 1.0)}
+        assert not service.early
+        assert len(service.pool.episodes) == 1
 
 
 def test_a_step_that_has_failed_is_asked_again(open_service):
@@ -163,24 +160,23 @@ def test_a_caller_whose_rows_begin_anew_leaves_nothing(open_service, tmp_path):
     assert not service.left
 
 
-def test_rows_that_are_dropped_together_are_not_asked_again(open_service, tmp_path):
-    """Their process ends with the first of them. What others have under way there runs once more, elsewhere."""
-    service = open_service("Patient", processes=1)
-    places = {row: tmp_path / f"word{row}" for row in range(8)}
+def test_rows_that_are_dropped_together_end_their_process_once(open_service, tmp_path, monkeypatch):
+    """None of them moves to another one. What others have under way there runs once more, elsewhere."""
+    service, started, row_ids = open_service("Patient", processes=1), [], range(8)
+    fork = service.pool.children.fork
+    monkeypatch.setattr(service.pool.children, "fork", lambda: started.append(process := fork()) or process)
     with service.client() as stays:
         stays.step(9, {"question": str(tmp_path / "stays")}, "wait")
         stays.turns()
         with service.client() as leaves:
-            for row, place in places.items():
-                leaves.step(row, {"question": str(place)}, "wait")
+            for row in row_ids:
+                leaves.step(row, {"question": str(tmp_path / f"word{row}")}, "wait")
             leaves.turns()
-            for place in places.values():
-                while not place.with_name(f"{place.name}.asked").exists():
-                    leaves.turns(0.05)
+            while not all((tmp_path / f"word{row}.asked").exists() for row in row_ids):
+                leaves.turns(0.05)
         (tmp_path / "stays").touch()
         assert stays.turns(60.0) == [(9, Turn("at last", True, 1.0))]
-    assert {place.with_name(f"{place.name}.asked").read_text() for place in places.values()} == {"wait\n"}
-    assert (tmp_path / "stays.asked").read_text() in ("wait\n", "wait\nwait\n")
+    assert len(started) == 2, "the first one, and one for the row that stays"
 
 
 def test_patience_ends(open_service, tmp_path):
