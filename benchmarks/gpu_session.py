@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -53,14 +54,17 @@ COMMON = ("steps=3", "data.batch=8", "checkpoint.every=2", "validation=null", "r
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a few steps. `large`: with a model of 0.1 billion parameters where there is a GPU."""
+    """A run of a few steps. `large`: with a model of 0.1 billion parameters where there is a GPU. `shape`: with a model
+    folder of this shape; it has the machine to itself. `needs`: a module without which it is left out."""
 
     name: str
     settings: tuple[str, ...] = ()
     dag: str = "grpo.yaml"
     ranks: int = 1
     large: bool = True
+    shape: str = ""
     resumes: str = ""
+    needs: str = ""
     seconds: float = 90.0
 
 
@@ -77,9 +81,20 @@ RUNS = [Run("plain"),
         Run("compile", setting("compile=true"), seconds=150.0),
         Run("ppo", dag="ppo.yaml", large=False),
         Run("resume", resumes="plain"),
+        Run("freeze", setting("freeze=['*.layers.0.*', '*.layers.1.*']")),
+        Run("megatron", setting("engine=megatron"), needs="megatron.core"),
         Run("share", ("mode=async", "groups={rollout: 1, share_gpus: true}"), ranks=2, large=False),
+        Run("inference", ("mode=async", "groups={rollout: 1, inference: {reference: 1}, share_gpus: true}"), ranks=3,
+            large=False),
+        Run("partial", ("mode=semi_sync", "groups={rollout: 0}", "staleness=1", "on_stale=drop")),
         Run("kill", ("faults=[{kind: kill, step: 2, phase: training}]",)),
         Run("micro-batches", setting("micro_batch_tokens=256"))]
+WHOLE = ("data.batch=32", "roles.actor.micro_batch_tokens=16384", "roles.actor.generation.batch_rows=256")
+WHOLE_RUNS = {
+    "0.5B": Run("whole 0.5B", (*WHOLE, *setting("generation.max_new_tokens=512")), shape="0.5B", seconds=120.0),
+    "7B": Run("whole 7B, lora", (*WHOLE, *setting("generation.max_new_tokens=256"), *setting("lora={rank: 16}")),
+              shape="7B", seconds=240.0)}
+"""Of models of real size: 32 prompts with 8 answers in each step."""
 
 
 class Session:
@@ -114,6 +129,12 @@ class Session:
     def run(self, run: Run) -> None:
         folder = self.work / (run.resumes or run.name)
         model = (MODEL % 8, *FILLED) if run.large and self.kind == "cuda" else ()
+        if run.shape:
+            weights = self.work / run.shape
+            if not self.part(f"weights of {run.shape}", 120, [
+                    sys.executable, "-m", "benchmarks.shapes", run.shape, str(weights), "--device", self.kind]):
+                return
+            model = (f"roles.actor.model={weights}",)
         given = ["--resume", str(folder), "--set", "steps=5"] if run.resumes else [
             "--dag", run.dag, "--name", run.name,
             *(word for line in (f"output={self.work}", *COMMON, *model, *run.settings) for word in ("--set", line))]
@@ -186,7 +207,8 @@ def session(given: argparse.Namespace, work: Path) -> None:
     python, shapes = [sys.executable, "-m"], given.shape if given.device == "cuda" else ["tiny"]
     figures = work / "figures.txt"
     measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
-    runs = [run for run in RUNS if run.name in QUICK or not given.quick]
+    runs = [run for run in RUNS if (run.name in QUICK or not given.quick) and
+            (not run.needs or importlib.util.find_spec(run.needs.partition(".")[0]))]
     with ThreadPoolExecutor(given.together) as together:
         first, *others = (functools.partial(each.run, run) for run in runs if not run.resumes)
         tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
@@ -195,6 +217,8 @@ def session(given: argparse.Namespace, work: Path) -> None:
             for job in [together.submit(job) for job in jobs]:
                 job.result()
     for shape in shapes:
+        if shape in WHOLE_RUNS:
+            each.run(WHOLE_RUNS[shape])
         each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
     for name, ending in each.outcomes.items():
         if ending != PASSED:

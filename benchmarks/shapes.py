@@ -6,14 +6,19 @@ their product with the values); 2 · hidden · vocabulary for each token whose f
 rotations, the softmax and the embedding count for nothing. A training step is three forward passes (the backward pass
 is two); what is computed again to save memory does not count. That is the model FLOPs of MFU (Chowdhery et al. 2022,
 appendix B).
+A model folder of such a shape:  python -m benchmarks.shapes 0.5B FOLDER
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from workers.engines.embedded import build_tokenizer
 
 TRAINING = 3
 """Forward passes that a training step is worth."""
@@ -84,3 +89,17 @@ SHAPES = {shape.name: shape for shape in (
     Shape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
     Shape("tiny", 2, 64, 2, 1, 192, 512, tied=True))}
 """Those of Qwen2.5 (Yang et al. 2024), and one to see that the benchmark works."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path, help="where the weights, in bfloat16, and a tokenizer are written")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="where the weights are drawn")
+    given = parser.parse_args()
+    SHAPES[given.shape].build(given.device).bfloat16().save_pretrained(given.folder)
+    build_tokenizer(["one"]).save_pretrained(given.folder)
+
+
+if __name__ == "__main__":
+    main()
