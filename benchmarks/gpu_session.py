@@ -162,8 +162,10 @@ def figures_of(folder: Path) -> Iterator[str]:
     """Yield what a run's metrics, plan and events say, a line each."""
     reader = RunReader(folder)
     steps, plan = reader.steps(), reader.plan
-    means = {name: statistics.median(values) for name in ("seconds", "tokens_per_second", "snapshot/seconds",
-                                                          "mismatch/logprob_mean") if (values := of(steps, name))}
+    nodes = sorted(name for name in steps[-1] if name.startswith("seconds/") and name.count("/") == 1) if steps else []
+    means = {name: statistics.median(values) for name in (
+        "seconds", *nodes, "tokens_per_second", "mfu", "snapshot/seconds", "mismatch/logprob_mean")
+        if (values := of(steps, name))}
     most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
             if (values := of(steps, name))}
     yield f"{len(steps)} steps, medians " + ", ".join(f"{name} {value:.4g}" for name, value in means.items()) + \
@@ -214,11 +216,12 @@ def session(given: argparse.Namespace, work: Path) -> None:
         tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
         marked = [functools.partial(each.part, "tests", 280, tests, keep=True)] if given.device == "cuda" else []
         for jobs in ([first, *marked, *others], [functools.partial(each.run, run) for run in runs if run.resumes]):
-            for job in [together.submit(job) for job in jobs]:
+            for job in [together.submit(job) for job in jobs if not given.large_alone]:
                 job.result()
     for shape in shapes:
         if shape in WHOLE_RUNS:
             each.run(WHOLE_RUNS[shape])
+    for shape in shapes:
         each.part(f"figures {shape}", 480, [*measured, "--shape", shape], keep=True)
     for name, ending in each.outcomes.items():
         if ending != PASSED:
@@ -233,6 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--together", type=int, default=1, help="tests and runs at a time, which blurs their seconds")
     parser.add_argument("--shape", choices=SHAPES, nargs="*", default=["0.5B", "7B"], help="models; default 0.5B 7B")
+    parser.add_argument("--large-alone", action="store_true", help="only what has a model of these shapes")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it; default {MINUTES:g}")
     parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
                         "results, with --device cpu none")

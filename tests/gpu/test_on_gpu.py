@@ -13,6 +13,7 @@ from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from distflow.weights.host_copy import STAGE, HostCopy
 from workers.engines import attention
+from workers.engines.attention import has_flash
 from workers.engines.devices import choose
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
@@ -73,9 +74,12 @@ def test_tensors_of_a_gpu_arrive_as_they_were_at_the_moment():
     assert torch.equal(target.view(torch.int64), expected)
 
 
-def test_captured_steps_sample_as_computed_ones_do():
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_captured_steps_sample_as_computed_ones_do(dtype, bound):
+    """In half precision by FlashAttention, which rounds otherwise."""
     choose("cuda")
-    model = build_model(270, 0, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32).cuda()
+    model = build_model(270, 0, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=32).to("cuda", dtype)
+    assert has_flash(model) == (dtype == torch.bfloat16)
     model.set_attn_implementation(attention.NAME)
     prompts = Ragged.from_rows([torch.arange(5, 5 + length) for length in (6, 2, 40, 9)])
     found = []
@@ -89,5 +93,7 @@ def test_captured_steps_sample_as_computed_ones_do():
         rollout.load(weights.items(), 1)
         found.append(rollout.generate(prompts, 4, torch.arange(16), key=5))
     for other in found[1:]:
-        assert torch.equal(found[0].tokens.values, other.tokens.values)
-        assert torch.allclose(found[0].logprobs.values, other.logprobs.values, atol=1e-4)
+        same = [row.equal(like) for row, like in zip(found[0].tokens.rows, other.tokens.rows)]
+        assert sum(same) >= (16 if dtype == torch.float32 else 12)  # rounding chooses another token now and then
+        for equal, row, like in zip(same, found[0].logprobs.rows, other.logprobs.rows):
+            assert not equal or torch.allclose(row, like, atol=bound)

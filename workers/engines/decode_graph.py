@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from distflow.errors import EngineError
-from workers.engines.attention import sees_all_before
+from workers.engines.attention import NO_MASK, LastColumns, has_flash, sees_all_before
 from workers.engines.kv_slots import Slots
 
 _RECOMPUTED = ("dynamic", "longrope")
@@ -67,10 +68,15 @@ class DecodeGraph:
         return self.logits
 
     def _forward(self) -> Tensor:
-        seen = (self.columns >= self.column - self.lengths) & (self.columns <= self.column)
+        if has_flash(self.model):
+            seen: dict[str, Any] = {"attention_mask": self.tokens.new_empty(NO_MASK),
+                                    "packing": LastColumns(self.column, self.lengths)}
+        else:
+            mask = (self.columns >= self.column - self.lengths) & (self.columns <= self.column)
+            seen = {"attention_mask": mask[:, None, None]}
         with self.slots.whole(self.column):
-            return self.model(self.tokens, attention_mask=seen[:, None, None], position_ids=self.positions,
-                              past_key_values=self.slots, use_cache=True).logits[:, -1]
+            return self.model(self.tokens, position_ids=self.positions, past_key_values=self.slots, use_cache=True,
+                              **seen).logits[:, -1]
 
     def _capture(self) -> None:
         if torch.cuda.mem_get_info()[0] < _FREE:

@@ -27,6 +27,8 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _POSITION = _signed(0xD1B54A32D192ED03)
+_BLOCK = 128
+_WIDE = 8192
 
 
 def uniform(key: int | Tensor, ids: Tensor, position: int | Tensor) -> Tensor:
@@ -50,13 +52,32 @@ def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_
     Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k, top-p and min-p."""
     scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
     logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
-    if temperature == 0:
-        tokens = logprobs.argmax(-1)
-    else:
-        cumulative = _restricted(logprobs, top_k, top_p, min_p).exp().cumsum(-1, dtype=torch.float64)
-        threshold = noise[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    tokens = logprobs.argmax(-1) if temperature == 0 else _draw(_restricted(logprobs, top_k, top_p, min_p).exp(), noise)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _draw(weights: Tensor, noise: Tensor) -> Tensor:
+    """Return the place [B] in each row of `weights` [B, V] where they exceed `noise` [B] of their sum. Wide rows are
+    added up in blocks, and token by token in one of these alone: that takes a sixth of the time on a GPU."""
+    rows, width = weights.shape
+    if width <= _WIDE:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative, noise[:, None] * cumulative[:, -1:])
+    padded = torch.nn.functional.pad(weights, (0, -width % _BLOCK)) if width % _BLOCK else weights
+    blocks = padded.unflatten(1, (-1, _BLOCK))
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    threshold = noise[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, threshold)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
+    inside = blocks[torch.arange(rows, device=block.device), block].cumsum(-1, dtype=torch.float64)
+    return block * _BLOCK + _first_above(inside, threshold - before[:, None])
+
+
+def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """Return where `cumulative` [B, N] first exceeds `threshold` [B, 1]; where rounding lets it nowhere, at its last
+    increase."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last).squeeze(1)
 
 
 def _restricted(logprobs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
-from workers.engines import attention
+from workers.engines import attention, decode_graph
 from workers.engines.decode_graph import can_be_captured
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
@@ -56,12 +56,30 @@ def conversation(rollout: HFRollout, prompts: Ragged, keep_cache: bool, turns: i
     return {"rows": rows, "said": list(said.values())}
 
 
-@pytest.mark.parametrize("captures", [False, True])
+def attention_of_sequences(query, key, value, queries, keys, count, room, *given, scale, seqused_k):
+    """In place of torch's FlashAttention, which there is on GPUs alone: each sequence by itself."""
+    assert given == (0.0, False, False)
+    assert keys[-1] == len(key)
+    assert (queries.diff() == count).all()
+    found = []
+    for index, (first, used) in enumerate(zip(keys.tolist(), seqused_k.tolist())):
+        assert index * room <= first < first + used <= (index + 1) * room
+        scores = query[queries[index] : queries[index + 1], 0] @ key[first : first + used, 0].T * scale
+        found.append(scores.softmax(-1) @ value[first : first + used, 0])
+    return torch.cat(found)[:, None], None
+
+
+@pytest.mark.parametrize("captures", [False, "by mask", "by columns"])
 @pytest.mark.parametrize(("batch_rows", "keep_cache"), [(512, True), (7, True), (7, False), (1, True)])
-def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache, captures):
+def test_a_row_samples_the_same_whatever_its_company_and_cache(model, prompts, batch_rows, keep_cache, captures,
+                                                               monkeypatch):
     model.double()
+    if captures == "by columns":
+        model.set_attn_implementation(attention.NAME)
+        monkeypatch.setattr(decode_graph, "has_flash", lambda model: True)
+        monkeypatch.setattr(attention, "_flash", attention_of_sequences)
     alone = conversation(engine(model), prompts, keep_cache=False)["said"]
-    company = conversation(engine(model, batch_rows, captures), prompts, keep_cache)["said"]
+    company = conversation(engine(model, batch_rows, bool(captures)), prompts, keep_cache)["said"]
     for row, other in zip(alone, company, strict=True):
         assert [turn[0] for turn in row] == [turn[0] for turn in other]
         for turn, same in zip(row, other, strict=True):
@@ -160,3 +178,12 @@ def test_steps_of_dense_models_without_windows_are_captured(model):
     mixture = build_model(270, 0, architecture="qwen3_moe", layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32)
     mixture.set_attn_implementation(attention.NAME)
     assert not can_be_captured(mixture)
+
+
+def test_a_row_that_ended_longer_than_the_window_reads_nothing_before_it(monkeypatch):
+    monkeypatch.setattr(attention, "_flash", attention_of_sequences)
+    query, cache = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8)
+    found = attention.LastColumns(torch.tensor([3]), torch.tensor([[9], [2]])).attend(query, cache, cache, 1.0)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]]).bool()[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, cache, cache, mask, scale=1.0, enable_gqa=True)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from workers.engines import sampling
 from workers.engines.sampling import key_of, pick, uniform
 
 
@@ -61,3 +62,28 @@ def test_extreme_noise_stays_inside_the_vocabulary():
     logits = torch.tensor([[0.0, -1e9]]).expand(2, 2)
     tokens, _ = pick(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), 1.0)
     assert tokens.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("width", [sampling._BLOCK * 3, 700, 9000])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 5}])
+def test_wide_vocabularies_draw_by_blocks_what_a_running_sum_draws(width, limits, monkeypatch):
+    logits, noise = torch.randn(300, width) * 4, uniform(3, torch.arange(300), 0)
+    noise[:2] = torch.tensor([0.0, 1 - 2.0**-53])
+    monkeypatch.setattr(sampling, "_WIDE", width)
+    expected, logprobs = pick(logits, noise, 1.0, **limits)
+    monkeypatch.setattr(sampling, "_WIDE", width - 1)
+    found, same = pick(logits, noise, 1.0, **limits)
+    assert torch.equal(found, expected)
+    assert torch.equal(same, logprobs)
+    assert len(found.unique()) > 50
+
+
+@pytest.mark.parametrize("wide", [0, 4096])
+def test_extreme_noise_draws_nothing_that_is_excluded(wide, monkeypatch):
+    monkeypatch.setattr(sampling, "_WIDE", wide)
+    logits = torch.full((64, 500), -torch.inf)
+    logits[:, 100:300] = torch.randn(64, 200)
+    for noise in (0.0, 1 - 2.0**-53):
+        tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64), 1.0)
+        assert ((tokens >= 100) & (tokens < 300)).all()
+        assert logprobs.isfinite().all()
