@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -162,13 +161,15 @@ def figures_of(folder: Path) -> Iterator[str]:
     """Yield what a run's metrics, plan and events say, a line each."""
     reader = RunReader(folder)
     steps, plan = reader.steps(), reader.plan
-    nodes = sorted(name for name in steps[-1] if name.startswith("seconds/") and name.count("/") == 1) if steps else []
-    means = {name: statistics.median(values) for name in (
-        "seconds", *nodes, "tokens_per_second", "mfu", "snapshot/seconds", "mismatch/logprob_mean")
-        if (values := of(steps, name))}
+    timed = sorted((step for step in steps if "seconds" in step), key=lambda step: step["seconds"])
+    usual = timed[len(timed) // 2]
+    nodes = sorted(name for name in usual if name.startswith("seconds/") and name.count("/") == 1)
+    said = {name: usual[name] for name in ("seconds", *nodes, "tokens_per_second", "mfu", "snapshot/seconds",
+                                           "mismatch/logprob_mean") if name in usual}
     most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
             if (values := of(steps, name))}
-    yield f"{len(steps)} steps, medians " + ", ".join(f"{name} {value:.4g}" for name, value in means.items()) + \
+    yield f"{len(steps)} steps, of that with the median seconds: " + ", ".join(
+        f"{name} {value:.4g}" for name, value in said.items()) + \
         "; most " + ", ".join(f"{name} {value:.4g}" for name, value in most.items())
     plan = next((group["plan"] for group in plan.get("groups", ()) if group["name"] == "trainer"), plan)
     planned = needed([MemoryItem(**item) for item in plan.get("memory", ())]) / GIB

@@ -113,13 +113,15 @@ def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
     what they scale (unless `frozen`) and their output, and of those of heads the first two; queries, keys and values,
     what attention gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and
-    the product."""
-    scaled = width * (not frozen)
+    the product. In half precision, by the kernels of GPUs: of norms the input and the output as they are, of those of
+    heads the input, and what attention gives once."""
+    fused, scaled = width < 4, width * (not frozen)
     queries = shape.kv_width * shape.heads // shape.kv_heads
     widening = shape.widening or shape.experts_per_token * shape.expert_parameters // (
         3 * shape.hidden * max(shape.experts * shape.layers, 1))
-    norms = 2 * shape.hidden * (4 + width + scaled) + shape.head_norms * (queries + shape.kv_width) * (4 + scaled)
-    return norms + width * (3 * queries + 2 * shape.kv_width) + width * 4 * widening
+    norms = 2 * shape.hidden * (width + (width if fused else 4 + scaled))
+    norms += shape.head_norms * (queries + shape.kv_width) * (width if fused else 4 + scaled)
+    return norms + width * ((2 if fused else 3) * queries + 2 * shape.kv_width) + width * 4 * widening
 
 
 def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
