@@ -52,7 +52,8 @@ class Course:
     """Each rank is a machine, which can be lost."""
 
     def __str__(self) -> str:
-        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else "")
+        partial = "-partial" if self.mode == "semi_sync" and not self.rollouts else ""
+        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else partial)
 
 
 STEP = ("computing", "inference", "training", "saving", "publishing")
@@ -62,6 +63,7 @@ COURSES = {
              Course("sync", 2, 0, {"trainer": ("generating", "tools")})],
     "async": [Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT})],
     "semi_sync": [Course("semi_sync", 3, 1, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})],
+    "partial": [Course("semi_sync", 2, 0, {"trainer": ("generating", "tools", *STEP[:-1])})],
     "machines": [Course("sync", 2, 0, {"trainer": ("generating", *STEP)}, talks=False, apart=True),
                  Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT}, apart=True)]}
 MEMORY = 4 << 30
@@ -112,7 +114,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
     for cell in tried:
         due.append(due[-1] + (2 if cell.group == "rollout" else 1))
-    apart = (f"mode={course.mode}", f"groups.rollout={course.rollouts}") if course.rollouts else ()
+    apart = () if course.mode == "sync" else (f"mode={course.mode}", f"groups.rollout={course.rollouts}")
     dag = write_dag(scratch, course.talks)
     faults = json.dumps([cell.fault(step) for step, cell in zip(due, tried)])
     settings = (f"steps={due[-1]}", *SETTINGS, *apart)
