@@ -125,8 +125,8 @@ class CountedEtcd(EtcdStore):
         self.counts = Counts()
         super().__init__(address, LIMIT)
 
-    def _call(self, what, **body):
-        answer = super()._call(what, **body)
+    def _call(self, what, until=None, **body):
+        answer = super()._call(what, until, **body)
         self.counts.operations += 1
         self.counts.bytes += len(json.dumps(body)) + len(json.dumps(answer))
         return answer

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 _NEW_NETWORK = 0x40000000
@@ -175,12 +174,3 @@ def _run(*command: str) -> None:
         raise NoMachines(f"there is no `{command[0]}` here (Debian: apt install iproute2)") from None
     except subprocess.CalledProcessError as error:
         raise NoMachines(f"`{' '.join(command)}`: {error.stderr.strip()}") from None
-
-
-def answer(line: Connection, one: Any) -> None:
-    """Call the methods of `one` that the other end of the line names, until that closes."""
-    line.send(True)
-    with contextlib.suppress(EOFError):
-        while True:
-            do, given = line.recv()
-            line.send(getattr(one, do)(*given))

@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import secrets
 import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machines import NoMachines, address, answer, enter, machines  # noqa: E402 - needs the path above
+from benchmarks.machines import NoMachines, address, machines  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed  # noqa: E402
-from benchmarks.weights_relay import MIB, PORT, Trainer, timed_pull  # noqa: E402
+from benchmarks.weights_relay import MIB, PORT, Trainer, ask, started, timed_pull  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.telemetry.events import current  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
@@ -60,28 +58,14 @@ class Rank:
         return int(counts[0]), int(counts[8])
 
 
-def serve(line: Connection, machine: str, kind: str, given: tuple[Any, ...]) -> None:
-    enter(machine)
-    one = {"trainer": Trainer, "rank": Rank}[kind](*given)
-    answer(line, one)
-
-
 class Fleet:
     """A trainer, and machines of several ranks."""
 
     def __init__(self, names: list[str], ranks: int, mib: int, events: Path):
-        self.events, self.context, token = events, multiprocessing.get_context("forkserver"), secrets.token_bytes(32)
-        self.context.set_forkserver_preload(["benchmarks.weights_by_machine"])
-        self.trainer = self._started(names[0], "trainer", (token, address(0), mib))
-        self.ranks = [[self._started(name, "rank", (token, address(number), f"{number}.{rank}", str(events)))
+        self.events, token = events, secrets.token_bytes(32)
+        self.trainer = started(names[0], Trainer, token, mib)
+        self.ranks = [[started(name, Rank, token, address(number), f"{number}.{rank}", str(events))
                        for rank in range(ranks)] for number, name in enumerate(names) if number]
-
-    def _started(self, *given: Any) -> Connection:
-        ours, theirs = self.context.Pipe()
-        self.context.Process(target=serve, args=(theirs, *given), daemon=True).start()
-        theirs.close()
-        ours.recv()
-        return ours
 
     def update(self, by_machine: bool) -> tuple[float, int, list[int], int]:
         """Return the seconds until all ranks have a new version, pulls from another machine, bytes into each machine,
@@ -97,12 +81,6 @@ class Fleet:
         pulls = [event for event in map(json.loads, self.events.read_text().splitlines())
                  if event["event"] == "weights_pulled" and event["version"] == version]
         return seconds, sum(map(_crosses, pulls)), [into for into, _ in moved], most
-
-
-def ask(lines: list[Connection], do: str, *given: Any) -> list[Any]:
-    for line in lines:
-        line.send((do, given))
-    return [line.recv() for line in lines]
 
 
 def _crosses(pull: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ At the end one more rollout joins, and pulls: the trainer's bytes stay what they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 - needs the path above
 
-from benchmarks.machines import NoMachines, answer, enter, machines  # noqa: E402
+from benchmarks.machines import NoMachines, address, enter, machines  # noqa: E402
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
 from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
 from distflow.weights import puller  # noqa: E402
@@ -36,16 +37,43 @@ from distflow.weights.puller import Puller  # noqa: E402
 
 MIB, PORT = 1 << 20, 29400
 GOALS = {8: 1.6, 16: 2.5}
-_FIRST = "10.77.0.1"
+
+
+def started(machine: str, kind: type[Any], *given: Any) -> Connection:
+    """Make `kind(*given)` in a process on a machine; return the line by which its methods are asked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.weights_relay"])
+    ours, theirs = context.Pipe()
+    context.Process(target=_answer, args=(theirs, machine, kind, given), daemon=True).start()
+    theirs.close()
+    ours.recv()
+    return ours
+
+
+def _answer(line: Connection, machine: str, kind: type[Any], given: tuple[Any, ...]) -> None:
+    enter(machine)
+    one = kind(*given)
+    line.send(True)
+    with contextlib.suppress(EOFError):
+        while True:
+            do, asked = line.recv()
+            line.send(getattr(one, do)(*asked))
+
+
+def ask(lines: Sequence[Connection], do: str, *given: Any) -> list[Any]:
+    """Call a method of each object at once; return what each has returned."""
+    for line in lines:
+        line.send((do, given))
+    return [line.recv() for line in lines]
 
 
 class Trainer:
     """On the first machine, with the store."""
 
-    def __init__(self, token: bytes, address: str, mib: int):
-        self.store = store_on(_FIRST, PORT)
-        self.publisher = Publisher(TCPStoreClient(_FIRST, PORT, 60.0), token, rank=0,
-                                   ranks=1, host=address, transport="tcp")
+    def __init__(self, token: bytes, mib: int):
+        self.store = store_on(address(0), PORT)
+        self.publisher = Publisher(TCPStoreClient(address(0), PORT, 60.0), token, rank=0,
+                                   ranks=1, host=address(0), transport="tcp")
         self.tensors, self.version = {"weight": torch.zeros(mib * MIB // 4, dtype=torch.int32)}, 0
 
     def publish(self) -> int:
@@ -70,9 +98,9 @@ def timed_pull(rollout: Puller, version: int) -> float:
 
 
 class Rollout:
-    def __init__(self, token: bytes, address: str, mib: int):
-        store = TCPStoreClient(_FIRST, PORT, 60.0)
-        self.puller = Puller(store, token, f"rollout-{address}", host=address, transport="tcp", deadline=30.0)
+    def __init__(self, token: bytes, host: str):
+        store = TCPStoreClient(address(0), PORT, 60.0)
+        self.puller = Puller(store, token, f"rollout-{host}", host=host, transport="tcp", deadline=30.0)
 
     def pull(self, version: int, relays: bool) -> float:
         """Seconds until it is here. Without relays only trainer ranks are seen."""
@@ -88,50 +116,32 @@ def _trainers(*given: Any) -> Sequence[Any]:
     return [entry for entry in _ORDERED(*given) if entry.rank >= 0]
 
 
-def serve(line: Connection, machine: str, kind: str, token: bytes, address: str, mib: int) -> None:
-    enter(machine)
-    one = {"trainer": Trainer, "rollout": Rollout}[kind](token, address, mib)
-    answer(line, one)
-
-
 class Fleet:
     """A trainer and rollouts, each on its machine."""
 
     def __init__(self, names: list[str], mib: int):
-        token, context = secrets.token_bytes(32), multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.weights_relay"])
-        self.lines: list[Connection] = []
-        self.mib = mib
-        for number, name in enumerate(names):
-            ours, theirs = context.Pipe()
-            kind, address = "rollout" if number else "trainer", f"10.77.0.{number + 1}"
-            context.Process(target=serve, args=(theirs, name, kind, token, address, mib), daemon=True).start()
-            theirs.close()
-            ours.recv()
-            self.lines.append(ours)
-
-    def ask(self, number: int, do: str, *given: Any) -> Any:
-        self.lines[number].send((do, given))
-        return self.lines[number].recv()
+        token = secrets.token_bytes(32)
+        self.trainer = [started(names[0], Trainer, token, mib)]
+        self.rollouts = [started(name, Rollout, token, address(number)) for number, name in enumerate(names) if number]
 
     def update(self, count: int, relays: bool) -> float:
         """Seconds until the first `count` rollouts have a new version."""
-        version = self.ask(0, "publish")
-        for line in self.lines[1 : count + 1]:
-            line.send(("pull", (version, relays)))
-        return max(line.recv() for line in self.lines[1 : count + 1])
+        return max(ask(self.rollouts[:count], "pull", self.publish(), relays))
+
+    def publish(self) -> int:
+        return ask(self.trainer, "publish")[0]
+
+    def sent(self) -> int:
+        return ask(self.trainer, "sent")[0]
 
     def join_late(self, count: int) -> tuple[int, int]:
         """The trainer's bytes before and after a rollout joins that has nothing yet; it is the last one."""
         self.update(count, True)
-        version, before = self.ask(0, "publish") - 1, self.ask(0, "sent")
-        for line in self.lines[1 : count + 1]:
-            line.send(("pull", (version + 1, True)))
-        for line in self.lines[1 : count + 1]:
-            line.recv()
-        first = self.ask(0, "sent")
-        self.ask(len(self.lines) - 1, "pull", version + 1, True)
-        return first - before, self.ask(0, "sent") - before
+        version, before = self.publish(), self.sent()
+        ask(self.rollouts[:count], "pull", version, True)
+        first = self.sent()
+        ask(self.rollouts[-1:], "pull", version, True)
+        return first - before, self.sent() - before
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,20 +8,17 @@ bounds its rate; several have several times as much. The other side is the same 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import secrets
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.machines import NoMachines, address, answer, enter, far_machines  # noqa: E402 - needs the path above
+from benchmarks.machines import NoMachines, address, far_machines  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, add_size, conclude, interleaved, options, parsed, ratios  # noqa: E402
-from benchmarks.weights_relay import MIB, PORT, Trainer, timed_pull  # noqa: E402
+from benchmarks.weights_relay import MIB, PORT, Trainer, ask, started, timed_pull  # noqa: E402
 from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.transport.tcp import TcpPuller  # noqa: E402
@@ -30,7 +27,7 @@ GOAL = 2.0
 
 
 class Rollout:
-    def __init__(self, token: bytes, host: str, mib: int):
+    def __init__(self, token: bytes, host: str):
         self.streams = TcpPuller.streams
         self.puller = Puller(TCPStoreClient(address(0), PORT, 60.0), token, "rollout", host=host, transport="tcp",
                              deadline=30.0)
@@ -41,30 +38,17 @@ class Rollout:
         return timed_pull(self.puller, version)
 
 
-def serve(line: Connection, machine: str, kind: type[Any], token: bytes, host: str, mib: int) -> None:
-    enter(machine)
-    answer(line, kind(token, host, mib))
-
-
 class Pair:
     """A trainer and a rollout, each on its machine."""
 
     def __init__(self, names: list[str], mib: int):
-        token, context, self.lines = secrets.token_bytes(32), multiprocessing.get_context("spawn"), list[Connection]()
-        for number, kind in enumerate((Trainer, Rollout)):
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs, names[number], kind, token, address(number), mib),
-                            daemon=True).start()
-            theirs.close()
-            ours.recv()
-            self.lines.append(ours)
-
-    def ask(self, number: int, do: str, *given: Any) -> Any:
-        self.lines[number].send((do, given))
-        return self.lines[number].recv()
+        token = secrets.token_bytes(32)
+        self.trainer = started(names[0], Trainer, token, mib)
+        self.rollout = started(names[1], Rollout, token, address(1))
 
     def pull(self, streams: int) -> float:
-        return self.ask(1, "pull", self.ask(0, "publish"), streams)
+        version, = ask([self.trainer], "publish")
+        return ask([self.rollout], "pull", version, streams)[0]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if terminal := config.pluginmanager.get_plugin("terminalreporter"):  # not in a process that xdist starts
         config.pluginmanager.register(FailureNames(terminal))
+
+
+@pytest.fixture(autouse=True)
+def _search_path() -> Iterator[None]:
+    """Take back the folders of users' modules that planning adds to Python's path: a later test must not find them."""
+    before = sys.path[:]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from distflow.data.host_group import HostGroup
 from distflow.data.row_copies import copy_runs
 from distflow.errors import ColumnError
 from distflow.plan import Layout
+from distflow.rpc.packing import aligned
 from distflow.rpc.shared_memory import MappedMemory, MemoryAddress, SharedMemoryPool, memory_name, view_of
 from distflow.telemetry.metrics import Metrics
 
-_ALIGNED = 64
 _SLACK = 1.25
 """Factor by which a new buffer exceeds the request: the next step's rows fit too, and untouched pages cost nothing."""
 _SHOWN = 5
@@ -253,8 +253,8 @@ class Route:
         sizes = np.zeros((len(levels) + 1, len(self.bounds) - 1), np.int64)
         for index, (_, width, announced) in enumerate(levels):
             sizes[index] = laid_out[id(announced)][2] * width
-        aligned = -(-sizes // _ALIGNED) * _ALIGNED
-        starts = aligned.cumsum(0) - aligned
+        whole = aligned(sizes)
+        starts = whole.cumsum(0) - whole
         for (name, width, announced), start, size in zip(levels, starts, sizes):
             counts, at, _ = laid_out[id(announced)]
             parts[name].append(BufferPart(width, counts, at, start, size))

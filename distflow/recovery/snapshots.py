@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from distflow.errors import CheckpointError
 from distflow.rpc.messages import MACHINE_MEMORY
+from distflow.rpc.packing import aligned, tensor_at
 from distflow.weights.host_copy import HostCopy
 
-_LENGTH, _SUM, _ALIGNED = 8, 16, 64
+_LENGTH, _SUM = 8, 16
 _UNUSED = 8  # snapshots after which the memory of a slot that was not needed is returned to the system
 HEAD = 32  # bytes before the header
 Path = tuple[str, ...]
@@ -164,7 +165,7 @@ class Snapshots:
             leaves.append([path, str(local.dtype), list(local.shape), size])
             if local.nbytes:
                 tensors.append((size, local))
-            size += -(-local.nbytes // _ALIGNED) * _ALIGNED
+            size += aligned(local.nbytes)
         header = {"shard": list(shard), "progress": progress, "tensors": leaves}
         self._require_room(size)
         self.wait()
@@ -247,7 +248,7 @@ class Snapshots:
             if [dtype, shape] != [str(local.dtype), list(local.shape)]:
                 raise CheckpointError(f"the copy of step {step} has {'.'.join(path)} as {dtype} {shape}, the worker as "
                                       f"{local.dtype} {list(local.shape)}")
-            local.copy_(body[offset : offset + local.nbytes].view(local.dtype).view(local.shape))
+            local.copy_(tensor_at(body, offset, local.shape, local.dtype))
         return header["progress"]
 
 
@@ -264,13 +265,13 @@ def _view(state: Mapping[str, Any] | Tensor, body: Tensor, offsets: Mapping[Path
         return {name: _view(each, body, offsets, (*path, str(name))) for name, each in state.items()}
     local = state.to_local() if isinstance(state, DTensor) else state
     offset = offsets[path]
-    copy = body[offset : offset + local.nbytes].view(local.dtype).view(local.shape)
+    copy = tensor_at(body, offset, local.shape, local.dtype)
     # not from_local, which would move it to the mesh's device
     return DTensor(copy, state._spec, requires_grad=False) if isinstance(state, DTensor) else copy
 
 
 def _body_start(length: int) -> int:
-    return -(-(HEAD + length) // _ALIGNED) * _ALIGNED
+    return aligned(HEAD + length)
 
 
 def end_of(head: bytes) -> int:

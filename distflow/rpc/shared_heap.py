@@ -20,10 +20,8 @@ from pathlib import Path
 import numpy
 
 from distflow.rpc.messages import MACHINE_MEMORY
+from distflow.rpc.packing import aligned
 from distflow.rpc.shared_memory import MemoryAddress, create_memory, machine_name, view_of
-
-_ALIGNMENT = 64  # bytes: a line of the cache, and more than any element needs
-
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux on x86-64 and arm64; Python has no name for it
 
@@ -55,7 +53,7 @@ class SharedHeap:
         Raises `MemoryError`."""
         if not size:
             return self.memory[:0]
-        needed = size + -size % _ALIGNMENT
+        needed = aligned(size)
         with self.lock:
             self._take_back()
             at = next((at for at, (start, end) in enumerate(zip(self.starts, self.ends)) if end - start >= needed), -1)

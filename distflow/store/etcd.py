@@ -123,8 +123,9 @@ class EtcdStore(Store):
         return found, int(answers[0]["header"]["revision"]) if answers else 0
 
     def _at_once(self, operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return etcd's answers to as many operations at a time as a transaction takes."""
-        return [self._call("kv/txn", success=operations[first : first + _OPERATIONS])
+        """Return etcd's answers to as many operations at a time as a transaction takes; all within one deadline."""
+        until = time.monotonic() + self.deadline.seconds
+        return [self._call("kv/txn", until, success=operations[first : first + _OPERATIONS])
                 for first in range(0, len(operations), _OPERATIONS)]
 
     def _watch(self, key: str, revision: int, seconds: float) -> None:
@@ -138,10 +139,11 @@ class EtcdStore(Store):
                     return
         time.sleep(min(_PAUSE, seconds))
 
-    def _call(self, what: str, **body: Any) -> dict[str, Any]:
-        """Ask one member after the other until one answers. Raises StoreUnavailable."""
-        began = time.monotonic()
-        until = began + self.deadline.seconds
+    def _call(self, what: str, until: float | None = None, **body: Any) -> dict[str, Any]:
+        """Ask one member after the other until one answers. `until`: by the clock, where other calls share the
+        deadline. Raises StoreUnavailable."""
+        until = until or time.monotonic() + self.deadline.seconds
+        began = until - self.deadline.seconds
         while (left := until - time.monotonic()) > 0:
             try:
                 answer = self._client(left).post(f"{self._url}/v3/{what}", json=body, timeout=min(left, _PER_MEMBER))

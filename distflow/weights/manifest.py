@@ -21,12 +21,12 @@ import numpy
 import torch
 import xxhash
 
+from distflow.rpc.packing import aligned
 from distflow.weights.errors import WeightsError
 from distflow.weights.shard_slice import ShardSlice
 
 SUM = 16
 """Bytes of a checksum."""
-ALIGNMENT = 64
 """Bytes on whose multiples slices begin: contents can then be used in place."""
 _LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 64
 Chunk = tuple[int, int]
@@ -96,7 +96,7 @@ def lay_out(slices: Sequence[ShardSlice], orders: Sequence[int]) -> tuple[tuple[
     contents, end = [], 0
     for shard_slice, order in zip(slices, orders):
         contents.append(SliceEntry(shard_slice, end, order))
-        end += -(-shard_slice.nbytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(shard_slice.nbytes)
     return tuple(contents), end
 
 

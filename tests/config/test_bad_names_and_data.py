@@ -287,10 +287,10 @@ def test_a_project_with_packages_of_our_names(name: str, tmp_path: Path) -> None
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
     command = [str(Path(sys.executable).with_name("distflow")), "validate", "grpo"]
-    clean = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    clean = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # the command may be another checkout's
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    first = {**clean, "PYTHONPATH": str(tmp_path)}
+    first = {**clean, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=tmp_path, env=first, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"`{name}` is found at {tmp_path / name}, but distflow's own lies at {ROOT / name}" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import threading
@@ -76,6 +77,32 @@ def test_more_keys_than_a_transaction_takes(etcd):
     assert store.get_all(keys) == keys
     assert store.has(*keys)
     assert not store.has(*keys, "another")
+
+
+@pytest.mark.parametrize("call", [lambda store, keys: store.put_all(dict.fromkeys(keys, "x")),
+                                  lambda store, keys: store.delete(*keys), lambda store, keys: store.get_all(keys),
+                                  lambda store, keys: store.has(*keys)], ids=["put_all", "delete", "get_all", "has"])
+def test_one_deadline_holds_for_all_transactions_of_a_call(call):
+    """Of a member that is slow to answer each of them, and never too slow for one."""
+    answered = []
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            time.sleep(0.1)
+            asked = len(json.loads(self.rfile.read(int(self.headers["Content-Length"]))).get("success", ()))
+            answered.append(asked)
+            self.send_response(200)
+            self.end_headers()
+            responses = [{"response_range": {"count": "1"}}] * asked
+            self.wfile.write(json.dumps({"header": {"revision": "1"}, "responses": responses}).encode())
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Slow)) as server:
+        store = EtcdStore(f"etcd://127.0.0.1:{server.server_port}/run", 60.0)
+        call(store, [f"rank/{number}" for number in range(250)])
+        assert answered == [0, 100, 100, 50]
+        with store.within(0.5), pytest.raises(StoreUnavailable, match="has not answered for"):
+            call(store, [f"rank/{number}" for number in range(10_000)])
+        assert len(answered) <= 10, "a hundred of them would be whole"
 
 
 @pytest.mark.parametrize("address", ["etcd://127.0.0.1:2379", "etcd://127.0.0.1/run", "etcd:///run"])

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.data.exchange import gather_values
+from distflow.rpc.packing import aligned, tensor_at
 from distflow.weights.reshard import BUCKET_BYTES
 from workers.engines.devices import group_along
 
-_ALIGNED = 16  # bytes; tensors in a bucket begin at multiples of it
 Head = tuple[str, list[int], str]  # a tensor's name, shape and dtype
 
 
@@ -51,14 +51,15 @@ class WeightRoute:
         heads: list[Head] = []
         bucket, filled = torch.empty(0, dtype=torch.uint8), 0
         for name, tensor in weights:
-            size = _aligned(tensor.nbytes)
+            size = aligned(tensor.nbytes)
             if filled + size > len(bucket):
                 self._send(heads, bucket)
                 heads, filled = [], 0
                 if size > len(bucket):
                     bucket = torch.empty(max(BUCKET_BYTES, size), dtype=torch.uint8, device=tensor.device)
             heads.append((name, [*tensor.shape], str(tensor.dtype).removeprefix("torch.")))
-            _view(bucket, filled, *heads[-1][1:]).copy_(tensor.detach())  # the next one may overwrite it
+            copy = tensor_at(bucket, filled, tensor.shape, tensor.dtype)
+            copy.copy_(tensor.detach())  # the next one may overwrite it
             filled += size
             yield name, tensor
         self._send(heads, bucket)
@@ -71,7 +72,7 @@ class WeightRoute:
             buffer = torch.empty(edges[-1], dtype=torch.uint8, device=device)
             dist.broadcast(buffer, self.first, self.receiving)
             for (name, shape, dtype), start in zip(heads, edges):
-                yield name, _view(buffer, start, shape, dtype)
+                yield name, tensor_at(buffer, start, shape, getattr(torch, dtype))
 
     def _send(self, heads: list[Head], bucket: Tensor) -> None:
         if heads:
@@ -86,14 +87,7 @@ def _edges(heads: Sequence[Head]) -> list[int]:
     """Return where each tensor begins in a bucket, and the bucket's size."""
     edges = [0]
     for _, shape, dtype in heads:
-        edges.append(edges[-1] + _aligned(math.prod(shape) * getattr(torch, dtype).itemsize))
+        edges.append(edges[-1] + aligned(math.prod(shape) * getattr(torch, dtype).itemsize))
     return edges
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _view(buffer: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
-    kind = getattr(torch, dtype)
-    return buffer[start : start + math.prod(shape) * kind.itemsize].view(kind).view(torch.Size(shape))

@@ -13,6 +13,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distflow.contracts.decorators import Turn
@@ -69,14 +70,22 @@ Left = tuple[int, tuple[str, ...]]
 """A conversation that was left: its row, and the model's turns so far, of which the last one has no answer."""
 
 
+@dataclass
+class _LeftStep:
+    """Step of an environment whose client has left before the answer."""
+
+    number: int  # of its environment in the pool
+    phase: int  # in which it was left
+    answer: Turn | EnvFailure | None = None
+
+
 class EnvService:
     """Serves clients from a thread of its own, the only one that touches the pool; all calls fail once the pool has."""
 
     def __init__(self, config: EnvSettings, keeps: bool = False):
         """`keeps`: steps that are under way when their client leaves, for the one that asks for them next."""
         self.keeps, self.phase, self.used = keeps, 0, False  # phases of sampling in which there were clients
-        self.left: dict[Left, tuple[int, int]] = {}  # number in the pool, and the phase in which it was left
-        self.early: dict[int, Turn | EnvFailure] = {}  # answers of those that were left, by number
+        self.left: dict[Left, _LeftStep] = {}
         self.numbers = itertools.count()  # of rows in the pool: clients of two nodes may have rows of one id
         self.owners: dict[int, tuple[EnvClient, int]] = {}  # client of each number, and the row's id there
         self.actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -119,8 +128,9 @@ class EnvService:
                 for number, answer in self.pool.turns(math.inf):
                     if number in self.owners:
                         self.hand_out(number, answer)
-                    elif any(number == left for left, _ in self.left.values()):
-                        self.early[number] = answer
+                    for step in self.left.values():
+                        if step.number == number:
+                            step.answer = answer
         except DistflowError as error:
             self._fail(error)
         finally:
@@ -139,11 +149,8 @@ class EnvService:
         took up conversations: another rank has it. Not what is under way, which would end its process."""
         self.phase += self.used
         self.used = False
-        for left in [left for left, (number, phase) in self.left.items()
-                     if phase < self.phase - 1 and not self.pool.is_under_way(number)]:
-            number, _ = self.left.pop(left)
-            self.early.pop(number, None)
-            self.pool.release([number])
+        for left in [left for left, step in self.left.items() if step.phase < self.phase - 1 and step.answer]:
+            self.pool.release([self.left.pop(left).number])
 
     def leave(self, numbers: Mapping[int, int], again: bool) -> None:
         """Drop environments; where steps are kept, not those of which one is under way and may be asked for `again`.
@@ -156,7 +163,7 @@ class EnvService:
             if left is None or left in self.left:
                 dropped.append(number)
             else:
-                self.left[left] = number, self.phase
+                self.left[left] = _LeftStep(number, self.phase)
         self.pool.release(dropped)
 
     def _run_actions(self) -> None:
@@ -243,16 +250,16 @@ class EnvClient:
 
     def _ask(self, number: int, row: int, columns: dict[str, str], text: str) -> None:
         service, episode = self.service, self.service.pool.episodes.get(number)
-        left, _ = service.left.pop((row, (*(episode.texts if episode else ()), text)), (None, 0))
+        left = service.left.pop((row, (*(episode.texts if episode else ()), text)), None)
         if left is None:
             service.owners[number] = (self, row)
             service.pool.step(number, columns, text)
             return
         self._end(number)
-        self.numbers[row] = left  # before this thread has the answer
-        service.owners[left] = (self, row)
-        if left in service.early:
-            service.hand_out(left, service.early.pop(left))
+        self.numbers[row] = left.number  # before this thread has the answer
+        service.owners[left.number] = (self, row)
+        if left.answer:
+            service.hand_out(left.number, left.answer)
 
     def _end(self, number: int) -> None:
         self.service.pool.end(number)

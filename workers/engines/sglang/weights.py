@@ -12,10 +12,10 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from distflow.rpc.packing import aligned, tensor_at
 from workers.engines.rollout import matching
 
 BUCKET = 256 << 20  # bytes; a larger tensor has a bucket of its own
-_ALIGNED = 16
 Named = list[tuple[str, Tensor]]
 
 
@@ -35,7 +35,7 @@ class Buckets:
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], dtype: torch.dtype,
                  device: str):
         self.weights, self.shapes, self.dtype, self.device = weights, shapes, dtype, device
-        whole = sum(shape.numel() * dtype.itemsize + _ALIGNED for shape in shapes.values())
+        whole = sum(aligned(shape.numel() * dtype.itemsize) for shape in shapes.values())
         self.room, self.size = min(BUCKET, whole), 0
 
     def __iter__(self) -> Iterator[str]:
@@ -49,10 +49,10 @@ class Buckets:
                 named, used = [], 0
             if not named:  # not reused: the server may still copy from the previous one, on its own stream
                 bucket_memory = self._shared(max(self.room, bytes_))
-            copy = bucket_memory[used : used + bytes_].view(self.dtype).view(tensor.shape)
+            copy = tensor_at(bucket_memory, used, tensor.shape, self.dtype)
             named += unfused(name, copy.copy_(tensor))
             self.size += bytes_
-            used += -(-bytes_ // _ALIGNED) * _ALIGNED
+            used += aligned(bytes_)
         if named:
             yield sealed(named)
 
