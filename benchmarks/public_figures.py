@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402 - needs the path above
 from distflow.config.cluster import Cluster  # noqa: E402
+from distflow.config.models import Shape  # noqa: E402
 from planners.heterogeneous.cost import CostModel  # noqa: E402
 from planners.heterogeneous.hardware import Network, hardware_of  # noqa: E402
 from planners.heterogeneous.problem import (  # noqa: E402
@@ -34,6 +35,7 @@ from planners.heterogeneous.problem import (  # noqa: E402
     Replicas,
     Strategy,
 )
+from planners.heterogeneous.workload import states_of  # noqa: E402
 
 UNSHARED = "Mistral 7B"
 """Model whose attention TensorRT-LLM 0.8 probably computed for each query head by itself, without tensor cores: its
@@ -51,17 +53,30 @@ MUSGRAVE = "johnmusgrave.com, vLLM throughput-latency sweep on NVIDIA A100"
 DEVICES = {  # peak TFLOP/s of two bytes, memory GB/s, link inside a machine GB/s and µs: of data sheets
     "h200": (989, 4800, 450, 3), "h100": (989, 3350, 450, 3), "a100": (312, 2039, 300, 3),
     "a100 40gb": (312, 1555, 300, 3), "l40s": (362, 864, 32, 8)}
-MODELS = {  # parameters, layers, hidden, key-value width, vocabulary
-    "MPT 1B": (1.316e9, 24, 2048, 2048, 50368), "MPT 3B": (2.652e9, 32, 2560, 2560, 50368),
-    "MPT 7B": (6.659e9, 32, 4096, 4096, 50368), "MPT 13B": (12.854e9, 40, 5120, 5120, 50368),
-    "MPT 30B": (29.975e9, 48, 7168, 7168, 50368), "MPT 70B": (64.862e9, 80, 8192, 8192, 50368),
-    "Llama 2 13B": (13.016e9, 40, 5120, 5120, 32000), "Llama 3 70B": (70.554e9, 80, 8192, 1024, 128256),
-    "Llama 3 8B": (8.03e9, 32, 4096, 1024, 128256), "LLaMA 7B": (6.738e9, 32, 4096, 4096, 32000),
-    "LLaMA 70B": (68.977e9, 80, 8192, 1024, 32000), "Mistral 7B": (7.242e9, 32, 4096, 1024, 32000),
-    "Qwen2.5 7B": (7.616e9, 28, 3584, 512, 152064), "Qwen2.5 7B, 13 layers": (4.119e9, 13, 3584, 512, 152064),
-    "Qwen2.5 0.5B": (0.494e9, 24, 896, 128, 151936)}
-WIDE = {"Qwen2.5 7B, 13 layers": 18944, "Qwen2.5 0.5B": 4864}
-"""Widths of feed-forward layers of models that transformers' own kernels train; all others have fused kernels."""
+
+def _shape(parameters: float, layers: int, hidden: int, heads: int, kv_heads: int, widening: int,
+           vocabulary: int) -> Shape:
+    return Shape(int(parameters), layers, hidden // heads * kv_heads, vocabulary, hidden, heads=heads,
+                 kv_heads=kv_heads, widening=widening)
+
+
+MODELS = {  # parameters, layers, hidden, heads, key-value heads, width of feed-forward layers, vocabulary
+    "MPT 1B": _shape(1.316e9, 24, 2048, 16, 16, 8192, 50368), "MPT 3B": _shape(2.652e9, 32, 2560, 20, 20, 10240, 50368),
+    "MPT 7B": _shape(6.659e9, 32, 4096, 32, 32, 16384, 50368),
+    "MPT 13B": _shape(12.854e9, 40, 5120, 40, 40, 20480, 50368),
+    "MPT 30B": _shape(29.975e9, 48, 7168, 64, 64, 28672, 50368),
+    "MPT 70B": _shape(64.862e9, 80, 8192, 64, 64, 32768, 50368),
+    "Llama 2 13B": _shape(13.016e9, 40, 5120, 40, 40, 13824, 32000),
+    "Llama 3 70B": _shape(70.554e9, 80, 8192, 64, 8, 28672, 128256),
+    "Llama 3 8B": _shape(8.03e9, 32, 4096, 32, 8, 14336, 128256),
+    "LLaMA 7B": _shape(6.738e9, 32, 4096, 32, 32, 11008, 32000),
+    "LLaMA 70B": _shape(68.977e9, 80, 8192, 64, 8, 28672, 32000),
+    "Mistral 7B": _shape(7.242e9, 32, 4096, 32, 8, 14336, 32000),
+    "Qwen2.5 7B": _shape(7.616e9, 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5 7B, 13 layers": _shape(4.119e9, 13, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5 0.5B": _shape(0.494e9, 24, 896, 14, 2, 4864, 151936)}
+UNFUSED = ("Qwen2.5 7B, 13 layers", "Qwen2.5 0.5B")
+"""Models that transformers' own kernels train; all others have fused kernels."""
 
 TIED = ("MPT", "Qwen2.5 0.5B")
 """First words of models whose head is the matrix of their embeddings."""
@@ -177,11 +192,12 @@ def _cluster(kind: str, gpus: int, width: int = 2, link: float = 200) -> Cluster
 
 def _task(model: str, kind: str, rows: int, prompt: int, response: int, width: int = 2, recompute: bool = False,
           samples: int = 1) -> ModelTask:
-    parameters, layers, hidden, kv, vocabulary = MODELS[model]
-    states = 23 + 5 * WIDE[model] / hidden if model in WIDE and kind == TRAIN else ModelTask.states
-    return ModelTask("task", "actor", kind, int(parameters), layers, hidden, 2 * width * kv, rows, prompt, response,
-                     width=width, outputs=vocabulary, recompute=recompute, gathered=int(parameters / layers),
-                     states=states, looked_up=0 if model.startswith(TIED) else vocabulary * hidden,
+    shape = MODELS[model]
+    states = ModelTask.states if model.startswith("MPT") else states_of(shape, model not in UNFUSED or kind != TRAIN)
+    return ModelTask("task", "actor", kind, shape.parameters, shape.layers, shape.hidden, shape.query_width,
+                     2 * width * shape.kv_width, rows, prompt, response, width=width, outputs=shape.vocabulary,
+                     recompute=recompute, gathered=shape.parameters // shape.layers, states=states,
+                     looked_up=0 if model.startswith(TIED) else shape.vocabulary * shape.hidden,
                      engine="fsdp" if kind == TRAIN else "megatron", measured=Measured(read=prompt / samples))
 
 

@@ -49,7 +49,7 @@ class Shape:
     @property
     def matrices(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return attention + 3 * self.hidden * self.intermediate
 
     @property
@@ -69,7 +69,7 @@ class Shape:
         the responses' tokens are scored."""
         seen = prompt * (prompt + 1) / 2 + samples * (response * prompt + response * (response + 1) / 2)
         by_token = 2 * self.layers * self.matrices * (prompt + samples * response)
-        attention = 4 * self.layers * self.hidden * seen
+        attention = 4 * self.layers * self.heads * self.head_dim * seen
         return by_token + attention + 2 * self.hidden * self.vocabulary * samples * response
 
     def build(self, device: str) -> PreTrainedModel:

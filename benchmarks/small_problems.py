@@ -93,7 +93,7 @@ def _device_group(random: np.random.Generator, index: int, count: int) -> Device
 
 def _task(random: np.random.Generator, kind: str, role: str, size: tuple[int, int], rows: int, micro: int) -> ModelTask:
     layers, hidden = size
-    return ModelTask(f"{role} {kind}", role, kind, 12 * layers * hidden**2, layers, hidden, hidden, rows,
+    return ModelTask(f"{role} {kind}", role, kind, 12 * layers * hidden**2, layers, hidden, hidden, hidden, rows,
                      int(random.integers(16, 1025)), int(random.integers(16, 2049)), outputs=32000, heads=8,
                      micro_tokens=micro, epochs=int(random.integers(1, 3)), recompute=bool(random.integers(0, 2)),
                      activations=64 * hidden)

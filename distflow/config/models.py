@@ -447,14 +447,24 @@ class Shape:
         idle = 1 - self.experts_per_token / self.experts if self.experts else 0
         return self.parameters - int(idle * self.expert_parameters)
 
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries in one layer: heads × head size, which may differ from the hidden size."""
+        return self.kv_width * self.heads // self.kv_heads
+
+    @property
+    def active_widening(self) -> int:
+        """Width of the feed-forward layers that compute for a token: of the experts that it goes to, or of the one."""
+        each = self.expert_parameters // (3 * self.hidden * max(self.experts * self.layers, 1))
+        return self.widening or self.experts_per_token * each
+
     def forward_flops(self, prompts: float, responses: float, seen: float) -> float:
         """Return the model FLOPs of a forward pass (Chowdhery et al. 2022, appendix B): two for each token and each
         parameter of the layers that compute for it, four for each head's width and token that it sees (`seen` in all),
         and two for each of the head's parameters and token of a response."""
         head = self.hidden * (self.labels or self.vocabulary)
         layers = self.active_parameters - self.vocabulary * self.hidden - self.vocabulary_head
-        queries = self.kv_width * self.heads // self.kv_heads
-        return 2 * layers * (prompts + responses) + 4 * self.layers * queries * seen + 2 * head * responses
+        return 2 * layers * (prompts + responses) + 4 * self.layers * self.query_width * seen + 2 * head * responses
 
     def with_value_head(self) -> Shape:
         return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,

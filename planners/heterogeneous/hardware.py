@@ -1,14 +1,14 @@
 """Hardware model: device groups and links of a cluster file, collectives on them (`Network`), a layer's `Roofline`.
 
 Rooflines (Williams et al. 2009): a layer's arithmetic and its reading of memory overlap, so the slower of both counts.
-Arithmetic of a token, forward: 2 FLOP for each parameter and, for its attention, 2 × context × hidden in a causal row
-and twice as much for a token that sees all of its context (Kaplan et al. 2020, table 1). Backward takes twice as much
-as forward, half of it for gradients of weights, which frozen ones have none of; recomputation takes once more as
-forward (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and twice backward
-(Shoeybi et al. 2019, §3). What is computed between products (norms, sums, activations, the softmax over the vocabulary)
-is bound by memory and adds to that (Ivanov et al. 2021, table 1). Engines apply the head before tokens of responses
-alone (`SharedPrompt`, and `logits_to_keep` as prompts are read), and look embeddings up, which multiplies nothing. Both
-are counted as if spread over the layers.
+Arithmetic of a token, forward: 2 FLOP for each parameter and, for its attention, 2 × context × width of its queries in
+a causal row and twice as much for a token that sees all of its context (Kaplan et al. 2020, table 1). Backward takes
+twice as much as forward, half of it for gradients of weights, which frozen ones have none of; recomputation takes once
+more as forward (Korthikanti et al. 2022, §5). Slices of a layer add up their activations twice forward and twice
+backward (Shoeybi et al. 2019, §3). What is computed between products (norms, sums, activations, the softmax over the
+vocabulary) is bound by memory and adds to that (Ivanov et al. 2021, table 1). Engines apply the head before tokens of
+responses alone (`SharedPrompt`, and `logits_to_keep` as prompts are read), and look embeddings up, which multiplies
+nothing. Both are counted as if spread over the layers.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Roofline:
         task, tp = self.task, strategy.tp
         trains, passes = task.kind == TRAIN, self._passes
         flop = tokens * ((self._flop + self._scored * self._head) * (1 - task.frozen / task.parameters / passes)
-                         + 2 * context * task.hidden / group.attention)
+                         + 2 * context * task.queries / group.attention)
         read = (self._weights - self._expert_weights * (1 - 1 / strategy.ep)) / tp
         roof = max((1 + group.overhead / tokens) * flop / tp / group.peak, read / group.bandwidth) \
             + tokens * (self._between_products + task.scored * self._logits / passes) / tp / group.bandwidth \
@@ -163,7 +163,7 @@ class Roofline:
         asked = np.minimum(1.0, rows * task.experts_per_token / task.experts) if task.experts else 1.0
         weights = self._weights - self._expert_weights * (1 - asked)
         roof = np.maximum((rows + group.overhead) * (self._flop + self._head) / group.peak, weights / group.bandwidth) \
-            + rows * max(4 * context * task.hidden / group.peak, task.kv * context / group.bandwidth) \
+            + rows * max(4 * context * task.queries / group.peak, task.kv * context / group.bandwidth) \
             + rows * (self._between_products + self._logits) / group.bandwidth
         return self._pass(group, roof / tp) + 2 * self._network.slices(number, tp, rows * (task.hidden * task.width))
 
@@ -311,7 +311,7 @@ class Roofline:
         return self.task.seen + self.task.answer / 2
 
     def _flops(self, tokens: float, seen: float, scored: float) -> float:
-        each = self._flop + scored * self._head + seen * self.task.hidden
+        each = self._flop + scored * self._head + seen * self.task.queries
         return self.task.layers * self.task.rows * tokens * each
 
 

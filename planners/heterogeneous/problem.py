@@ -115,16 +115,16 @@ class Measured(NamedTuple):
 @dataclass(frozen=True)
 class ModelTask:
     """Node that runs a model: the model's sizes, the work of an iteration, and the `engine` that trains and infers.
-    `kv` is the bytes of one token in the cache of one layer, `active` the parameters that compute for a token; `prompt`
-    and `response` are tokens of a row. Training passes over the rows `epochs` times, in `mini_batches`. An engine that
-    divides weights gathers `gathered` parameters at once; 0: all. A layer keeps `activations` bytes of each token for
-    the backward pass. `at_once`: rows that a share samples at once; 0: as many as its cache has room for. `frozen`
-    parameters of one that trains stay as they are; the weights of one that `follows` another role are state. `states`
-    of `hidden` width are read or written for a token of a layer between products, forward: with fused kernels those of
-    two norms (4), two sums (6), rotations or a division into heads (4) and an activation of 4 × hidden (8). `looked_up`
-    parameters are of embeddings, which no product reads, unless the head is the same matrix. `logit_bytes` pass through
-    memory for a logit in all passes; 0: as many as of a plain softmax. `rescored`: the backward pass computes logits
-    again."""
+    `queries` is the width of a token's queries in a layer (heads × head size), `kv` the bytes of one token in the cache
+    of one layer, `active` the parameters that compute for a token; `prompt` and `response` are tokens of a row.
+    Training passes over the rows `epochs` times, in `mini_batches`. An engine that divides weights gathers `gathered`
+    parameters at once; 0: all. A layer keeps `activations` bytes of each token for the backward pass. `at_once`: rows
+    that a share samples at once; 0: as many as its cache has room for. `frozen` parameters of one that trains stay as
+    they are; the weights of one that `follows` another role are state. `states` of `hidden` width are read or written
+    for a token of a layer between products, forward (`states_of`): by default with fused kernels, as many query heads
+    as key heads and one matrix before an activation of 4 × hidden. `looked_up` parameters are of embeddings, which no
+    product reads, unless the head is the same matrix. `logit_bytes` pass through memory for a logit in all passes; 0:
+    as many as of a plain softmax. `rescored`: the backward pass computes logits again."""
 
     name: str
     role: str
@@ -132,6 +132,7 @@ class ModelTask:
     parameters: int
     layers: int
     hidden: int
+    queries: int
     kv: int
     rows: int
     prompt: int

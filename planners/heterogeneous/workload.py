@@ -67,7 +67,7 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     frozen = min(spec.frozen.get(task.role, 0), shape.parameters) if kind == TRAIN else 0
     logit_bytes, rescored = _logits(kind, settings, outputs)
     follows = kind == INFER and spec.dag.roles[task.role].follow is not None
-    return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden,
+    return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, shape.query_width,
                      2 * width * shape.kv_width,
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
@@ -80,11 +80,19 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
 
 
 def _states(shape: Shape, kind: str, settings: RoleRun) -> float:
-    """Return `ModelTask.states`. Without torch.compile FSDP's models rotate queries and keys with 10 states read or
-    written, divide into heads with 3, and activate and multiply with 5 of the feed-forward layer's width."""
-    if kind == GENERATE or settings.engine != "fsdp" or settings.compile or not shape.widening:
-        return ModelTask.states
-    return 23 + 5 * shape.widening / shape.hidden
+    """Return `ModelTask.states` of a task of the engines here: FSDP's models run kernels of their own if they are not
+    compiled."""
+    return states_of(shape, fused=kind == GENERATE or settings.engine != "fsdp" or settings.compile)
+
+
+def states_of(shape: Shape, fused: bool) -> float:
+    """Return how many numbers are read or written for a token of a layer between products, in hidden sizes. Of both
+    norms 4 and both sums 6 of the hidden size; of the width of queries and keys together, to normalize those of heads
+    2, and to rotate 2 with `fused` kernels, else 10, and 3 of the queries' to divide into heads; to activate and
+    multiply, 3 and else 5 of the width of the feed-forward layers that compute."""
+    rotated = shape.query_width + shape.kv_width
+    attention = 2 * shape.head_norms * rotated + (2 * rotated if fused else 10 * rotated + 3 * shape.query_width)
+    return 10 + (attention + (3 if fused else 5) * shape.active_widening) / shape.hidden
 
 
 def _logits(kind: str, settings: RoleRun, outputs: int) -> tuple[int, bool]:

@@ -34,9 +34,9 @@ from planners.heterogeneous.problem import (
 FAST = DeviceGroup("fast", "big", "a", 1, 1, 0.5e12, 64e9, 35e9, 25e9, NetworkLink(1e-5, 4e9))
 SLOW = replace(FAST, name="slow", kind="small", slowdown=4.0)
 LINK = NetworkLink(1e-4, 0.8e9)
-TASKS = (ModelTask("rollout", "actor", GENERATE, 10**7, 4, 512, 2048, 64, 40, 30, width=4, engine="megatron"),
-         ModelTask("reference", "reference", INFER, 10**7, 4, 512, 2048, 64, 40, 30, width=4, engine="megatron"),
-         ModelTask("update", "actor", TRAIN, 10**7, 4, 512, 2048, 64, 40, 30, width=4, engine="megatron"))
+TASKS = (ModelTask("rollout", "actor", GENERATE, 10**7, 4, 512, 512, 2048, 64, 40, 30, width=4, engine="megatron"),
+         ModelTask("reference", "reference", INFER, 10**7, 4, 512, 512, 2048, 64, 40, 30, width=4, engine="megatron"),
+         ModelTask("update", "actor", TRAIN, 10**7, 4, 512, 512, 2048, 64, 40, 30, width=4, engine="megatron"))
 TRUTH = {"rollout": (3.0, 2e-3), "reference": (1.5, 5e-4), "update": (0.7, 1e-3)}
 """`times` and `launch`."""
 

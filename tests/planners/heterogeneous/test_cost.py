@@ -30,7 +30,7 @@ from planners.heterogeneous.workload import problem_of
 FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
 FAR = NetworkLink(1e-3, 1e9)
-WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 500, 8, 100, 100, micro_tokens=200, engine="megatron",
+WORK = ModelTask("task", "actor", INFER, 10**9, 10, 1000, 1000, 500, 8, 100, 100, micro_tokens=200, engine="megatron",
                  activations=17 * 2 * 1000, outputs=0, states=0)
 """Computes products alone: nothing is read or written between them."""
 
@@ -45,8 +45,8 @@ def seconds(task: ModelTask, strategy: Strategy, *kinds: Replicas) -> float:
 
 
 def forward(rows: float, task: ModelTask = WORK, peak: float = 100e12) -> float:
-    """2 FLOP a parameter and token, and 2 × context × hidden for each layer (Kaplan et al. 2020)."""
-    return rows * task.tokens * (2 * task.parameters + 2 * task.layers * task.tokens * task.hidden) / peak
+    """2 FLOP a parameter and token, and 2 × context × width of queries for each layer (Kaplan et al. 2020)."""
+    return rows * task.tokens * (2 * task.parameters + 2 * task.layers * task.tokens * task.queries) / peak
 
 
 def test_inference_is_arithmetic_at_the_peak() -> None:
@@ -62,9 +62,26 @@ def test_training_takes_three_times_as_long_and_four_times_if_it_recomputes() ->
 
 
 def test_attention_has_a_rate_of_its_own() -> None:
-    attends = forward(8) - forward(8, replace(WORK, hidden=0))
+    attends = forward(8) - forward(8, replace(WORK, queries=0))
     halved = costs(WORK, (replace(FAST, attention=0.5), SLOW)).layout(0, Strategy(1), (Replicas((0,), 1),)).seconds
     assert halved == pytest.approx(forward(8) + attends)
+
+
+@pytest.mark.parametrize("kind", [INFER, TRAIN, GENERATE])
+def test_attention_is_as_wide_as_the_queries(kind: str) -> None:
+    """Heads × head size, whatever the hidden size: as much for each of 10 layers in time, in what bounds it from below
+    and in arithmetic, which counts training three times and a token that is sampled in full, 4 × 150 on the mean."""
+    own = replace(WORK, kind=kind, measured=Measured(read=0))
+    wide = replace(own, queries=10**6)
+    more = 8 * 100 * 10 * (10**6 - 1000) * {INFER: 2 * 200, TRAIN: 6 * 200, GENERATE: 4 * 150}[kind] / 100e12
+    narrow, broad = costs(own).tasks[0], costs(wide).tasks[0]
+    assert broad.arithmetic([(FAST, 1)]) - narrow.arithmetic([(FAST, 1)]) == pytest.approx(more)
+    if kind == GENERATE:  # reads of the cache hide the arithmetic of narrow queries
+        step, cache = 4 * 150 * 10**6 / 100e12, 500 * 150 / 2e12
+        assert broad.decode(0, FAST, 1, 8) - narrow.decode(0, FAST, 1, 8) == pytest.approx(8 * (step - cache))
+    else:
+        one = Strategy(1), Replicas((0,), 1)
+        assert seconds(wide, *one) - seconds(own, *one) == pytest.approx(more)
 
 
 def test_few_tokens_are_bound_by_reading_the_weights() -> None:

@@ -9,13 +9,14 @@ import pytest
 from benchmarks.qwen3 import folder
 from distflow.config.cluster import Cluster, Device, DeviceEfficiency, Link, Links, MachineGroup, Path
 from distflow.config.load import load
+from distflow.config.models import Shape
 from distflow.errors import InvalidInput
 from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.explain import impossible
 from planners.heterogeneous.hardware import hardware_of
 from planners.heterogeneous.layouts import CostedProblem, strategies
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, TRAIN, Edge, Problem
-from planners.heterogeneous.workload import problem_of
+from planners.heterogeneous.workload import problem_of, states_of
 
 CLUSTERS = ("h200", "h200_a100", "a100_l40s_l4", "single_zone", "multi_zone", "multi_region")
 
@@ -55,6 +56,26 @@ def test_heads_and_embeddings_are_counted_apart(mixed_spec: Callable, size: str,
     actor = spec.run.roles["actor"].model_copy(update={"engine": "megatron", "micro_batch_tokens": 1024})
     spec.run = spec.run.model_copy(update={"roles": spec.run.roles | {"actor": actor}})
     assert {task.name: task.rescored for task in problem_of(spec).tasks}["update"]
+
+
+def test_queries_are_as_wide_as_their_heads(mixed_spec: Callable) -> None:
+    """Qwen3 4B: 32 heads of 128 beside a hidden size of 2,560, and 8 key-value heads."""
+    for task in problem_of(mixed_spec("grpo")).tasks:
+        assert (task.hidden, task.queries, task.kv) == (2560, 32 * 128, 2 * 2 * 8 * 128)
+
+
+def test_states_between_products_follow_the_widths_of_layers(mixed_spec: Callable) -> None:
+    """Norms of heads and rotations 2 each of 5,120 for a token, or rotations 10 of these and 3 of 4,096; 3 or 5 of
+    9,728."""
+    spec = mixed_spec("grpo")
+    fused, own = 10 + (4 * 5120 + 3 * 9728) / 2560, 10 + (12 * 5120 + 3 * 4096 + 5 * 9728) / 2560
+    assert {task.name: task.states for task in problem_of(spec).tasks} == pytest.approx(
+        {"rollout": fused, "reference": own, "update": own})
+    actor = spec.run.roles["actor"].model_copy(update={"compile": True})
+    spec.run = spec.run.model_copy(update={"roles": spec.run.roles | {"actor": actor}})
+    assert {task.states for task in problem_of(spec).tasks} == {fused}
+    as_wide = Shape(1, 1, 64, 10, 64, heads=4, kv_heads=4, widening=172)
+    assert states_of(as_wide, fused=True) == pytest.approx(22, abs=0.1), "as LLaMA's, of which default states are"
 
 
 def test_only_engines_that_have_pipelines_are_planned_with_stages(mixed_spec: Callable) -> None:
