@@ -35,7 +35,7 @@ from distflow.config.load import Spec, load  # noqa: E402
 from planners.heterogeneous.exact import Proof, prove  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem  # noqa: E402
 from planners.heterogeneous.problem import ASYNC, SYNC, Placement, Problem  # noqa: E402
-from planners.heterogeneous.runnable import run_freedom, runnable  # noqa: E402
+from planners.heterogeneous.runnable import ByRanks, run_freedom, runnable  # noqa: E402
 from planners.heterogeneous.search import (  # noqa: E402
     Progress,
     adjacent_splits,
@@ -174,7 +174,9 @@ def thousand(name: str, mode: str, models: Path) -> bool:
     problem = problem_of(spec)
     for freedom in (problem.freedom, run_freedom(spec, problem)):
         begin = time.process_time()
-        answers = [each.placement for each in search(replace(problem, freedom=freedom)) if each.placement]
+        required = None if freedom == problem.freedom else ByRanks(spec, CostedProblem(problem))
+        answers = [each.placement for each in search(replace(problem, freedom=freedom), required=required)
+                   if each.placement]
         found = answers[-1] if freedom == problem.freedom else runnable(spec, CostedProblem(problem), answers)
         times.append(time.process_time() - begin)
         best.append(found.seconds if found else math.inf)

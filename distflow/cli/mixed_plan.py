@@ -229,9 +229,10 @@ def _searched(options: argparse.Namespace, spec: Spec,
 
     from planners.heterogeneous.exact import prove
     from planners.heterogeneous.layouts import CostedProblem
-    from planners.heterogeneous.runnable import run_freedom
+    from planners.heterogeneous.runnable import ByRanks, run_freedom
     from planners.heterogeneous.search import BUDGET, search
 
+    required = ByRanks(spec, costed) if options.runnable else None
     if options.runnable:
         costed = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem)))
     end = float("inf") if options.seconds is None else time.monotonic() + options.seconds
@@ -243,7 +244,7 @@ def _searched(options: argparse.Namespace, spec: Spec,
     considered = None
     with Console(stderr=True).status("searching") as status:
         for found in search(costed.problem, options.seed, BUDGET if options.seconds is None else sys.maxsize, stop,
-                            options.within, costed):
+                            options.within, costed, required):
             answers += [found.placement] if found.placement and found.placement not in answers[-1:] else []
             status.update(_progress("search", answers, found.bound, f"{found.evaluations} layouts and placements"))
         for proof in prove(costed.problem, answers[-1], stop, costed=costed) \

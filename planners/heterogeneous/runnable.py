@@ -4,7 +4,8 @@ Ranks run one chain together, or train on the first of them and sample on the ne
 beside that in mode async; and where all machines have ranks may have one role on others. The shares of a task follow
 each other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks,
 how models are split, which ranks train, the rows of each share and the layers of each stage. Beside that, a search
-looks among the groups and splits that runs have (`run_freedom`); what it finds counts where ranks can run it.
+looks among the groups and splits that runs have (`run_freedom`), at what ranks can run in the seconds that they take
+(`ByRanks`).
 """
 
 from __future__ import annotations
@@ -60,9 +61,28 @@ def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ())
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
     are too few. `found`, by a search, are considered too: without the machines that none of their tasks uses, or with
     them if ranks cannot run the rest; both take what `as_ranks_run` says."""
-    both = (form for each in dict.fromkeys(found) for form in dict.fromkeys((without_idle(costed.problem, each), each)))
-    forms = sorted(filter(None, (as_ranks_run(spec, costed, form) for form in both)), key=lambda each: each.seconds)
-    return _enumerated(spec, costed, next((each for each in forms if _is_accepted(spec, costed, each)), None))
+    ranks = ByRanks(spec, costed)
+    forms = sorted((form for each in dict.fromkeys(found) for form in ranks.forms(each)), key=lambda each: each.seconds)
+    return _enumerated(ranks, next(filter(ranks.accepts, forms), None))
+
+
+class ByRanks:
+    """Requirement of a search that ranks can run what it finds, counted as they run it. `costed`: the problem without
+    the limits of `run_freedom`."""
+
+    def __init__(self, spec: Spec, costed: CostedProblem):
+        self.spec, self.costed = spec, costed
+
+    def forms(self, placement: Placement) -> list[Placement]:
+        """Return a placement without the machines that none of its tasks uses, and with them, as `as_ranks_run` says;
+        the fastest first."""
+        both = dict.fromkeys((without_idle(self.costed.problem, placement), placement))
+        made = dict.fromkeys(as_ranks_run(self.spec, self.costed, each) for each in both)
+        return sorted((each for each in made if each is not None), key=lambda each: each.seconds)
+
+    def accepts(self, form: Placement) -> bool:
+        problem = self.costed.problem
+        return not refused(self.spec, written(problem, form, digests_of(self.spec, problem), "runnable", 0.0))
 
 
 def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
@@ -175,9 +195,10 @@ def refused(spec: Spec, plan: PlacedPlan) -> str:
     return ""
 
 
-def _enumerated(spec: Spec, costed: CostedProblem, best: Placement | None) -> Placement | None:
+def _enumerated(ranks: ByRanks, best: Placement | None) -> Placement | None:
     """Return the fastest enumerated plan that ranks can run, or `best` if none is faster. Groups are tried by the least
     seconds that they may take, until those left cannot be faster than what is found."""
+    spec, costed = ranks.spec, ranks.costed
     groups = enumerate(run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec)))
     layouts = EngineLayouts(spec, costed)
     for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
@@ -185,14 +206,9 @@ def _enumerated(spec: Spec, costed: CostedProblem, best: Placement | None) -> Pl
             break
         planned = layouts.placement(*each)
         placement = planned and as_ranks_run(spec, costed, planned)
-        if placement and (best is None or placement.seconds < best.seconds) and _is_accepted(spec, costed, placement):
+        if placement and (best is None or placement.seconds < best.seconds) and ranks.accepts(placement):
             best = placement
     return best
-
-
-def _is_accepted(spec: Spec, costed: CostedProblem, placement: Placement) -> bool:
-    problem = costed.problem
-    return not refused(spec, written(problem, placement, digests_of(spec, problem), "runnable", 0.0))
 
 
 def run_groups(problem: Problem, roles: Sequence[str] = (),

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice, permutations, product, zip_longest
+from typing import Protocol
 
 import numpy as np
 
@@ -221,12 +222,27 @@ class Progress:
         return max(0.0, 1 - self.bound / self.placement.seconds) if self.placement else 1.0
 
 
+class Requirement(Protocol):
+    """What a placement must be beside fast (`runnable.ByRanks`)."""
+
+    def forms(self, placement: Placement) -> Sequence[Placement]:
+        """Return the placement as it would be carried out, in one form or several, the fastest first; none if it cannot
+        be."""
+        ...
+
+    def accepts(self, form: Placement) -> bool:
+        """Return whether a form can be carried out; asked of those that would be the best."""
+        ...
+
+
 def search(problem: Problem, seed: int = 0, budget: int = BUDGET, stop: Callable[[], bool] = lambda: False,
-           quality: float = 0.0, costed: CostedProblem | None = None) -> Iterator[Progress]:
+           quality: float = 0.0, costed: CostedProblem | None = None,
+           required: Requirement | None = None) -> Iterator[Progress]:
     """Yield ever better placements, until the gap is at most `quality`, the budget is spent, or all placements were
-    gone through. `stop` is asked between steps: planners have no clock, callers have."""
+    gone through; if something is `required`, only forms that it accepts, in their seconds. `stop` is asked between
+    steps: planners have no clock, callers have."""
     costed = costed or CostedProblem(problem)
-    run, bound, begin = _Search(costed, np.random.default_rng(seed)), costed.bound(), costed.evaluations
+    run, bound, begin = _Search(costed, np.random.default_rng(seed), required), costed.bound(), costed.evaluations
     for best in run.steps():
         found = Progress(best, bound, costed.evaluations - begin)
         yield found
@@ -245,9 +261,11 @@ class _Arm:
 
 
 class _Search:
-    def __init__(self, costed: CostedProblem, random: np.random.Generator):
+    def __init__(self, costed: CostedProblem, random: np.random.Generator, required: Requirement | None = None):
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
+        self.required = required
         self.best: Placement | None = None
+        self.best_at: tuple[Grouping, Split] | None = None  # where the search was as it found the best
         self.free = costed.problem.freedom.assignment
         self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
 
@@ -308,9 +326,10 @@ class _Search:
 
     def _regroup(self) -> None:
         """Try other assignments of the tasks to the subsets of the best answer; their layouts are mostly cached."""
-        if self.best is None:
+        if self.best_at is None:
             return
-        split, tasks, subsets = self.best.subsets, len(self.costed.problem.tasks), len(self.best.subsets)
+        (grouping, split), tasks = self.best_at, len(self.costed.problem.tasks)
+        subsets = len(grouping)
         if subsets > 1 and subsets**tasks <= _MAPPINGS:
             for group_of in product(range(subsets), repeat=tasks):
                 order = list(dict.fromkeys(group_of))
@@ -323,9 +342,14 @@ class _Search:
         found = self.costed.placement(grouping, split)
         if found is None:
             return math.inf
-        if self.best is None or found.seconds < self.best.seconds:
-            self.best = found
-        return found.seconds
+        forms = self.required.forms(found) if self.required else (found,)
+        for form in forms:
+            if self.best is not None and form.seconds >= self.best.seconds:
+                break
+            if self.required is None or self.required.accepts(form):
+                self.best, self.best_at = form, (grouping, split)
+                break
+        return forms[0].seconds if forms else math.inf
 
     def _all(self) -> Iterator[tuple[Grouping, Split]]:
         """Yield all placements that leave no device out, if they are few: those with more devices are not slower, since
@@ -365,7 +389,7 @@ class _Search:
                 if found < value:
                     value, rough, split, improved = found, look, near, True
                     break
-            if self.best is not None and (self.best.grouping, self.best.subsets) == (arm.grouping, split):
+            if self.best_at == (arm.grouping, split):
                 self._regroup()
                 yield
         splits = [split, *arm.splits] if value < arm.value else [*arm.splits, split]

@@ -108,7 +108,7 @@ def test_the_bound_is_below_what_exists(tmp_path: Path) -> None:
                                "data.max_prompt_tokens=512", "roles.actor.generation.max_new_tokens=256"],
                 str(CASES / "slow_inside.yaml"))
     found = searched(problem_of(spec))
-    assert found.bound < found.placement.seconds < 4.3
+    assert found.bound < found.placement.seconds < 4.4
 
 
 def test_the_budget_is_spent_and_no_grouping_is_dropped() -> None:
