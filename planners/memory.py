@@ -64,7 +64,7 @@ LOGITS = 3 * 4
 LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
 _HALVES = ("bfloat16", "float16")
-_PAGED = ("vllm", "sglang")
+PAGED = ("vllm", "sglang")
 """Rollout engines with a paged cache, within a share of the GPU."""
 _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
 """Suffixes of memory items' names."""
@@ -100,6 +100,13 @@ def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = Fals
     if engine == "megatron":
         return ParameterBytes(width + 4, 8 + 4 * (width == 2)) if trained else ParameterBytes(width, 0)
     return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, width, width)
+
+
+def adapted_bytes(width: int, share: float, undivided: bool) -> ParameterBytes:
+    """Return what FSDP2 keeps of a frozen model whose adapters, `share` times as many parameters, are trained: of a
+    parameter of the model, which lies whole on each share (`undivided`) or is divided and gathered."""
+    state, computing = share * _TRAINING_STATE, share * (width + _GRADIENT)
+    return ParameterBytes(width, state, computing) if undivided else ParameterBytes(0, width + state, width + computing)
 
 
 def gathered_at_once(shape: Shape) -> int:
@@ -223,7 +230,7 @@ def _beyond_share(spec: Spec, items: Iterable[MemoryItem], limit: float) -> Iter
     for weights in items:
         role, _, kind = weights.name.partition(": ")
         settings = spec.settings_of(role)
-        if kind != "rollout weights" or settings is None or settings.rollout not in _PAGED:
+        if kind != "rollout weights" or settings is None or settings.rollout not in PAGED:
             continue
         what = (f"the `{weights.name}` are {_gib(weights.bytes)} = {weights.formula}, and `rollout: "
                 f"{settings.rollout}` may take {settings.generation.memory_share:g} of {limit:g} GiB "
@@ -281,7 +288,7 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
     own = replace(own, dp=len(own.active_shares), rows=())
     shared = not generates and base_of(spec, role) is not None
     has_adapters = adapted(spec, role) is not None
-    shares = has_adapters and settings.rollout not in _PAGED
+    shares = has_adapters and settings.rollout not in PAGED
     if has_adapters:
         items = _adapted_weights(spec, role, shape, shares and generates, own.dp * own.cp, width)
     else:
@@ -298,7 +305,7 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
     generation, limit = settings.generation, spec.cluster.memory_gib
     weights = [] if shares else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
-    if settings.rollout in _PAGED:
+    if settings.rollout in PAGED:
         share = int(generation.memory_share * (limit or 0) * GIB)
         if limit is None or sum(item.bytes for item in weights) > share:
             return weights
@@ -318,7 +325,7 @@ def _choices(spec: Spec, role: str, generation: Generation) -> list[MemoryItem]:
 
 def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int) -> list[MemoryItem]:
     """Return the second cache of a rollout that validates while its prompts are sampled: pages are of one for all."""
-    if settings.rollout in _PAGED or spec.run.validation is None:
+    if settings.rollout in PAGED or spec.run.validation is None:
         return []
     tokens = spec.run.validation.max_new_tokens or settings.generation.max_new_tokens
     return [_cache(f"{role}: validation cache", spec, settings, tokens, shape, tp, width)]

@@ -245,7 +245,7 @@ class CostModel:
         too. Devices that compute meanwhile, more slowly, wait for the first layer alone, if links are quick enough."""
         task = self.problem.tasks[number]
         passes = task.epochs * task.mini_batches * math.ceil(rows / task.mini_batches / strategy.micro)
-        nbytes = task.parameters / task.layers / strategy.tp * task.width
+        nbytes = task.divided / task.layers / strategy.tp * task.width
         seconds = (2 if task.kind == TRAIN else 1) * self.network.half_ring(groups, strategy, nbytes)
         if task.kind == TRAIN and self.tasks[number].by_layer(strategy):
             seconds += self.network.half_ring(groups, strategy, 4 * task.trained / task.layers / strategy.tp)

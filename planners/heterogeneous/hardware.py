@@ -32,7 +32,7 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
-from planners.memory import LOGITS, LOGITS_AT_ONCE, ParameterBytes, parameter_bytes
+from planners.memory import LOGITS, LOGITS_AT_ONCE, ParameterBytes, adapted_bytes, parameter_bytes
 
 
 class Network:
@@ -208,7 +208,8 @@ class Roofline:
         if not self.shards(strategy):
             return 0.0
         trains = task.kind == TRAIN
-        weight = 2 * width + ((4 if trains or task.follows else width) + width) / strategy.dp
+        kept = 4 if (trains and not task.adapters) or task.follows else width
+        weight = (2 * width + (kept + width) / strategy.dp) * task.divided / task.parameters
         gradient = (width + 4 + _GRADIENT_SHARD / strategy.dp) * task.trained / task.parameters
         each = 2 * weight + gradient * self.by_layer(strategy) if trains else weight
         return each * task.parameters / task.layers / strategy.tp
@@ -216,6 +217,8 @@ class Roofline:
     def _held(self, strategy: Strategy) -> ParameterBytes:
         if self.task.kind == GENERATE:
             return ParameterBytes(self.task.width, 0)
+        if self.task.adapters:
+            return adapted_bytes(self.task.width, self.task.adapters / self.task.parameters, self.task.undivided)
         engine = "fsdp" if self.shards(strategy) else "megatron"
         held = parameter_bytes(engine, self.task.width, self.task.kind == TRAIN, self.task.follows)
         return held.with_frozen(self.task.frozen, self.task.parameters) if engine == "fsdp" else held
@@ -271,11 +274,15 @@ class Roofline:
     @property
     def _least_state(self) -> float:
         task, trained = self.task, ParameterBytes(0, _LEAST_TRAINED)
+        if task.adapters:
+            return task.width
         return trained.with_frozen(task.frozen, task.parameters).divided if task.kind == TRAIN else task.width
 
     def step(self, group: DeviceGroup, strategy: Strategy, layers: int) -> float:
         """Return the seconds of the optimizer, which reads and writes the state once."""
-        nbytes = layers * self.state(strategy)
+        task = self.task
+        each = _LEAST_TRAINED * task.adapters / task.layers / strategy.dp if task.adapters else self.state(strategy)
+        nbytes = layers * each
         return group.slowdown * self.task.measured.times * 2 * nbytes / group.bandwidth
 
     def ideal(self, devices: list[tuple[DeviceGroup, int]]) -> float:

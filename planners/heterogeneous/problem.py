@@ -124,7 +124,9 @@ class ModelTask:
     for a token of a layer between products, forward (`states_of`): by default with fused kernels, as many query heads
     as key heads and one matrix before an activation of 4 × hidden. `looked_up` parameters are of embeddings, which no
     product reads, unless the head is the same matrix. `logit_bytes` pass through memory for a logit in all passes; 0:
-    as many as of a plain softmax. `rescored`: the backward pass computes logits again."""
+    as many as of a plain softmax. `rescored`: the backward pass computes logits again. Of a task that trains low-rank
+    adapters, `adapters` parameters in all, every other one is frozen; the model is whole on each share if it is
+    `undivided`, as where transformers' rollout has the same weights."""
 
     name: str
     role: str
@@ -158,6 +160,8 @@ class ModelTask:
     looked_up: int = 0
     logit_bytes: int = 0
     rescored: bool = False
+    adapters: int = 0
+    undivided: bool = False
     measured: Measured = Measured()
     stages: bool = True
     """Whether the task's engine can have the layers in several stages."""
@@ -199,7 +203,12 @@ class ModelTask:
     @property
     def trained(self) -> int:
         """Parameters that have a gradient, of a task that trains."""
-        return self.parameters - self.frozen
+        return self.parameters - self.frozen + self.adapters
+
+    @property
+    def divided(self) -> int:
+        """Parameters that the shares gather to compute, of an engine that divides them."""
+        return self.adapters if self.undivided else self.parameters
 
     @property
     def memory_item(self) -> str:

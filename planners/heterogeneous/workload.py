@@ -15,7 +15,7 @@ from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
 from planners.heterogeneous.problem import ASYNC, GENERATE, INFER, SYNC, TRAIN, Edge, ModelTask, Problem
-from planners.memory import LOGITS_AT_ONCE, activation_bytes, gathered_at_once
+from planners.memory import LOGITS_AT_ONCE, PAGED, activation_bytes, gathered_at_once
 from planners.planner import plan
 from planners.transfers import through_dock
 
@@ -64,7 +64,8 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     width = 4 if settings.dtype == "float32" else 2
     outputs = shape.labels or shape.vocabulary
     tied = outputs == shape.vocabulary and not shape.vocabulary_head
-    frozen = min(spec.frozen.get(task.role, 0), shape.parameters) if kind == TRAIN else 0
+    adapters = spec.adapters.get(task.role, 0) if kind == TRAIN else 0
+    frozen = shape.parameters if adapters else min(spec.frozen.get(task.role, 0), shape.parameters)
     logit_bytes, rescored = _logits(kind, settings, outputs)
     follows = kind == INFER and spec.dag.roles[task.role].follow is not None
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, shape.query_width,
@@ -72,8 +73,10 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
-                     settings.recomputes(shape.parameters), settings.engine, gathered_at_once(shape),
-                     activation_bytes(shape, width), frozen=frozen, follows=follows,
+                     settings.recomputes(shape.parameters), settings.engine,
+                     0 if adapters else gathered_at_once(shape), activation_bytes(shape, width, adapters > 0),
+                     frozen=frozen if kind == TRAIN else 0, follows=follows, adapters=adapters,
+                     undivided=adapters > 0 and settings.rollout not in PAGED,
                      stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings),
                      looked_up=0 if tied else shape.vocabulary * shape.hidden, logit_bytes=logit_bytes,
                      rescored=rescored)
@@ -141,9 +144,10 @@ def _sources(spec: Spec, read: dict[str, dict[str, int]], node: str, index: dict
 
 
 def _syncs(model_tasks: tuple[ModelTask, ...]) -> tuple[Edge, ...]:
-    """Return edges from the last training of each role to all tasks that run with its weights."""
+    """Return edges from the last training of each role to all tasks that run with its weights, or its adapters."""
     trained = {model_task.role: number for number, model_task in enumerate(model_tasks) if model_task.kind == TRAIN}
-    return tuple(Edge(trained[model_task.role], number, float(model_task.parameters * model_task.width))
+    sent = {role: model_tasks[number].adapters or model_tasks[number].parameters for role, number in trained.items()}
+    return tuple(Edge(trained[model_task.role], number, float(sent[model_task.role] * model_task.width))
                  for number, model_task in enumerate(model_tasks)
                  if model_task.role in trained and model_task.kind != TRAIN)
 

@@ -212,6 +212,40 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     assert costed["update"].ideal([(FAST, 1)]) < float("inf")
 
 
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, rollout: str) -> None:
+    """It is whole on each rank whose rollout by transformers has the same weights, else divided."""
+    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512", "roles.actor.lora={rank: 16}")
+    spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"rollout": rollout})
+    spec.adapters["actor"] = 40_000_000  # as `lora` counts them in the files of a model
+    items = {item.name: item.bytes for item in plan(spec, 64).memory}
+    problem = problem_of(spec)
+    update, strategy = CostModel(problem).tasks[-1], Strategy(64, micro=16)
+    each, beside = update.kept(strategy, 0)
+    solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
+    planned = sum(items[f"actor: {kind}"] for kind in ("weights", "training state", "weights while computing"))
+    assert solver == pytest.approx(planned, rel=1e-4)
+    assert update.ideal([(FAST, 1)]) < float("inf")
+    (to_rollout,) = problem.syncs
+    assert to_rollout.nbytes == 2 * 40_000_000
+
+
+def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -> None:
+    """Two of three passes are left; the optimizer reads and writes 16 bytes of each of 10⁷ parameters, and 4 are added
+    up. A model that is whole on each share is neither gathered nor cast."""
+    task, two = replace(WORK, kind=TRAIN, engine="fsdp"), (Replicas((0,), 1), Replicas((0,), 1))
+    adapted = replace(task, frozen=task.parameters, adapters=10**7, undivided=True)
+    product = 8 * task.tokens * 2 * task.parameters / 100e12
+    saved = costs(task).tasks[0].arithmetic([(FAST, 1)]) - costs(adapted).tasks[0].arithmetic([(FAST, 1)])
+    assert saved == pytest.approx(product)
+    model = costs(adapted, (replace(FAST, inside=NetworkLink(0.0, 1e9)), SLOW))
+    assert model.tasks[0].step(FAST, Strategy(2), 10) == pytest.approx(2 * 16 * 10**7 / 2 / 2e12)
+    assert model.tasks[0]._copied(Strategy(2)) < 0.1 * costs(task).tasks[0]._copied(Strategy(2))
+    gathered = model.layout(0, Strategy(2), two, rows=(4, 4)).seconds - \
+        model.layout(0, Strategy(1), two[:1], rows=(4,)).seconds
+    assert gathered < 8 * 10**7 * (2 * 2 + 4) / 1e9  # where a model's gathers take 8 s
+
+
 def test_what_is_computed_between_products_passes_through_memory() -> None:
     """22 states of 1,000 × 2 B in each of 10 layers, as often as products."""
     tokens, one = 8 * WORK.tokens, (Replicas((0,), 1),)
