@@ -15,8 +15,7 @@ import argparse
 import math
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from typing import Any
 import yaml
 
 from distflow.cli.common import Verb
+from distflow.cli.shell_script import shell_settings
 from distflow.config.shipped import SHIPPED
 from distflow.config.yaml_source import dump
-from distflow.errors import InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, Location, nearest
 
 _UNKNOWN_STEPS = 100
 _ESTIMATORS = {"grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_pp"}
@@ -55,11 +55,25 @@ _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, typ
 }
 
 
+_OTHER_TRAINERS = {
+    "DPO": {"sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_pair",
+            "discopop", "apo_zero", "apo_down", "sft", "sigmoid_norm"},
+    "KTO": {"kto", "apo_zero_unpaired"}, "SFT": {"nll", "dft"}}
+"""Values of `loss_type` of TRL's trainers that are not converted."""
+_FROM_PYTHON = """Let it write them, below its GRPOConfig:
+
+    theirs = {"model_name_or_path": "MODEL", "dataset_name": "train.jsonl", **config.to_dict()}
+    Path("theirs.yaml").write_text(yaml.safe_dump(theirs))
+
+and then:  distflow convert theirs.yaml"""
+
+
 @dataclass
 class Conversion:
     """What a configuration becomes. settings: of the run file, by keys joined by dots. arguments: of the DAG's nodes,
     as `update.clip`. taken: keys that are converted, or say nothing here."""
 
+    file: Path
     given: Mapping[str, Any]
     algorithm: str = "grpo"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +89,24 @@ class Conversion:
         self.taken.add(key)
         value = self.given.get(key)
         return default if value is None else value
+
+    def number(self, key: str, default: float) -> Any:
+        """Return a setting to compute with. Raises InvalidInput: it is no number."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InvalidInput(Diagnostic(f"`{key}` must be a number, not {value!r}", self._location(key)))
+        return value
+
+    def _location(self, key: str) -> Location:
+        """Return where the last part of a key stands first in the file."""
+        word = re.compile(rf"(?<!\w){re.escape(key.rpartition('.')[2]).replace('_', '[_-]')}(?!\w)")
+        lines = self.file.read_text(encoding="utf-8").splitlines()
+        found = next(((number, line, match) for number, line in enumerate(lines, 1) if (match := word.search(line))),
+                     None)
+        if found is None:
+            return Location(str(self.file))
+        number, line, match = found
+        return Location(str(self.file), number, match.start() + 1, len(match[0]), line)
 
     def translated(self, key: str, meanings: Mapping[Any, Any], default: Any = None) -> Any:
         """Return what a setting's value is here; None, and the setting stays listed, if there is no such value."""
@@ -108,12 +140,14 @@ def convert(options: argparse.Namespace) -> int:
     file = Path(options.file)
     name = re.sub(r"\W+", "_", file.stem).strip("_").lower() or "converted"
     folder = Path(options.out or name)
-    if folder.exists():
-        raise InvalidInput(f"{folder} exists. Name another folder:  --out FOLDER")
     try:
-        content = _read(file)
+        content, unknown = _read(file)
+    except FileNotFoundError:
+        raise InvalidInput(Diagnostic(f"there is no file `{file}`", None, _beside(file))) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidInput(f"{file} cannot be read: {error}") from None
+    if folder.exists():
+        raise InvalidInput(f"{folder} exists. Name another folder:  --out FOLDER")
     if isinstance(content.get("nodes"), list):
         files, notes, left = {f"{name}.yaml": _dag_text(_siirl_dag(file, name, content["nodes"]), file)}, [
             "its models, data and sizes stand in siiRL's trainer configuration: convert that too, and take its run.yaml"
@@ -122,9 +156,18 @@ def convert(options: argparse.Namespace) -> int:
         done = _converted(file, _flat(content))
         run = dump(_nested(done.settings), allow_unicode=True)
         files = {f"{name}.yaml": _dag_text(_adapted_dag(done, name), file), "run.yaml": f"# From {file.name}.\n{run}"}
-        notes, left = done.notes, done.left()
+        notes, left = done.notes, done.left() + unknown
+        if unknown:
+            notes.append("variables and commands that only the script itself can fill in, set these by hand: "
+                         f"{', '.join(unknown)}")
     _write(folder, files, notes, left)
     return 0
+
+
+def _beside(file: Path) -> str:
+    """Return which file of the same folder was probably meant."""
+    near = nearest(file.name, sorted(path.name for path in file.parent.glob("*") if path.is_file()))
+    return f"Did you mean `{file.with_name(near)}`?" if near else ""
 
 
 def _write(folder: Path, files: dict[str, str], notes: list[str], left: list[str]) -> None:
@@ -144,42 +187,20 @@ def _write(folder: Path, files: dict[str, str], notes: list[str], left: list[str
     print(f"Next:  distflow validate {folder}/{dag}" + (f" --run {folder}/run.yaml" if "run.yaml" in files else ""))
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Return the mapping of a YAML file; of a shell script the settings of the command in it."""
+def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the mapping of a YAML file, or the settings of the command in a shell script; and what the script would
+    have to be run for."""
     text = file.read_text(encoding="utf-8")
-    if file.suffix not in (".yaml", ".yml"):
-        return dict(_shell_settings(text))
+    if file.suffix == ".py":
+        raise InvalidInput(Diagnostic(f"{file} is a Python script, whose settings only running it would tell", None,
+                                      _FROM_PYTHON))
+    if file.suffix not in (".yaml", ".yml", ".json"):
+        settings, unknown = shell_settings(text)
+        return dict(settings), [f"{key}: {value}" for key, value in unknown.items()]
     content = yaml.safe_load(text)
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} is no mapping of settings")
-    return content
-
-
-def _shell_settings(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield `a.b=value` and `--a value` of a script, with the variables that it sets filled in."""
-    text = re.sub(r"\\\n", " ", text)
-    variables = dict(re.findall(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s;]*)", text, flags=re.MULTILINE))
-    variables = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value).strip("'\"") for name, value in variables.items()}
-
-    def filled(word: str) -> str:
-        for _ in range(len(variables)):
-            word = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), word)
-        return os.path.expandvars(word)
-
-    words = [filled(word) for line in text.splitlines() for word in _words(line)]
-    for word, following in zip(words, [*words[1:], ""]):
-        if match := re.fullmatch(r"(?:\+{0,2}([a-z]\w*(?:\.\w+)+)|--([\w-]+))=(.*)", word, flags=re.DOTALL):
-            yield match[1] or match[2].replace("-", "_"), _value(match[3])
-        elif match := re.fullmatch(r"--([\w-]+)", word):
-            given = following and not following.startswith("--")
-            yield match[1].replace("-", "_"), _value(following) if given else True
-
-
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:  # a quote that ends on another line
-        return line.split()
+    return content, []
 
 
 def _value(text: Any) -> Any:
@@ -220,15 +241,19 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(file: Path, given: dict[str, Any]) -> Conversion:
-    done = Conversion(given)
+    done = Conversion(file, given)
     if any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in given):
         _from_verl(done)
+    elif trainer := next((name for name, own in _OTHER_TRAINERS.items() if given.get("loss_type") in own), None):
+        raise InvalidInput(f"{file} is a configuration of TRL's {trainer}Trainer, as loss_type: {given['loss_type']} "
+                           "says, and of TRL only GRPO is converted. docs/coming_from.md has a table of the others' "
+                           f"settings; begin with the DAG {'sft' if trainer == 'SFT' else 'dpo'}")
     elif {"num_generations", "max_completion_length", "model_name_or_path", "loss_type"} & given.keys():
         _from_trl(done)
     else:
         raise InvalidInput(f"{file} is no configuration of verl (actor_rollout_ref…), of TRL's GRPO (num_generations…) "
                            "and no DAG of siiRL (nodes: with node_id)")
-    if done.settings.get("steps", 0) < 1:  # -1: epochs say how long
+    if done.number("trainer.total_training_steps", done.number("max_steps", 0)) < 1:  # -1: epochs say how long
         done.settings.pop("steps", None)
         epochs = done.get("trainer.total_epochs", done.get("num_train_epochs", 1))
         done.settings = {"steps": _UNKNOWN_STEPS, **done.settings}
@@ -265,12 +290,12 @@ def _from_verl(done: Conversion) -> None:
     done.put("roles.actor.engine", done.translated(actor + "strategy", _ENGINES))
     frozen = [pattern for key, pattern in _FROZEN.items() if done.get(key) is True]
     done.put("roles.actor.freeze", frozen or None)
-    done.put("roles.actor.generation.top_k", max(done.get(rollout + "top_k", 0), 0) or None)
-    done.put("roles.actor.warmup_steps", max(done.get(actor + "optim.lr_warmup_steps", 0), 0) or None)
-    machines, gpus = done.get("trainer.nnodes", 1), done.get("trainer.n_gpus_per_node")
-    done.put("ranks", gpus and machines * gpus)
+    done.put("roles.actor.generation.top_k", max(done.number(rollout + "top_k", 0), 0) or None)
+    done.put("roles.actor.warmup_steps", max(done.number(actor + "optim.lr_warmup_steps", 0), 0) or None)
+    machines, gpus = done.number("trainer.nnodes", 1), done.number("trainer.n_gpus_per_node", 0)
+    done.put("ranks", machines * gpus or None)
     for key, ours in (("save_freq", "checkpoint.every"), ("test_freq", "validation.every")):
-        done.put(ours, max(done.get(f"trainer.{key}", 0), 0) or None)
+        done.put(ours, max(done.number(f"trainer.{key}", 0), 0) or None)
     done.put("all_samples", bool(done.get("trainer.rollout_data_dir")) or None)
     _loggers(done, "trainer.logger")
     _without_validation_data(done)
@@ -281,7 +306,7 @@ def _verl_limits(done: Conversion, prefix: str) -> None:
     top_p, top_k = done.get(f"{prefix}top_p"), done.get(f"{prefix}top_k")
     if done.settings.get("validation.temperature"):
         done.put("validation.top_p", top_p)
-        done.put("validation.top_k", top_k if top_k is None else max(top_k, 0))
+        done.put("validation.top_k", top_k if top_k is None else max(done.number(f"{prefix}top_k", 0), 0))
 
 
 def _verl_data(done: Conversion) -> None:
@@ -325,7 +350,7 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         done.arguments["update.aggregate"] = mode
         if mode == "fixed_length_sum":
             done.arguments["update.fixed_length"] = done.get("data.max_response_length", 512)
-    mini, batch = done.get(actor + "ppo_mini_batch_size"), done.get("data.train_batch_size")
+    mini, batch = done.number(actor + "ppo_mini_batch_size", 0), done.number("data.train_batch_size", 0)
     if mini and batch:
         for node in ("update", "critic") if done.algorithm == "ppo" else ("update",):
             done.arguments[f"{node}.mini_batches"] = math.ceil(batch / mini)
@@ -348,7 +373,7 @@ def _verl_loss(done: Conversion, actor: str) -> None:
 
 
 def _verl_critic(done: Conversion) -> None:
-    if (first := done.get("trainer.critic_warmup", 0)) > 1:  # the step in which the actor begins
+    if (first := done.number("trainer.critic_warmup", 0)) > 1:  # the step in which the actor begins
         done.arguments["update.critic_warmup"] = first - 1
     done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
     done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
@@ -360,7 +385,7 @@ def _verl_schedule(done: Conversion, optim: str) -> None:
             or done.translated(f"{optim}warmup_style", _SCHEDULES))
     done.put("roles.actor.schedule", kind)
     if kind == "cosine" and (share := done.get(f"{optim}min_lr_ratio")):
-        done.put("roles.actor.min_learning_rate", share * done.get(f"{optim}lr", 1e-6))
+        done.put("roles.actor.min_learning_rate", share * done.number(f"{optim}lr", 1e-6))
 
 
 def _template(done: Conversion, prefix: str) -> None:
@@ -406,17 +431,17 @@ def _from_trl(done: Conversion) -> None:
 
 def _trl_batch(done: Conversion) -> None:
     """Convert how many rows are sampled at once, and how many optimizer steps they are for."""
-    group = done.get("num_generations", 8)
+    group = done.number("num_generations", 8)
     done.arguments["rollout.group_size"] = group
-    accumulated = done.get("gradient_accumulation_steps", 1)
-    of_process = done.get("per_device_train_batch_size", 8)
-    processes, rows = done.get("num_processes"), done.get("generation_batch_size")
-    per_process = of_process * done.get("steps_per_generation", accumulated)
+    accumulated = done.number("gradient_accumulation_steps", 1)
+    of_process = done.number("per_device_train_batch_size", 8)
+    processes, rows = done.number("num_processes", 0), done.number("generation_batch_size", 0)
+    per_process = of_process * done.number("steps_per_generation", accumulated)
     prompts = max((rows or per_process * (processes or 1)) // group, 1)
     done.put("data.batch", prompts)
     if not rows and not processes:
         done.notes.append(f"data.batch: {prompts} prompts are those of one process; multiply it by how many you had")
-    batches = done.given.get("steps_per_generation") or (rows or 0) / (of_process * (processes or 1))
+    batches = done.given.get("steps_per_generation") or rows / (of_process * (processes or 1))
     if batches > accumulated:
         if batches % accumulated:
             done.taken -= {"steps_per_generation", "generation_batch_size"}
@@ -447,15 +472,15 @@ def _trl_loss(done: Conversion) -> None:
         done.arguments["advantage.scale"] = False
         if done.given.get("scale_rewards") == "batch":
             done.arguments["update.normalize"] = "batch"
-    if (share := done.get("top_entropy_quantile", 1.0)) < 1:
+    if (share := done.number("top_entropy_quantile", 1.0)) < 1:
         done.entropies, done.arguments["update.entropy_quantile"] = True, round(1 - share, 12)
-    beta = done.get("beta", 0.0)
+    beta = done.number("beta", 0.0)
     done.reference = beta > 0
     if beta:
         done.arguments["update.kl"] = beta
     if done.reference and done.get("sync_ref_model", False):
         updates = done.arguments.get("update.mini_batches", 1) * done.arguments.get("update.epochs", 1)
-        done.follow = {"every": max(round(done.get("ref_model_sync_steps", 512) / updates), 1),
+        done.follow = {"every": max(round(done.number("ref_model_sync_steps", 512) / updates), 1),
                        "mix": done.get("ref_model_mixup_alpha", 0.6)}
 
 
@@ -464,7 +489,7 @@ def _trl_schedule(done: Conversion) -> None:
     if done.given.get("lr_scheduler_type") == "cosine_with_min_lr":
         share = done.get("lr_scheduler_kwargs.min_lr_rate", 0.0)
         done.put("roles.actor.min_learning_rate",
-                 done.get("lr_scheduler_kwargs.min_lr", share * done.get("learning_rate", 1e-6)))
+                 done.get("lr_scheduler_kwargs.min_lr", share * done.number("learning_rate", 1e-6)))
 
 
 def _loggers(done: Conversion, key: str) -> None:

@@ -257,5 +257,35 @@ def test_what_cannot_be_converted_is_told(folder, capsys) -> None:
         assert said in capsys.readouterr().err
         assert not (folder / "theirs").exists()
     (folder / "theirs").mkdir()
+    (folder / "theirs.yaml").write_text(yaml.safe_dump(TRL))
     assert main(["convert", "theirs.yaml"]) == 2
     assert "theirs exists" in capsys.readouterr().err
+
+
+def test_what_only_the_script_can_fill_in_is_listed(folder, capsys) -> None:
+    _, run = converted("NODES=\nlong=$((16 * 4))\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+                       "data.train_files=train.jsonl data.train_batch_size=8 data.max_response_length=$long "
+                       "trainer.nnodes=$MACHINES_OF_NOBODY trainer.n_gpus_per_node=2", "theirs.sh")
+    assert run["roles"]["actor"]["generation"]["max_new_tokens"] == 64
+    assert run["ranks"] == 2
+    assert "set these by hand: trainer.nnodes: $MACHINES_OF_NOBODY" in capsys.readouterr().out
+    assert Path("theirs/not_converted.txt").read_text() == "trainer.nnodes: $MACHINES_OF_NOBODY\n"
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("theirs.yaml", "seed: 1\nnum_generations: eight\n", "theirs.yaml:2: `num_generations` must be a number, not "
+     "'eight'.\n\n    2 |  num_generations: eight\n         ^^^^^^^^^^^^^^^"),
+    ("theirs.yaml", "model_name_or_path: m\nloss_type: sigmoid\n", "of TRL's DPOTrainer, as loss_type: sigmoid says"),
+    ("theirs.py", "config = GRPOConfig()\n", "then:  distflow convert theirs.yaml")])
+def test_what_is_wrong_with_a_file_is_told(folder, capsys, name: str, content: str, said: str) -> None:
+    (folder / name).write_text(content)
+    assert main(["convert", name]) == 2
+    assert said in capsys.readouterr().err
+    assert not (folder / "theirs").exists()
+
+
+def test_a_file_that_is_not_there_is_told_before_the_folder(folder, capsys) -> None:
+    (folder / "theirs.yaml").write_text("a: 1")
+    (folder / "theirs").mkdir()
+    assert main(["convert", "theirs.yml"]) == 2
+    assert "there is no file `theirs.yml`.\nDid you mean `theirs.yaml`?" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""Settings are read from the shell scripts that start training elsewhere as the shell would read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from distflow.cli.shell_script import shell_settings
+
+SCRIPT = r"""
+#!/usr/bin/env bash
+set -xeuo pipefail
+export MODEL=${MODEL:-"Qwen/Qwen2.5 32B"}  # a comment with a 'quote
+gsm=data/gsm8k/train.parquet; math=data/math/train.parquet
+files="['$gsm', '$math']"
+long=$((1024 * 20)); half=$(( (long + 4) / 2 ))
+DATA=(
+    data.max_response_length=${long}
+    'data.literal=${data.half}'
+)
+DATA+=(data.half=$half)
+python3 -m verl.trainer.main_ppo data.train_files="$files" \
+    actor_rollout_ref.model.path="$MODEL" ++trainer.name='it''s one' "${DATA[@]}" trainer.logger='["console"]' \
+    trainer.nnodes="${NNODES_THAT_NOBODY_SETS}" trainer.when=$(date +%s) --epochs $((1 + 2)) --flag "$@"
+"""
+
+
+def test_a_script_is_read_as_the_shell_would() -> None:
+    settings, unknown = shell_settings(SCRIPT)
+    assert settings == {
+        "data.max_response_length": "20480", "data.half": "10242", "data.literal": "${data.half}",
+        "data.train_files": "['data/gsm8k/train.parquet', 'data/math/train.parquet']",
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5 32B", "trainer.name": "its one",
+        "trainer.logger": '["console"]', "epochs": "3", "flag": True}
+    assert unknown == {"trainer.nnodes": "${NNODES_THAT_NOBODY_SETS}", "trainer.when": "$(date +%s)"}
+
+
+@pytest.mark.parametrize("text", ["a.b='never closed", 'a.b="$(never closed', "a.b=$((1/0))", "a.b=$((x ? 1 : 2))",
+                                  "a.b=${unclosed", "a.b=\\"])
+def test_what_no_shell_would_read_ends_nothing(text: str) -> None:
+    settings, unknown = shell_settings(text)
+    assert list({**settings, **unknown}) == ["a.b"]
