@@ -1,7 +1,7 @@
 """Reads the settings in a shell script that starts training elsewhere: `a.b=value` and `--a value`.
 
     expanded              $NAME, ${NAME:-default}, $((1024 * 20)), the home folder; quotes; comments; arrays' elements
-    left as it stands     what only running the script would tell: $(command), $1, variables that nobody has set
+    left as it stands     what only running the script would tell: $(command), $1, variables that are not set
 """
 
 from __future__ import annotations
