@@ -13,6 +13,7 @@ from distflow.errors import EngineError
 from workers.engines.context_parallel import has_windows
 
 NAME = "distflow"
+_HALVES = (torch.bfloat16, torch.float16)
 NO_MASK = (1, 1, 0, 0)
 """Shape of a mask that says nothing; of four dimensions, so that transformers makes none in its place."""
 
@@ -57,12 +58,12 @@ def sees_all_before(model: PreTrainedModel) -> bool:
 
 
 def has_flash(model: PreTrainedModel) -> bool:
-    """Return whether torch's FlashAttention computes this model where it is: on a GPU from Ampere on, in half
-    precision."""
-    config, kind = model.config.get_text_config(), model.device.type
+    """Return whether torch's FlashAttention reads this model's cache where it is: on NVIDIA GPUs from Ampere on, in
+    half precision."""
+    config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return kind == "cuda" and model.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256 and \
-        torch.cuda.get_device_capability(model.device) >= (8, 0)
+    return model.device.type == "cuda" and torch.version.cuda is not None and model.dtype in _HALVES and \
+        size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(model.device) >= (8, 0)
 
 
 class LastColumns:
