@@ -15,6 +15,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -168,9 +169,8 @@ def figures_of(folder: Path) -> Iterator[str]:
                                            "mismatch/logprob_mean") if name in usual}
     most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
             if (values := of(steps, name))}
-    yield f"{len(steps)} steps, of that with the median seconds: " + ", ".join(
-        f"{name} {value:.4g}" for name, value in said.items()) + \
-        "; most " + ", ".join(f"{name} {value:.4g}" for name, value in most.items())
+    yield f"{len(steps)} steps, the first done after {steps[0].get('wall_seconds', math.nan):.4g} s; of that with the " \
+        f"median seconds: {listed(said)}; most {listed(most)}"
     plan = next((group["plan"] for group in plan.get("groups", ()) if group["name"] == "trainer"), plan)
     planned = needed([MemoryItem(**item) for item in plan.get("memory", ())]) / GIB
     if planned and "memory/gpu_allocated_gib" in most:
@@ -180,6 +180,10 @@ def figures_of(folder: Path) -> Iterator[str]:
         yield (f"{each.group} rank {each.rank}, step {each.step}: detected in {each.detect:.2f} s, "
                f"started in {each.start:.2f}, connected in {each.connect:.2f}, loaded in {each.load:.2f}, next step "
                f"done in {each.first:.2f} s")
+
+
+def listed(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 def of(steps: list[dict[str, float]], name: str) -> list[float]:
