@@ -121,15 +121,15 @@ class ColocatedSource:
 
     def _have_enough(self, dock: DockClient) -> bool:
         """Return whether to stop: there is enough, another trainer rank has leased its share, or no more rows come."""
-        shards = dock.status()
-        consumers = [each["indexes"][TRAINER] for each in shards if TRAINER in each["indexes"]]
-        sampled = sum(each["indexes"][ROLLOUT]["committed"] for each in shards if ROLLOUT in each["indexes"])
-        taken = sum(each["committed"] + each["leased"] for each in consumers)
-        ready, now = sampled - taken, time.monotonic()  # groups that infer may not have read them yet
+        indexes = dock.index_status()["indexes"]
+        if ROLLOUT not in indexes:  # of a process that has taken another's place, and is not configured yet
+            return False
+        trainer, now = indexes[TRAINER], time.monotonic()
+        ready = indexes[ROLLOUT]["committed"] - trainer["committed"] - trainer["leased"]  # not what groups infer on
         if ready != self.ready or any(engine.was_busy for engine in self.engines.values()):
             self.ready, self.changed = ready, now
         return (self.complete() if self.alone else ready >= self.enough) or \
-            sum(each["leases"] for each in consumers) > self.draws or now - self.changed > self.limit
+            trainer["leases"] > self.draws or now - self.changed > self.limit
 
 
 def _keep_followers(engine: SharedEngine) -> None:

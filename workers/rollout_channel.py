@@ -137,8 +137,9 @@ class RolloutChannel:
 
     def is_validating(self, dock: DockClient) -> bool:
         """Return whether a rollout validates. One that waits for the weights does not: they may never come."""
-        return any(shard["indexes"].get(VALIDATION, {}).get("leases")
-                   and any(activity == VALIDATING for _, activity, _ in shard["clients"]) for shard in dock.status())
+        shard = dock.index_status()
+        return bool(shard["indexes"].get(VALIDATION, {}).get("leases")) and any(
+            activity == VALIDATING for _, activity, _ in shard["clients"])
 
     def forget_validation(self, number: int) -> None:
         self.store.delete(f"validations/{number}")

@@ -205,6 +205,10 @@ class DockClient:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
         return [self.pool.ask(address, {"op": "status"})[0] for address in self.layout.addresses]
 
+    def index_status(self) -> dict[str, Any]:
+        """Return the figures of the process that has all consumers' indexes; no other one is asked."""
+        return self.pool.ask(self._indexes, {"op": "status"})[0]
+
     def close(self) -> None:
         self.pool.close()
 

@@ -298,3 +298,17 @@ def test_a_place_in_the_layout_is_not_changed(dock):
         at.configure((UPDATE,))
     with pytest.raises(DockError, match="several named update"):
         at.configure((UPDATE, UPDATE))
+
+
+def test_what_the_indexes_say_is_asked_of_their_process_alone(dock):
+    """It says as much as all: a look whether enough is sampled costs one message, however many shards there are."""
+    at = dock(4)
+    at.put(tokens([0, 1, 2, 3, 4, 5, 6, 7]))
+    until(lambda: at.index_status()["indexes"]["reward"]["ready"] == 8)
+    assert [part["indexes"] for part in at.status()] == [at.index_status()["indexes"], {}, {}, {}]
+    first, before, looks = at.status(), at.status(), 100
+    for _ in range(looks):
+        at.index_status()
+    after = [part["received"] for part in at.status()]
+    message = before[1]["received"] - first[1]["received"]
+    assert [now - then["received"] for now, then in zip(after, before)] == [message * (looks + 1), *[message] * 3]

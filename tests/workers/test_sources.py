@@ -87,8 +87,8 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
     groups = plan(load("grpo.yaml", None, ["mode=async"], None), 4).groups
     fusion, ended = Fusion(groups[0].plan, 0, Loader(3), channel, limit, executor=None), time.monotonic() + 3 * limit
     with source.dock as dock:
-        dock.status = lambda: [{"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
-                                "clients": [["rollout 1", VALIDATING, 0.0]]}]
+        dock.index_status = lambda: {"indexes": {VALIDATION: {"leases": time.monotonic() < ended}},
+                                     "clients": [["rollout 1", VALIDATING, 0.0]]}
         timeout = SampleTimeout(channel, dock, limit)
         look = partial(fusion._seen, dock, 3, ROWS, timeout) if fused else partial(
             source._leased, 3, timeout, PROMPTS)
@@ -97,7 +97,7 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
     assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
 
 
-def test_shards_are_asked_who_validates_a_few_times_in_a_wait(channel, monkeypatch):
+def test_the_dock_is_asked_who_validates_a_few_times_in_a_wait(channel, monkeypatch):
     """However often somebody wants to know whether it is over, as after each step of training."""
     asked = []
     monkeypatch.setattr(RolloutChannel, "is_validating", lambda self, dock: asked.append(dock))
@@ -199,9 +199,10 @@ def test_when_a_trainer_rank_stops_sampling(leases, ready, silent, busy, enough)
     colocated = ColocatedSource({}, None, None, enough=4, limit=10.0)
     colocated.draws, colocated.ready, colocated.changed = 1, 3, time.monotonic() - silent
     colocated.engines = {"actor": SimpleNamespace(was_busy=busy)}
-    status = [{"indexes": {TRAINER: {"leases": leases, "committed": 8, "leased": 2}}},
-              {"indexes": {ROLLOUT: {"committed": 10 + ready}}}]
-    assert colocated._have_enough(SimpleNamespace(status=lambda: status)) == enough
+    status = {"indexes": {TRAINER: {"leases": leases, "committed": 8, "leased": 2},
+                          ROLLOUT: {"committed": 10 + ready}}}
+    assert colocated._have_enough(SimpleNamespace(index_status=lambda: status)) == enough
+    assert not colocated._have_enough(SimpleNamespace(index_status=lambda: {"indexes": {}})), "it is not configured"
 
 
 def test_a_source_in_order_refuses_to_leave_out_what_was_left_over(channel, unordered):
