@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.contracts.signature import Contract, Read, named_settings
-from distflow.contracts.templates import fields
+from distflow.contracts.templates import fields, readable_fields
 from distflow.errors import Diagnostic
 
 if TYPE_CHECKING:
@@ -43,14 +43,6 @@ def filled_words(command: str, columns: Mapping[str, str]) -> list[str]:
     return [program, *(word.format(**columns) for word in words)]
 
 
-def agent_columns(command: str) -> list[str]:
-    """Return the columns that a command names, each once; [] if it cannot be read, which `check_agents` reports."""
-    try:
-        return fields(command)
-    except ValueError:
-        return []
-
-
 def check_agents(spec: CheckedSpec) -> list[Diagnostic]:
     return [Diagnostic(f"node `{node}`: `{name}` {what}", spec.dag_source.location(("nodes", node, "with", name)), hint)
             for node, name, command in _agents(spec) for what, hint in _wrong(command)]
@@ -59,7 +51,7 @@ def check_agents(spec: CheckedSpec) -> list[Diagnostic]:
 def with_agent_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its agent's command names too."""
     return contract.reading(Read(name, "list[str]") for owner, _, command in _agents(spec) if owner == node
-                            for name in agent_columns(command))
+                            for name in readable_fields(command))
 
 
 def agent_nodes(spec: CheckedSpec) -> set[str]:

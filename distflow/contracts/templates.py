@@ -43,11 +43,11 @@ def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
 def with_template_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its templates name too."""
     return contract.reading(Read(name, "list[str]") for owner, _, value in _templates(spec) if owner == node
-                            for name in _readable(value))
+                            for name in readable_fields(value))
 
 
-def _readable(template: str) -> list[str]:
-    """Return the columns of a template; [] if it cannot be read, which `check_templates` reports."""
+def readable_fields(template: str) -> list[str]:
+    """Return the columns that a template names; [] if it cannot be read, which another check reports."""
     try:
         return fields(template)
     except ValueError:

@@ -288,12 +288,8 @@ def _heaviest(sizes: np.ndarray, shares_of: np.ndarray, shares: int) -> int:
     return int(_loads(sizes, shares_of, shares).max())
 
 
-def imbalance(weights: Tensor, shares_of: Tensor, shares: int, parts: Sequence[int] = ()) -> float:
+def imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequence[int] = ()) -> float:
     """Return the heaviest share's load over what it should have; 1.0 is perfect."""
-    return _imbalance(weights.numpy(), shares_of.numpy(), shares, parts)
-
-
-def _imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequence[int]) -> float:
     loads = _loads(sizes, shares_of, shares)
     due = np.array(parts or [1] * shares)
     total, most = int(loads.sum()), float((loads[due > 0] / due[due > 0]).max())
@@ -444,7 +440,7 @@ class RowCounts:
         shares, stride = self.layout.dp, self.layout.leader(1) - self.layout.leader(0)
         of_shares = machines[self.layout.first + stride * np.arange(shares)]
         chosen = _assign_near(weights, of_shares, at, owners.copy(), parts)
-        uneven = _imbalance(weights, chosen, shares, parts) if (owners < 0).any() else None
+        uneven = imbalance(weights, chosen, shares, parts) if (owners < 0).any() else None
         return ShardAssignment(units, chosen), uneven
 
 

@@ -19,8 +19,9 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from distflow import Ragged, Turn, node
-from distflow.contracts.agents import agent_columns, filled_words
+from distflow.contracts.agents import filled_words
 from distflow.contracts.decorators import Agent
+from distflow.contracts.templates import readable_fields
 from distflow.telemetry import heartbeat, timeline
 from distflow.telemetry.trajectories import trajectories
 from workers.endpoint.dialogue import Dialogue, DialogueLimits, Sampled
@@ -57,7 +58,7 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
     inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows):
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
-        episodes = [Trajectory(each, {name: columns[name][index // group_size] for name in agent_columns(agent)},
+        episodes = [Trajectory(each, {name: columns[name][index // group_size] for name in readable_fields(agent)},
                             index < saved) for index, each in enumerate(rows)]
 
         def wake(ask: Ask | None = None) -> None:

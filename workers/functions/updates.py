@@ -175,14 +175,15 @@ def supervised_update(
     rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, None), **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
-
-    def loss(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-        total = weighted_sum(-logprobs_T, micro["weights"].values.to(logprobs_T.device))
-        current().add("loss", total.detach())
-        return total
-
     if divided(engine, rows, 1):
-        optimize(engine, weighted(engine, rows, aggregate), loss, temperature=1.0)
+        optimize(engine, weighted(engine, rows, aggregate), cross_entropy, temperature=1.0)
+
+
+def cross_entropy(logprobs_T: Tensor, _entropy_T: Tensor, micro: Batch) -> Tensor:
+    """Return the negative log-likelihood of the tokens of some rows, by their weights."""
+    total = weighted_sum(-logprobs_T, micro["weights"].values.to(logprobs_T.device))
+    current().add("loss", total.detach())
+    return total
 
 
 def _with_gradient(rows: Batch) -> Batch:

@@ -25,12 +25,10 @@ from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import did_you_mean
-from distflow.telemetry.metrics import current
 from workers.endpoint.messages import RequestRefused
 from workers.engines.trainer import LossOf
-from workers.functions.aggregation import weighted_sum
 from workers.functions.losses import Surrogate, clipped_policy_loss, surrogate
-from workers.functions.updates import PolicyLoss
+from workers.functions.updates import PolicyLoss, cross_entropy
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "cross_entropy": (), "importance_sampling": (), "ppo": ("clip", "clip_high", "dual_clip"),
@@ -63,7 +61,7 @@ class TokenLoss:
     def __init__(self, name: str, settings: Mapping[str, float]):
         self.logprobs: list[Tensor] = []
         self.total = 0.0
-        self.loss: LossOf = _cross_entropy if not needs_policy(name) else _policy_loss(name, settings)
+        self.loss: LossOf = cross_entropy if not needs_policy(name) else _policy_loss(name, settings)
 
     def __call__(self, logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
         total = self.loss(logprobs_T, entropy_T, micro)
@@ -74,12 +72,6 @@ class TokenLoss:
     def rows_of(self, responses: Ragged) -> list[list[float]]:
         values = torch.cat(self.logprobs) if self.logprobs else torch.empty(0)
         return [row.tolist() for row in responses.with_values(values).rows]
-
-
-def _cross_entropy(logprobs_T: Tensor, entropy_T: Tensor, micro: Batch) -> Tensor:
-    total = weighted_sum(-logprobs_T, micro["weights"].values.to(logprobs_T.device))
-    current().add("loss", total.detach())
-    return total
 
 
 def _policy_loss(name: str, settings: Mapping[str, float]) -> LossOf:
