@@ -40,7 +40,7 @@ from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
-from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
+from distflow.recovery.checkpoint_files import complete_checkpoints, step_of  # noqa: E402
 from distflow.telemetry import startup  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
@@ -118,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
         spec = load_spec(options)
         if options.resume_if_exists:
             spec = resume_if_exists(spec, options)
+        if options.resume and not options.export:
+            require_no_fewer_steps(spec, options.resume)
         if options.store or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()
@@ -239,6 +241,16 @@ def load_spec(options: argparse.Namespace) -> Spec:
     if not options.dag:
         raise InvalidInput(Diagnostic("which DAG?", None, f"Give one:  {command('grpo')}"))
     return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
+
+
+def require_no_fewer_steps(spec: Spec, folder: str) -> int:
+    """Return how many steps a run has done by its newest checkpoint. Raises InvalidInput: `steps` is fewer."""
+    done = step_of(complete_checkpoints(Path(folder, "checkpoints"))[-1])
+    if spec.run.steps < done:
+        raise InvalidInput(Diagnostic(f"{folder} has done {done} steps, and `steps: {spec.run.steps}` is fewer",
+                                      spec.run_source.location(("steps",)),
+                                      f"`steps` counts from the beginning of the run:  --set steps={2 * done}"))
+    return done
 
 
 def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:

@@ -99,10 +99,22 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
                     "distflow resume runs/told")
     why = distflow("why", "runs/told").stdout.read()
     assert f"It was told to end (Ctrl-C or SIGTERM), and did so after step {step}." in why
-    again = distflow("resume", "runs/told", "--set", f"steps={step + 1}")
+    again = distflow("resume", "runs/told", "--set", f"steps={step + 1}", "--set", "roles.actor.learning_rate=1e-5")
     said = again.stdout.read()
     assert again.wait(60) == 0, said
     assert "--nproc-per-node 2" in said, "as many ranks as the run had"
+    events = [json.loads(line) for line in (workspace / "runs/told/events.jsonl").read_text().splitlines()]
+    (changed,) = [event for event in events if event["event"] == "settings changed"]
+    assert changed["settings"]["roles.actor.learning_rate"][1] == "1e-05"
+    assert changed["settings"]["steps"][1] == str(step + 1)
+    assert changed["step"] == step + 1
+    settings = (workspace / "runs/told/run.yaml").read_text()
+    fewer = distflow("resume", "runs/told", "--set", "steps=1").stdout.read()
+    assert f"runs/told has done {step + 1} steps, and `steps: 1` is fewer" in fewer
+    assert (workspace / "runs/told/run.yaml").read_text() == settings, "what the steps were made with"
+    finished = distflow("resume", "runs/told")
+    assert f"distflow resume runs/told --set steps={2 * step + 2}" in finished.stdout.read()
+    assert finished.wait(60) == 0
     steps = [json.loads(line)["step"] for line in (workspace / "runs/told/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, step + 2))
 

@@ -34,6 +34,7 @@ from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.collectives import CollectiveMonitor
 from distflow.telemetry.run_folder import RunFolder
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
@@ -155,7 +156,7 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
     else:
         leads = ctx.rank == 0 and not ctx.follower
         if leads and context.resume and worker_context.first:
-            RunFolder.describe(context.path, context.written_spec, context.plan)  # overrides hold for a resume too
+            _describe_resumed(context, ctx.first_step + 1)
         if channel and leads:
             channel.begin(ctx.first_step)
         done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
@@ -163,6 +164,17 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
             channel.end()
     ctx.close()
     return done
+
+
+def _describe_resumed(context: RankContext, step: int) -> None:
+    """Write the settings under which a run goes on from `step`, and record those that are not as they were."""
+    reader = RunReader(context.path)
+    before = reader.settings()
+    RunFolder.describe(context.path, context.written_spec, context.plan)
+    changed = {key: [before[key], now] for key, now in reader.settings().items() if before.get(key, now) != now}
+    if changed:
+        events.current().step = step
+        events.record("settings changed", group=context.restart_group.name, attempt=0, settings=changed)
 
 
 def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,

@@ -19,7 +19,7 @@ from distflow.config.yaml_source import read
 from distflow.errors import InvalidInput, shown
 from distflow.plan import Plan
 from distflow.plan_file import PlacedPlan
-from distflow.telemetry.run_folder import choose
+from distflow.telemetry.run_folder import choose, unwritable
 
 _DRIVER_SECONDS = 20.0
 """Time limit of `nvidia-smi`: a driver that is being loaded has answered by then."""
@@ -84,6 +84,8 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: boo
     ranks = rank_count(options, spec)
     spec = launch.apply_plan_option(spec, options, ranks) if obey else spec
     lacks = without_lacks(spec) if elsewhere else []
+    if elsewhere and (why := unwritable(Path(spec.run.output))):
+        lacks.append(f"the run folder cannot be written, {why}: a run on this machine would need  --set output=FOLDER")
     found = plan(spec, ranks)
     return spec, replace(found, notes=(*found.notes, *lacks))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from distflow.cli.launcher import torchrun
 from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
 from distflow.errors import InvalidInput
-from distflow.launch import apply_plan_option, load_spec
+from distflow.launch import apply_plan_option, load_spec, require_no_fewer_steps
 from distflow.telemetry.run_folder import read_plan
 from distflow.telemetry.run_lock import in_use, refusal
+from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
 
 
@@ -63,9 +65,14 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resume(options: argparse.Namespace) -> int:
-    spec = load_spec(options)
     if held := in_use(Path(options.resume)):
         raise refusal(Path(options.resume), held)
+    spec = load_spec(options)
+    done = require_no_fewer_steps(spec, options.resume)
+    if done == spec.run.steps and Path(options.resume, SUMMARY).is_file():
+        print(f"{options.resume} has finished: its {done} steps are done. To train for longer:  "
+              f"distflow resume {shlex.quote(options.resume)} --set steps={2 * done}")
+        return 0
     ranks = _resumed_rank_count(options, spec)
     plan(apply_plan_option(spec, options, ranks), ranks)
     more = _set_arguments(options.overrides)

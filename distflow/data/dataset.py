@@ -5,11 +5,13 @@ Opening reads an index only; a record is read when it is asked for. Images are f
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import io
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -96,6 +98,9 @@ def open_records(path: Path) -> Records:
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
         hint = "Known are .jsonl, .parquet and folders that `datasets` saved."
+        if path.suffix == ".csv":
+            hint += "\nInstead:  " + _python(f"import pandas; pandas.read_csv({str(path)!r}).to_json("
+                                             f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)")
         raise InvalidInput(Diagnostic(f"unknown kind of data: `{path.suffix or path.name}`", Location(str(path)), hint))
     try:
         records = kind(path)  # type: ignore[call-arg]
@@ -290,7 +295,8 @@ def _read_block(records: Records, indices: Sequence[int], mistakes: list[Diagnos
         return list(zip(indices, records.get(indices)))
     except InvalidInput as error:
         if len(indices) == 1:
-            mistakes += error.mistakes
+            told = {mistake.hint for mistake in mistakes} - {""}  # what mends the whole file
+            mistakes += [mistake for mistake in error.mistakes if mistake.hint not in told]
             return []
     return [pair for index in indices for pair in _read_block(records, [index], mistakes)]
 
@@ -355,7 +361,13 @@ def _requirement(record: Record, name: str, fields: Fields) -> str:
     return (wrong_question if name == fields.question else wrong_answer)(record[name])
 
 
+def _python(program: str) -> str:
+    return f"python -c {shlex.quote(program)}"
+
+
 class JsonLines:
+    """Dataset of a JSON object in each line. Raises InvalidInput: one JSON document that goes over several lines."""
+
     def __init__(self, path: Path):
         self.path = path
         data = numpy.memmap(path, dtype=numpy.uint8, mode="r") if path.stat().st_size else numpy.empty(0, numpy.uint8)
@@ -367,6 +379,22 @@ class JsonLines:
             kept[line] = bool(bytes(data[edges[line] : edges[line + 1]]).strip())
         lines = numpy.flatnonzero(kept)
         self.spans = numpy.stack([lines + 1, edges[lines], edges[lines + 1]], 1).astype(numpy.int64)
+        if bytes(data[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise InvalidInput(Diagnostic("not UTF-8: it begins as UTF-16 does", Location(str(path)),
+                                          self._iconv("UTF-16")))
+        if len(self) and self._is_document():
+            other = path.with_name(f"{path.stem}{'-lines' * (path.suffix == '.jsonl')}.jsonl")
+            program = f"import json; print(*map(json.dumps, json.load(open({str(path)!r}))), sep='\\n')"
+            raise InvalidInput(Diagnostic("this is one JSON list, and data is read as JSON lines: an object in each "
+                                          "line", self.where(0), f"Instead:  {_python(program)} > {other}"))
+
+    def _is_document(self) -> bool:
+        """Return whether the file is one list, which begins in its first line."""
+        with self.path.open("rb") as file:
+            _, start, end = self.spans[0].tolist()
+            file.seek(start)
+            first = file.read(min(end - start, _BLANK)).removeprefix(codecs.BOM_UTF8).strip()
+        return first.startswith(b"[") and (len(self) == 1 or first in (b"[", b"[{"))
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -382,7 +410,10 @@ class JsonLines:
 
     def _read(self, file: Any, index: int) -> Record:
         line, start, end = self.spans[index].tolist()
-        text = _text(file, start, end)
+        try:
+            text = _bytes(file, start, end).decode().removeprefix("\ufeff").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise self._not_utf8(line, error) from None
         try:
             record = json.loads(text)
         except json.JSONDecodeError as error:
@@ -395,9 +426,25 @@ class JsonLines:
         return record
 
 
-def _text(file: Any, start: int, end: int) -> str:
+    def _not_utf8(self, line: int, error: UnicodeDecodeError) -> InvalidInput:
+        column = len(error.object[: error.start].decode(errors="replace")) + 1
+        text = error.object.decode(errors="replace").rstrip("\r\n")
+        return InvalidInput(Diagnostic(f"not UTF-8: byte 0x{error.object[error.start]:02x}",
+                                       Location(str(self.path), line, column, 1, text), self._iconv("ISO-8859-1")))
+
+    def _iconv(self, encoding: str) -> str:
+        other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
+        return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
+               f"{shlex.quote(str(other))}"
+
+
+def _bytes(file: Any, start: int, end: int) -> bytes:
     file.seek(start)
-    return file.read(end - start).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
+    return file.read(end - start)
+
+
+def _text(file: Any, start: int, end: int) -> str:
+    return _bytes(file, start, end).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
 
 
 class Parquet:

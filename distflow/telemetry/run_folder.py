@@ -20,6 +20,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -35,7 +36,7 @@ from distflow.plan import Plan
 from distflow.telemetry import events
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
-from distflow.telemetry.run_reader import SUMMARY, Tail, histograms
+from distflow.telemetry.run_reader import SUMMARY, Tail, histograms, no_run
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -158,10 +159,8 @@ def choose(output: str, dag: str, name: str | None) -> Path:
     """Return the folder of a new run; without a name, the first free one of `DAG-1`, `DAG-2`, … Raises InvalidInput:
     the name is taken, or the folder could not be written."""
     root = Path(output)
-    parent = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InvalidInput(Diagnostic(f"the run folder cannot be written: {parent} is "
-                                      f"{'not writable' if parent.is_dir() else 'not a folder'}", None,
+    if why := unwritable(root):
+        raise InvalidInput(Diagnostic(f"the run folder cannot be written: {why}", None,
                                       "Name another one:  --set output=FOLDER"))
     if name is None:
         folders = (root / f"{dag}-{number}" for number in itertools.count(1))
@@ -169,6 +168,18 @@ def choose(output: str, dag: str, name: str | None) -> Path:
     if (root / name).exists():
         raise _exists(root / name)
     return root / name
+
+
+def unwritable(folder: Path) -> str:
+    """Return why no folder could be made in `folder`, or in the nearest one above it that exists; "" if one can."""
+    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not parent.is_dir():
+        return f"{parent} is not a folder"
+    try:  # a folder is made for it: permissions do not tell of full or foreign file systems, nor root what it may
+        os.rmdir(tempfile.mkdtemp(prefix=".distflow-", dir=parent))
+    except OSError as error:
+        return f"{parent} is not writable ({error.strerror})"
+    return ""
 
 
 def of_torchrun(output: str) -> Path | None:
@@ -199,6 +210,8 @@ def reload_run(folder: Path, overrides: list[str] | None = None, cluster: str | 
 
 def search_paths(folder: Path) -> list[str]:
     """Return where a run found the user's modules. Raises InvalidInput: no run's folder, or a damaged launch.json."""
+    if not folder.exists():
+        raise no_run(folder)
     if not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} is not the folder of a run: it has no launch.json")
     launch = read_launch(folder)

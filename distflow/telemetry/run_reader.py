@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 from distflow.telemetry.run_lock import in_use
 
 SUMMARY = "summary.json"  # exists once a run has finished
@@ -60,6 +60,8 @@ class RunReader:
     @classmethod
     def of(cls, folder: Path, usage: str) -> RunReader:
         """Return the reader of a folder that a user has named; `usage` shows how. Raises InvalidInput: no run's."""
+        if not folder.exists():
+            raise no_run(folder)
         if not (folder / "launch.json").is_file():
             raise InvalidInput(Diagnostic(f"{folder} is not the folder of a run: it has no launch.json", None,
                                           f"Name the folder, as  {usage}"))
@@ -116,6 +118,15 @@ class RunReader:
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def no_run(folder: Path) -> InvalidInput:
+    """Return the error of a run's folder that does not exist: which was probably meant, and what lies beside it."""
+    parent = Path("runs") if folder.name == str(folder) and Path("runs").is_dir() else folder.parent
+    runs = sorted(file.parent.name for file in parent.glob("*/launch.json"))
+    near = folder.name if folder.name in runs else nearest(folder.name, runs)
+    hint = (f"Did you mean `{parent / near}`?" if near else "", listing(runs, f"Runs in {parent}"))
+    return InvalidInput(Diagnostic(f"there is no run folder `{folder}`", None, " ".join(filter(None, hint))))
 
 
 def numbers(line: Row) -> dict[str, float]:

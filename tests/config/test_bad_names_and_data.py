@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,7 +61,12 @@ def test_unknown_names_list_what_is_shipped(load_it: Callable, says: str) -> Non
                         '"content": …}, not [{\'content\': \'1 + 1?\'}]',
                         "messages.jsonl:3: field `answer` must be a finite number, not nan", "2 mistakes.")),
     ("many.jsonl", ("data/many.jsonl:1: field `question` must be text, or a list of messages",)),
-    ("unknown_kind.csv", ("data/unknown_kind.csv: unknown kind of data: `.csv`.", ".parquet")),
+    ("unknown_kind.csv", ("data/unknown_kind.csv: unknown kind of data: `.csv`.", ".parquet",
+                          "Instead:  python -c 'import pandas; pandas.read_csv(")),
+    ("latin.jsonl", ("data/latin.jsonl:2: not UTF-8: byte 0xe9.", "\n" + " " * 26 + "^\n",
+                     "iconv -f ISO-8859-1 -t UTF-8 data/latin.jsonl > data/latin-utf8.jsonl")),
+    ("utf16.jsonl", ("data/utf16.jsonl: not UTF-8: it begins as UTF-16 does.", "iconv -f UTF-16 -t UTF-8")),
+    ("list.json", ("data/list.json:1: this is one JSON list, and data is read as JSON lines", "> data/list.jsonl")),
     ("not_parquet.parquet", ("data/not_parquet.parquet: not a Parquet file",)),
 ])
 def test_data(file: str, says: tuple[str, ...]) -> None:
@@ -68,6 +75,17 @@ def test_data(file: str, says: tuple[str, ...]) -> None:
     for part in says:
         assert part in str(caught.value)
     assert len(caught.value.mistakes) == (2 if file in ("empty_text.jsonl", "messages.jsonl") else 1)
+
+
+def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
+    for file, made in (("list.json", "list.jsonl"), ("latin.jsonl", "latin-utf8.jsonl"),
+                       ("utf16.jsonl", "utf16-utf8.jsonl")):
+        shutil.copy(Path("data") / file, tmp_path)
+        with pytest.raises(InvalidInput) as caught:
+            check_records(open_records(tmp_path / file), FIELDS)
+        command = re.sub(r"^.*:  python ", f"{sys.executable} ", str(caught.value).splitlines()[-1])
+        subprocess.run(re.sub(r"^.*:  ", "", command), shell=True, check=True)
+        assert check_records(open_records(tmp_path / made), FIELDS) == []
 
 
 def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     with pytest.raises(InvalidInput, match=r"is not the folder of a run: it has no launch.json"):
         read_run(tmp_path)
     assert main(["report", str(tmp_path / "missing")]) == 2
+    assert f"there is no run folder `{tmp_path / 'missing'}`" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
     assert "distflow report runs/grpo-1" in capsys.readouterr().err
 
 

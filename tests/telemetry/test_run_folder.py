@@ -2,12 +2,12 @@
 
 import json
 import math
-import os
 import re
 import shlex
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,9 @@ from distflow.telemetry.run_folder import (
     provenance,
     read_launch,
     read_plan,
+    reload_run,
 )
+from distflow.telemetry.run_reader import RunReader
 
 PLAN = Plan("grpo", "sync", 1, (), Layout(1))
 
@@ -63,13 +65,14 @@ def test_a_taken_name_is_refused(tmp_path):
     assert f"distflow resume {tmp_path / 'mine'}" in str(error.value)
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInput, match="file is not a folder"):
         choose(str(tmp_path / "file/runs"), "grpo", None)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(InvalidInput, match="is not writable"):
-        choose(str(tmp_path / "runs"), "grpo", None)
+    with pytest.raises(InvalidInput, match=r"/proc is not writable \(No such file or directory\)"):
+        choose("/proc/runs", "grpo", None)  # a folder that lets root write, by its permissions
+    choose(str(tmp_path / "runs"), "grpo", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "what was tried is gone"
 
 
 def test_what_is_needed_to_repeat_a_run(tmp_path):
@@ -270,3 +273,16 @@ def test_a_plan_that_cannot_be_read_says_how_to_go_on(tmp_path, text):
     with pytest.raises(InvalidInput, match="plan.json is missing or damaged") as error:
         read_plan(tmp_path)
     assert f"distflow resume {tmp_path} --ranks N" in str(error.value)
+
+
+def test_a_run_that_is_not_there_is_named_by_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("first", "grpo-1"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "launch.json").write_text('{"search": []}')
+    for given, meant in (("runs/frist", "first"), ("first", "first"), ("runs/grpo-2", "grpo-1")):
+        for look in (reload_run, partial(RunReader.of, usage="distflow why runs/grpo-1")):
+            with pytest.raises(InvalidInput) as error:
+                look(Path(given))
+            assert str(error.value) == (f"there is no run folder `{given}`.\nDid you mean `runs/{meant}`? "
+                                        "Runs in runs: first, grpo-1.")
