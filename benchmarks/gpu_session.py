@@ -169,8 +169,8 @@ def figures_of(folder: Path) -> Iterator[str]:
                                            "mismatch/logprob_mean") if name in usual}
     most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
             if (values := of(steps, name))}
-    yield f"{len(steps)} steps, the first done after {steps[0].get('wall_seconds', math.nan):.4g} s; of that with the " \
-        f"median seconds: {listed(said)}; most {listed(most)}"
+    yield (f"{len(steps)} steps, the first done after {steps[0].get('wall_seconds', math.nan):.4g} s; of that with the "
+           f"median seconds: {listed(said)}; most {listed(most)}")
     plan = next((group["plan"] for group in plan.get("groups", ()) if group["name"] == "trainer"), plan)
     planned = needed([MemoryItem(**item) for item in plan.get("memory", ())]) / GIB
     if planned and "memory/gpu_allocated_gib" in most:
