@@ -2,12 +2,12 @@
 
 A kind is an exception, SIGKILL, SIGSTOP, a pause, the kernel's end for lack of memory, or the loss of a whole machine,
 where each rank is one (modes sync and async) and another comes for each that is lost. A group is all ranks of mode
-sync, the trainer, which in semi_sync samples too (a hybrid), and a rollout, in async the relay of a second one. Each
-cell is a fault of `faults:` in a step of its own; a run has all cells of its mode, one after the other, with a
-reference model, and a checkpoint in every step. Staleness is 0, so that every mode must sample what the run without
-faults has sampled, have its losses, and end with its very weights. For that each rank samples one row at a time, and
-the reference sees whole steps: rows that are computed together round otherwise, and one token in some hundred thousand
-is another one by that.
+sync, and of semi_sync where none only samples (colocated); the trainer, which in semi_sync samples too (a hybrid); and
+a rollout, in async the relay of a second one. Each cell is a fault of `faults:` in a step of its own; a run has all
+cells of its mode, one after the other, with a reference model, and a checkpoint in every step. Staleness is 0, so that
+every mode must sample what the run without faults has sampled, have its losses, and end with its very weights. For that
+each rank samples one row at a time, and the reference sees whole steps: rows that are computed together round
+otherwise, and one token in some hundred thousand is another one by that.
 
 A cell is passed if its fault has happened and the run ended so. Some phases of a rollout do not come in every step, as
 where the other rollout was quicker: these cells are tried in two steps, and else told as not reached.
@@ -52,8 +52,8 @@ class Course:
     """Each rank is a machine, which can be lost."""
 
     def __str__(self) -> str:
-        partial = "-partial" if self.mode == "semi_sync" and not self.rollouts else ""
-        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else partial)
+        colocated = "-colocated" if self.mode == "semi_sync" and not self.rollouts else ""
+        return self.mode + ("-machines" if self.apart else "-without-tools" if not self.talks else colocated)
 
 
 STEP = ("computing", "inference", "training", "saving", "publishing")
@@ -63,7 +63,7 @@ COURSES = {
              Course("sync", 2, 0, {"trainer": ("generating", "tools")})],
     "async": [Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT})],
     "semi_sync": [Course("semi_sync", 3, 1, {"trainer": ("generating", "tools", *STEP), "rollout": ROLLOUT})],
-    "partial": [Course("semi_sync", 2, 0, {"trainer": ("generating", "tools", *STEP[:-1])})],
+    "colocated": [Course("semi_sync", 2, 0, {"trainer": ("generating", "tools", *STEP[:-1])})],
     "machines": [Course("sync", 2, 0, {"trainer": ("generating", *STEP)}, talks=False, apart=True),
                  Course("async", 3, 2, {"trainer": ("waiting", *STEP), "rollout": ROLLOUT}, apart=True)]}
 MEMORY = 4 << 30

@@ -169,8 +169,8 @@ def figures_of(folder: Path) -> Iterator[str]:
                                            "mismatch/logprob_mean") if name in usual}
     most = {name: max(values) for name in ("mismatch/logprob_max", "memory/gpu_allocated_gib", "grad_norm")
             if (values := of(steps, name))}
-    yield (f"{len(steps)} steps, the first done after {steps[0].get('wall_seconds', math.nan):.4g} s; of that with the "
-           f"median seconds: {listed(said)}; most {listed(most)}")
+    yield (f"{len(steps)} steps, the run's first done {steps[0].get('wall_seconds', math.nan):.4g} s after it began; "
+           f"of that with the median seconds: {listed(said)}; most {listed(most)}")
     plan = next((group["plan"] for group in plan.get("groups", ()) if group["name"] == "trainer"), plan)
     planned = needed([MemoryItem(**item) for item in plan.get("memory", ())]) / GIB
     if planned and "memory/gpu_allocated_gib" in most:
@@ -188,6 +188,12 @@ def listed(figures: dict[str, float]) -> str:
 
 def of(steps: list[dict[str, float]], name: str) -> list[float]:
     return [step[name] for step in steps if name in step]
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module and the packages that it is in are installed."""
+    parent = module.rpartition(".")[0]
+    return (not parent or is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
 def say_versions(report: Report, kind: str) -> None:
@@ -215,7 +221,7 @@ def session(given: argparse.Namespace, work: Path) -> None:
     figures = work / "figures.txt"
     measured = [*python, "benchmarks.gpu", "--device", given.device, "--repeats", "2", "--output", str(figures)]
     runs = [run for run in RUNS if (run.name in QUICK or not given.quick) and
-            (not run.needs or importlib.util.find_spec(run.needs.partition(".")[0]))]
+            (not run.needs or is_installed(run.needs))]
     with ThreadPoolExecutor(given.together) as together:
         first, *others = (functools.partial(each.run, run) for run in runs if not run.resumes)
         tests = [*python, "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q"]
@@ -231,7 +237,7 @@ def session(given: argparse.Namespace, work: Path) -> None:
     for name, ending in each.outcomes.items():
         if ending != PASSED:
             report.say(f"# {name}: {ending}")
-    share = sum(ending == PASSED for ending in each.outcomes.values()) / len(each.outcomes)
+    share = sum(ending == PASSED for ending in each.outcomes.values()) / max(1, len(each.outcomes))
     report.say(json.dumps(summary(f"parts that passed on {description(given.device)}", Spread.of([share]), "share",
                                   goal=None, met=None)))
 

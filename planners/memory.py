@@ -5,12 +5,12 @@ float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer fo
 data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
 of layers (a small model as a whole), and has as many whole float32 gradients until they are reduced (Zhao et al. 2023,
 §3.3); those of a small model become shards after the last activations, so that the two are never there together.
-Activations are what transformers' layers keep for the backward pass (`activation_bytes`), attention scores not among
-them; the float32 logits, their softmax and its gradient come on top (of a value head, the one number of each token). A
-role that is not trained keeps those of one layer, and its weights in the forward dtype, or in float32 where they follow
-another role's. A rank that trains computes one
-task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only
-samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
+Activations are what transformers' layers keep for the backward pass (`activation_bytes`; in half precision on a GPU,
+which takes a quarter less than on a CPU), attention scores not among them; the float32 logits, their softmax and its
+gradient come on top (of a value head, the one number of each token). A role that is not trained keeps those of one
+layer, and its weights in the forward dtype, or in float32 where they follow another role's. A rank that trains computes
+one task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that
+only samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
 
 Of a trained role, parameters that `freeze` names have neither gradient nor state; their float32 weights are sharded.
 
@@ -116,19 +116,16 @@ def gathered_at_once(shape: Shape) -> int:
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
 
 
-def activation_bytes(shape: Shape, width: int, frozen: bool = False) -> int:
+def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool = False) -> int:
     """Return the bytes that a layer keeps of each token for the backward pass: of both norms their input in float32,
     what they scale (unless `frozen`) and their output, and of those of heads the first two; queries, keys and values,
     what attention gives, twice; of the feed-forward layer the gate before and after its activation, the other half, and
-    the product. In half precision, by the kernels of GPUs: of norms the input and the output as they are, of those of
-    heads the input, and what attention gives once."""
-    fused, scaled = width < 4, width * (not frozen)
-    queries = shape.kv_width * shape.heads // shape.kv_heads
-    widening = shape.widening or shape.experts_per_token * shape.expert_parameters // (
-        3 * shape.hidden * max(shape.experts * shape.layers, 1))
+    the product. `fused`: in half precision by the kernels that FSDP's models have on a GPU. Of norms these keep the
+    input and the output as they are, of those of heads the input, and attention keeps what it gives once."""
+    fused, scaled = fused and width < 4, width * (not frozen)
     norms = 2 * shape.hidden * (width + (width if fused else 4 + scaled))
-    norms += shape.head_norms * (queries + shape.kv_width) * (width if fused else 4 + scaled)
-    return norms + width * ((2 if fused else 3) * queries + 2 * shape.kv_width) + width * 4 * widening
+    norms += shape.head_norms * (shape.query_width + shape.kv_width) * (width if fused else 4 + scaled)
+    return norms + width * ((2 if fused else 3) * shape.query_width + 2 * shape.kv_width + 4 * shape.active_widening)
 
 
 def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
@@ -342,7 +339,8 @@ def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Sha
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,
                  outputs: int, frozen: bool) -> MemoryItem:
     tokens, kept = -(-settings.micro_batch_tokens // layout.cp), _largest_stage(shape, layout) if trained else 1
-    per_layer, inputs = activation_bytes(shape, width, frozen), 0
+    fused = settings.engine == "fsdp" and layout.tp == 1
+    per_layer, inputs = activation_bytes(shape, width, frozen, fused), 0
     if settings.recomputes(shape.parameters) and trained:
         kept, inputs = 1, kept * width * shape.hidden
     logits = tokens * -(-outputs // layout.tp)

@@ -35,7 +35,10 @@ def problem_of(spec: Spec) -> Problem:
     lineage = RowLineage(single_rank_plan.tasks, single_rank_plan.source)
     response = max((models[task.role][0].generation.max_new_tokens for task in tasks if task.samples),
                    default=spec.run.data.max_target_tokens)
-    model_tasks = tuple(_model_task(spec, lineage, task, response, *models[task.role]) for task in tasks)
+    colocated = spec.run.mode == SYNC or spec.run.trainer_samples_alone
+    sampling = {task.role for task in tasks if task.samples and colocated}  # by ranks that train
+    model_tasks = tuple(_model_task(spec, lineage, task, response, *models[task.role], task.role in sampling)
+                        for task in tasks)
     mode = SYNC if spec.run.mode == SYNC else ASYNC
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
@@ -54,9 +57,10 @@ def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:
     return found
 
 
-def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, settings: RoleRun,
-                shape: Shape) -> ModelTask:
-    """Return the model task of a plan's task, with rows at the run's longest."""
+def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, settings: RoleRun, shape: Shape,
+                samples: bool) -> ModelTask:
+    """Return the model task of a plan's task, with rows at the run's longest. `samples`: the role also samples where it
+    trains."""
     head = spec.dag.roles[task.role].head
     shape = shape.with_value_head() if head == "value" else shape
     kind = GENERATE if task.samples else TRAIN if task.type == "MODEL_TRAIN" else INFER
@@ -74,9 +78,10 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
                      settings.recomputes(shape.parameters), settings.engine,
-                     0 if adapters else gathered_at_once(shape), activation_bytes(shape, width, adapters > 0),
+                     0 if adapters else gathered_at_once(shape),
+                     activation_bytes(shape, width, adapters > 0, settings.engine == "fsdp"),
                      frozen=frozen if kind == TRAIN else 0, follows=follows, adapters=adapters,
-                     undivided=adapters > 0 and settings.rollout not in PAGED,
+                     undivided=adapters > 0 and samples and settings.rollout not in PAGED,
                      stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings),
                      looked_up=0 if tied else shape.vocabulary * shape.hidden, logit_bytes=logit_bytes,
                      rescored=rescored)

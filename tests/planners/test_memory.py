@@ -266,9 +266,9 @@ def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
     seven = shape_of({"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064, "num_attention_heads": 28,
                       "num_key_value_heads": 4, "intermediate_size": 18944})
     norms, attention, widening = 2 * (4 + 4 + 4) * 3584, 4 * (3 * 3584 + 2 * 512), 4 * 4 * 18944
-    assert activation_bytes(seven, 4) == norms + attention + widening
+    assert activation_bytes(seven, 4, fused=True) == activation_bytes(seven, 4) == norms + attention + widening
     norms, attention, widening = 2 * (2 + 2) * 3584, 2 * (2 * 3584 + 2 * 512), 2 * 4 * 18944  # by fused kernels
-    assert activation_bytes(seven, 2) == norms + attention + widening  # 55 bytes for each element of the hidden state
+    assert activation_bytes(seven, 2, fused=True) == norms + attention + widening
     experts = shape_of_embedded(Model(architecture="qwen3_moe", hidden=64, heads=2, kv_heads=1, experts=8))
     assert activation_bytes(experts, 4) == KEPT  # two experts are as wide as a dense layer
 

@@ -74,7 +74,7 @@ class LastColumns:
     def __init__(self, column: Tensor, lengths: Tensor):
         # A row that has ended may have been longer than the window is now.
         self.before, self.column = lengths.flatten().clamp(max=column), column
-        self._places: tuple[Tensor, ...] = ()
+        self._places: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Return [B, 1, H, D]. query [B, H, 1, D]; key, value [B, K, L, D]. Heads that share keys are treated as
@@ -82,12 +82,12 @@ class LastColumns:
         rows, heads, _, size = query.shape
         groups, room = key.shape[1], key.shape[2]
         together, count = heads // groups, rows * groups
-        self._places = self._places or self._sequences(groups, room, together)  # the same in all layers
-        queries, keys, used = self._places
+        sizes = groups, room, together  # of all layers, in most models
+        queries, keys, used = self._places[sizes] = self._places.get(sizes) or self._sequences(*sizes)
         output = _flash(query.reshape(count * together, 1, size), key.view(count * room, 1, size),
-                        value.view(count * room, 1, size), queries, keys, together, room, 0.0, False, False,
+                        value.view(count * room, 1, -1), queries, keys, together, room, 0.0, False, False,
                         scale=scale, seqused_k=used)[0]
-        return output.view(rows, 1, heads, size)
+        return output.view(rows, 1, heads, -1)
 
     def _sequences(self, groups: int, room: int, together: int) -> tuple[Tensor, ...]:
         """Return where queries [N + 1] and keys [N + 1] of each sequence begin, and how many keys it has [N]."""

@@ -58,7 +58,7 @@ def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_
 
 def _draw(weights: Tensor, noise: Tensor) -> Tensor:
     """Return the place [B] in each row of `weights` [B, V] where they exceed `noise` [B] of their sum. Wide rows are
-    added up in blocks, and token by token in one of these alone: that takes a sixth of the time on a GPU."""
+    added up in blocks, and token by token in one of these alone: a running sum over all is slow on a GPU."""
     rows, width = weights.shape
     if width <= _WIDE:
         cumulative = weights.cumsum(-1, dtype=torch.float64)
@@ -70,13 +70,13 @@ def _draw(weights: Tensor, noise: Tensor) -> Tensor:
     block = _first_above(cumulative, threshold)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
     inside = blocks[torch.arange(rows, device=block.device), block].cumsum(-1, dtype=torch.float64)
-    return block * _BLOCK + _first_above(inside, threshold - before[:, None])
+    return (block * _BLOCK + _first_above(inside, threshold - before[:, None])).clamp(max=width - 1)
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     """Return where `cumulative` [B, N] first exceeds `threshold` [B, 1]; where rounding lets it nowhere, at its last
-    increase."""
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    increase, and where it is not a number, at its end."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp(max=cumulative.shape[1] - 1)
     return torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last).squeeze(1)
 
 

@@ -26,6 +26,7 @@ from planners.heterogeneous.problem import (
     Strategy,
 )
 from planners.heterogeneous.workload import problem_of
+from planners.memory import activation_bytes
 
 FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
@@ -212,10 +213,14 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     assert costed["update"].ideal([(FAST, 1)]) < float("inf")
 
 
-@pytest.mark.parametrize("rollout", ["hf", "vllm"])
-def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, rollout: str) -> None:
-    """It is whole on each rank whose rollout by transformers has the same weights, else divided."""
-    spec = mixed_spec("grpo", "h200", "roles.actor.dtype=bfloat16", "data.batch=512", "roles.actor.lora={rank: 16}")
+@pytest.mark.parametrize(("dag", "rollout", "dtype"), [
+    ("grpo", "hf", "bfloat16"), ("grpo", "vllm", "bfloat16"), ("sft", "hf", "bfloat16"), ("sft", "hf", "float32")])
+def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str,
+                                                       dtype: str) -> None:
+    """It is whole on each rank that also samples with it by transformers, else divided."""
+    learns = () if dag == "grpo" else ("data.train=arithmetic/demonstrations.jsonl",)
+    spec = mixed_spec(dag, "h200", f"roles.actor.dtype={dtype}", "data.batch=512", "roles.actor.lora={rank: 16}",
+                      *learns)
     spec.run.roles["actor"] = spec.run.roles["actor"].model_copy(update={"rollout": rollout})
     spec.adapters["actor"] = 40_000_000  # as `lora` counts them in the files of a model
     items = {item.name: item.bytes for item in plan(spec, 64).memory}
@@ -225,9 +230,25 @@ def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, rol
     solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
     planned = sum(items[f"actor: {kind}"] for kind in ("weights", "training state", "weights while computing"))
     assert solver == pytest.approx(planned, rel=1e-4)
-    assert update.ideal([(FAST, 1)]) < float("inf")
-    (to_rollout,) = problem.syncs
-    assert to_rollout.nbytes == 2 * 40_000_000
+    assert update.task.activations == activation_bytes(spec.shape_of("actor"), update.task.width, True, True)
+    assert [sync.nbytes for sync in problem.syncs] == [2 * 40_000_000] * (dag == "grpo")
+
+
+def test_a_model_with_adapters_needs_no_more_than_its_weights() -> None:
+    """Of a device that has them, the bound is not infinite."""
+    task = replace(WORK, kind=TRAIN, engine="fsdp", frozen=WORK.parameters, adapters=10**7)
+    full = costs(task).tasks[0].room(FAST)
+    just = replace(FAST, memory=FAST.memory * task.parameters * 2.05 / full)
+    assert costs(task).tasks[0].ideal([(just, 1)]) < float("inf")
+    assert costs(replace(task, frozen=0, adapters=0)).tasks[0].ideal([(just, 1)]) == float("inf")
+
+
+def test_a_frozen_model_that_is_divided_is_gathered_in_the_dtype_that_it_is_kept_in() -> None:
+    """Two bytes are read of each parameter of a share's half, where four are of a trained one."""
+    task = replace(WORK, kind=TRAIN, engine="fsdp")
+    adapted = replace(task, frozen=task.parameters, adapters=10**7)
+    read = [costs(each).tasks[0]._copied(Strategy(2)) for each in (task, adapted)]
+    assert read[0] - read[1] == pytest.approx(2 * (4 - 2) / 2 * 10**9 / 10)
 
 
 def test_adapters_alone_are_sent_and_stepped_and_the_model_gets_no_gradients() -> None:

@@ -103,7 +103,7 @@ def test_the_memory_plan_counts_what_layers_keep(architecture, adapted, dtype, m
     inputs = inputs_of(rows(32, 32, 32, 32), rows(224, 224, 224, 224), 0, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = Policy(built)(*inputs)
-    planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), dtype.itemsize, adapted)
+    planned = 4 * 255 * 4 * activation_bytes(shape_of_embedded(Model(**sizes)), dtype.itemsize, adapted, True)
     assert sum(kept.values()) == pytest.approx(planned, rel=0.15)
     outputs[0].sum().backward()
 

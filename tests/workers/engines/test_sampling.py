@@ -87,3 +87,14 @@ def test_extreme_noise_draws_nothing_that_is_excluded(wide, monkeypatch):
         tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64), 1.0)
         assert ((tokens >= 100) & (tokens < 300)).all()
         assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("width", [100, 9000])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(width, odd):
+    """Its log-probability is none either, by which the row is noticed."""
+    logits = torch.randn(3, width)
+    logits[1] = odd
+    tokens, logprobs = pick(logits, torch.full((3,), 0.5, dtype=torch.float64), 1.0)
+    assert ((tokens >= 0) & (tokens < width)).all()
+    assert logprobs.isfinite().tolist() == [True, False, True]
