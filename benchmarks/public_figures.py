@@ -3,8 +3,10 @@
 Each figure has its source; which ones the shares of `planners/heterogeneous/efficiency.py` were fitted to is said, and
 the others check them. Memory does not bind here, since what was measured has fitted. Eight-bit figures are costed with
 weights and caches of a byte and the doubled peak of the data sheet. Sampling predicts all rows reading their prompts
-and then going on together, as the measured batches did. LLM Foundry shards by FSDP1, which copies less than FSDP2, of
-which the cost model is: copies take at most 9% of such a figure, and of most 1%.
+and then going on together, as the batches of TensorRT-LLM 0.8 did. Its later versions replace each row that ends; how
+many are together is not published, and is taken to be what 0.95 of the memory beside the weights has room for at full
+length (they are started so), at most 2,048 (their default). LLM Foundry shards by FSDP1, which copies less than FSDP2,
+of which the cost model is: copies take at most 9% of such a figure, and of most 1%.
 """
 
 from __future__ import annotations
@@ -41,18 +43,23 @@ UNSHARED = "Mistral 7B"
 """Model whose attention TensorRT-LLM 0.8 probably computed for each query head by itself, without tensor cores: its
 kernel for several heads at once (XQA) was for few models, of which its docs/source/gpt_attention.md names LLaMA 70B
 alone. What is left of the measured seconds beside the predicted rest is arithmetic of 10 to 12 TFLOP/s on H200 and on
-H100 alike, whose memories differ, where LLaMA 70B reaches 30 and more; on L40S memory is slower than that."""
+H100 alike, whose memories differ, where LLaMA 70B reaches 30 and more; on L40S memory is slower than that. TensorRT-LLM
+0.15 samples 1.5 to 2.6 times as fast from this model on H100."""
 WITHIN, HALF_WITHIN = 0.25, 0.10
 FOUNDRY = "MosaicML LLM Foundry, scripts/train/benchmarking/README.md"
 TITAN = "PyTorch torchtitan, docs/performance.md"
 TRT_8 = "NVIDIA TensorRT-LLM 0.8.0, docs/source/performance.md"
 TRT_6 = "NVIDIA TensorRT-LLM 0.6.1, docs/source/performance.md"
+TRT_15 = "NVIDIA TensorRT-LLM 0.15.0, docs/source/performance/perf-overview.md"
+TRT_1 = "NVIDIA TensorRT-LLM 1.0, docs/source/performance/perf-overview.md"
 BEKMAN = "Bekman, Machine Learning Engineering, network/"
 OWN = "distflow, benchmarks/results/gpu.txt"
 MUSGRAVE = "johnmusgrave.com, vLLM throughput-latency sweep on NVIDIA A100"
 DEVICES = {  # peak TFLOP/s of two bytes, memory GB/s, link inside a machine GB/s and µs: of data sheets
     "h200": (989, 4800, 450, 3), "h100": (989, 3350, 450, 3), "a100": (312, 2039, 300, 3),
     "a100 40gb": (312, 1555, 300, 3), "l40s": (362, 864, 32, 8)}
+MEMORY = {"h200": 140, "h100": 79, "a100": 79, "l40s": 44}
+"""GiB that a process sees."""
 
 def _shape(parameters: float, layers: int, hidden: int, heads: int, kv_heads: int, widening: int,
            vocabulary: int) -> Shape:
@@ -219,6 +226,11 @@ def figures() -> Iterator[Figure]:
             for batch, tp, prompt, response, measured in rows:
                 yield Sampling(kind, model, batch, tp, prompt, response, measured, 2 if kind == "a100" else 1, TRT_8,
                                model == "LLaMA 7B")
+    for source, tables in _SERVING.items():
+        for (kind, model, tp, width), measured in tables.items():
+            for (prompt, response), tokens in zip(_LENGTHS[source], measured):
+                yield Sampling(kind, model, _together(kind, model, tp, width, prompt + response), tp, prompt, response,
+                               tokens / tp, width, source)
     for kind, prompt, measured, source in _FIRST:
         yield FirstToken(kind, "LLaMA 7B", 1, prompt, measured, 2 if kind == "a100" else 1, source, True)
     yield Sampling("a100 40gb", "Llama 3 8B", 1, 1, 1024, 128, 75, 2, MUSGRAVE)
@@ -230,8 +242,17 @@ def figures() -> Iterator[Figure]:
     yield AllReduce("a100", 1024, 42.5, f"{BEKMAN}README.md, EFA v1, size and machines not said", True, 4, 50)
 
 
+def _together(kind: str, model: str, tp: int, width: int, tokens: int) -> int:
+    """Return how many rows of so many tokens TensorRT-LLM samples at once on `tp` devices."""
+    shape = MODELS[model]
+    room = 0.95 * (tp * MEMORY[kind] * 2**30 - width * shape.parameters)
+    return min(2048, int(room / (2 * width * shape.kv_width * shape.layers * tokens)))
+
+
 def own_figures() -> Iterator[Figure]:
     """What distflow itself has reached, by `benchmarks/results/gpu.txt`; it is neither fitted to nor counted."""
+    yield Sampling("h200", "Qwen2.5 0.5B", 256, 1, 512, 512, 52251, 2, OWN, samples=4)
+    yield Training("h200", "Qwen2.5 0.5B", 1024, 1, 16, 32, False, 88497, OWN, prompt=512)
     yield Sampling("h100", "Qwen2.5 7B", 256, 1, 512, 512, 13509, 2, OWN, samples=4)
     yield Sampling("h100", "Qwen2.5 0.5B", 256, 1, 512, 512, 41980, 2, OWN, samples=4)
     yield Training("h100", "Qwen2.5 7B, 13 layers", 1024, 1, 4, 16, True, 14511, OWN, prompt=512)
@@ -296,6 +317,30 @@ _SAMPLING = {  # rows, tp, prompt, response, tokens a second of each device
                             (56, 1, 2048, 2048, 1607)),
              "LLaMA 70B": ((256, 4, 128, 128, 565), (128, 4, 128, 2048, 595), (32, 4, 2048, 128, 66),
                            (32, 4, 2048, 2048, 185))}}
+_LENGTHS = {  # prompt, response
+    TRT_15: ((128, 128), (128, 2048), (128, 4096), (500, 2000), (1000, 1000), (2048, 128), (2048, 2048), (5000, 500),
+             (20000, 2000)),
+    TRT_1: ((128, 128), (128, 2048), (128, 4096), (500, 2000), (1000, 1000), (1000, 2000), (2048, 128), (2048, 2048),
+            (5000, 500), (20000, 2000))}
+_SERVING = {  # device, model, tp, bytes of a weight: tokens a second of all devices, by length
+    TRT_15: {  # models without experts on one device, else on the fewest that have a figure of each length
+        ("h100", "Mistral 7B", 1, 1): (30177, 22060, 13773, 17229, 15429, 3546.4, 9118.6, 3493.5, 1268.0),
+        ("h100", "Mistral 7B", 1, 2): (17025, 10324, 6205.4, 8294.0, 7894.2, 2001.1, 4520.7, 1838.8, 641),
+        ("a100", "Mistral 7B", 1, 2): (6968.4, 5557.0, 3430.1, 4339.8, 3874.7, 793.57, 2440.5, 828.17, 334.06),
+        ("l40s", "Mistral 7B", 1, 1): (9526.7, 5669.2, 3091.9, 4498.7, 4118.6, 1067.5, 2231.7, 999.35, 336.18),
+        ("h100", "Llama 3 8B", 1, 1): (27792, 19965, 13222, 15782, 14797, 3496.4, 8980.4, 3477.6, 1378.7),
+        ("h100", "Llama 3 8B", 1, 2): (16117, 9894.5, 5759.0, 7953.1, 7721.1, 1972.1, 4370.6, 1802.2, 621.58),
+        ("a100", "Llama 3 8B", 1, 2): (6552.6, 5220.0, 3326.5, 4191.6, 3753.5, 789.56, 2366.9, 816.09, 330.47),
+        ("l40s", "Llama 3 8B", 1, 1): (8983.0, 5297.2, 2989.2, 4264.0, 4014.0, 1055.6, 2162.8, 972.2, 326.02),
+        ("h100", "Llama 3 70B", 2, 1): (6399.2, 5920.1, 3580.8, 4775.5, 4247.4, 774.11, 2667.2, 901.84, 410.93),
+        ("h100", "Llama 3 70B", 4, 2): (6392.7, 5742.3, 3457.0, 4375.1, 4075.5, 779.81, 2609.4, 874.96, 406.36),
+        ("a100", "Llama 3 70B", 4, 2): (2716.7, 2663.8, 1913.1, 2193.8, 1889.7, 320.96, 1342.0, 389.99, 209.39),
+        ("l40s", "Llama 3 70B", 4, 1): (1469.3, 1911.4, 1357.8, 1599.4, 1187.2, 176.41, 909.3, 242.95, 158.35)},
+    TRT_1: {  # Llama 3.1 8B and 3.3 70B
+        ("h200", "Llama 3 8B", 1, 1): (27911, 26221, 18027, 20770, 17744, 16828, 3538, 12194, 3902, 1804),
+        ("h100", "Llama 3 8B", 1, 1): (28312, 22714, 14325, 17660, 15220, 13899, 3450, 9305, 3459, 1351),
+        ("h200", "Llama 3 70B", 1, 1): (3803, 4336, 2872, 3666, 2909, 2994, 442, 2003, 566, 283),
+        ("h100", "Llama 3 70B", 2, 1): (6378, 6651, 4199, 5222, 4205, 4146, 762, 3082, 898, 437)}}
 _FIRST = (("h200", 128, 5.8, TRT_8), ("h200", 2048, 30.1, TRT_8), ("h100", 128, 6.4, TRT_8),
           ("h100", 2048, 31.0, TRT_8), ("l40s", 128, 14, TRT_6), ("l40s", 2048, 73, TRT_6),
           ("a100", 128, 16, TRT_6), ("a100", 2048, 133, TRT_6))
@@ -326,10 +371,13 @@ def main(arguments: list[str] | None = None) -> None:
     found = report()
     print(f"{len(found[True])} figures that were fitted to: {_near(found[True])}")
     print(f"{len(found[False])} figures that were not fitted to: {_near(found[False])}")
-    shared = [(figure, off) for figure, off in found[False] if not isinstance(figure, Sampling)
-              or figure.model != UNSHARED]
-    print(f"{len(shared)} of these without {UNSHARED}, whose attention TensorRT-LLM 0.8 probably computed for each "
-          f"query head by itself: {_near(shared)}")
+    shared = [(figure, off) for figure, off in found[False]
+              if not isinstance(figure, Sampling) or (figure.model, figure.source) != (UNSHARED, TRT_8)]
+    print(f"{len(shared)} of these without {UNSHARED} by TensorRT-LLM 0.8, which probably computed its attention for "
+          f"each query head by itself: {_near(shared)}")
+    later = [(figure, off) for figure, off in found[False] if figure.source in _SERVING]
+    print(f"{len(later)} of these by TensorRT-LLM 0.15 and 1.0, none of which was known as the model was fitted: "
+          f"{_near(later)}")
     every = [abs(off) for errors in found.values() for _, off in errors]
     within = sum(error <= WITHIN for error in every) / len(every)
     half = statistics.median(every) <= HALF_WITHIN

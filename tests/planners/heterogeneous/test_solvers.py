@@ -126,6 +126,35 @@ def _many_devices() -> Problem:
     return replace(problem, hardware=replace(problem.hardware, device_groups=groups))
 
 
+class OnlyApart:
+    """Accepts placements whose tasks are all in groups of their own; each of them is carried out in one form that takes
+    as long, and an earlier one that nothing accepts."""
+
+    def __init__(self, tasks: int):
+        self.tasks = tasks
+
+    def forms(self, placement: Placement) -> list[Placement]:
+        return [replace(placement, subsets=(), seconds=placement.seconds / 2), placement]
+
+    def accepts(self, form: Placement) -> bool:
+        return bool(form.subsets) and len(form.grouping) == self.tasks
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_search_keeps_only_forms_that_are_accepted(many: bool) -> None:
+    """The tasks of this problem are best together; of few devices all placements are gone through."""
+    problem = _many_devices() if many else small(11)
+    tasks = len(problem.tasks)
+    together = searched(problem, budget=1500).placement
+    assert len(together.grouping) < tasks
+    found = searched(problem, budget=1500, required=OnlyApart(tasks)).placement
+    assert len(found.grouping) == len(found.subsets) == tasks
+    assert together.seconds < found.seconds
+    if not many:
+        apart = replace(problem, freedom=Freedom(groupings=(tuple((task,) for task in range(tasks)),)))
+        assert found.seconds == pytest.approx(searched(apart).placement.seconds)
+
+
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_the_same_seed_gives_the_same_answer(mixed_spec: Callable, mode: str) -> None:
     problem = replace(problem_of(mixed_spec("ppo", "h200_a100")), mode=mode)
