@@ -80,7 +80,7 @@ def check_layouts(spec: Spec, layouts: Mapping[tuple[str, bool], Layout],
             path = _size(spec, (name, copied), layouts[name, False], layouts[copied, False], sampling)
             mistakes.append(Diagnostic(f"{what}, and `layouts` splits the two otherwise",
                                        spec.run_source.location(path, key=True),
-                                       f"Give the nodes of `{name}` and `{copied}` the same tp, cp and pp."))
+                                       f"Give the nodes of `{name}` and `{copied}` the same tp and cp."))
         elif own and other and own.replicas != other.replicas:
             mistakes.append(Diagnostic(f"{what}, and it has replicas: {own.replicas}, the other {other.replicas}",
                                        spec.run_source.location(("roles", name, "replicas")),

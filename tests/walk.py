@@ -123,7 +123,7 @@ class Walk:
         self.step += 1
 
     def tasks(self) -> Iterator[Task]:
-        """As `DagWorker.tasks`."""
+        """Yield a step's tasks in order, and again those before a further draw of prompts, as `run_chain` runs them."""
         self.buffer.start(self.loader.next())
         for index, task in enumerate(self.plan.tasks):
             yield task

@@ -1,6 +1,7 @@
 """Facts about models and engines that are known before anything is loaded.
 
     Engine, check_engines    engines that a run file can name: packages, tested versions, missing features
+    check_tokenizers         roles that pass tokens to each other have one tokenizer; `check_chat_options`: its template
     linears_of, check_lora   layers that get adapters, and the adapters' parameters, from the headers of model files
     Shape, read_shape        sizes of a model from its configuration, from which memory is estimated
 """

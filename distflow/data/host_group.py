@@ -134,7 +134,7 @@ class HostGroup:
             os.pwrite(self.mailboxes[turn], payload, 0)
         message = _MESSAGE.pack(self.rank, self.round, len(payload))
         for peer in self.peers.values():
-            with contextlib.suppress(BrokenPipeError):  # it died; if that matters, `_listen` says so
+            with contextlib.suppress(BrokenPipeError):  # it died; if that matters, `_wait` says so
                 os.write(peer.bell, message)
         self._wait(limit or self.limit)
         sizes = {rank: self.received.pop((rank, self.round)) for rank in self.peers}

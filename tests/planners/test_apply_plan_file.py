@@ -524,10 +524,6 @@ def staged(layers: list[int], stages: list[str]) -> Callable[[dict], None]:
     return change
 
 
-def on_some(said: dict) -> None:
-    said["tasks"]["update"] |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["quick"]}]}
-
-
 def by_stages(said: dict) -> None:
     for node in ("reference", "update"):
         said["tasks"][node] |= {"dp": 2, "pp": 2, "layers": [2, 2],

@@ -216,7 +216,7 @@ def disagree(leads: str, follows: str) -> tuple[int, bool]:
         TPFollowerEngine(engine, ahead).run()
     else:
         leader = TPLeader(engine)
-        leader.told_at = 0.0
+        leader.last_broadcast = 0.0  # so that a look without weights is broadcast too
         load_if_newer(ahead, "continue", SharedEngine(leader))
         leader.release_followers()
     return engine.version, ahead.dropped
