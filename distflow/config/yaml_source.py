@@ -77,6 +77,7 @@ class YamlSource:
         for depth, part in enumerate(path[:-1], 1):
             if mapping.get(part) is None:
                 mapping[part] = {}
+                self.keys[path[:depth]] = self.values[path[:depth]] = Location(f"--set {text}")
             mapping = mapping[part]
             if not isinstance(mapping, dict):
                 raise InvalidInput(f"--set {text}: `{'.'.join(path[:depth])}` is not a mapping, so it has no "

@@ -94,3 +94,23 @@ def test_loading_and_planning_import_no_torch() -> None:
                           check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stderr) == (0, "")
     print(f"load and plan: {float(done.stdout):.2f} s of one core, interpreter included")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ("clip=0.3", "nodes.update.with.clip=0.3"), ("update.with.clip=0.3", "nodes.update.with.clip=0.3"),
+    ("update.clip=0.3", "nodes.update.with.clip=0.3"), ("nodes.update.clip=0.3", "nodes.update.with.clip=0.3"),
+    ("node.update.with.clip=0.3", "nodes.update.with.clip=0.3"), ("lr=1e-5", "roles.actor.learning_rate=1e-5"),
+    ("learning_rate=1e-5", "roles.actor.learning_rate=1e-5"), ("actor.dtype=float32", "roles.actor.dtype=float32")])
+def test_a_key_that_is_set_in_another_place_is_named_whole(given: str, meant: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load("grpo", overrides=[given])
+    assert str(caught.value).startswith(f"--set {given}: unknown key `")
+    assert f"Instead:  --set {meant}" in str(caught.value)
+    load("grpo", overrides=[meant])
+
+
+def test_a_node_that_is_not_there_is_not_begun_by_a_setting() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load("grpo", overrides=["nodes.rewad.with.reward=math"])
+    assert str(caught.value).startswith("--set nodes.rewad.with.reward=math: there is no node `rewad`.\n"
+                                        "Did you mean `reward`?")
