@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from distflow.config.dag import Dag, Node, Role
@@ -25,7 +26,7 @@ def override(dag: YamlSource, run: YamlSource, text: str) -> None:
     (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
 
 
-def _misplaced(dag: dict[str, Any], path: tuple[str, ...], text: str) -> Diagnostic | None:
+def _misplaced(dag: dict[str, Any], path: Sequence[str], text: str) -> Diagnostic | None:
     """Return the mistake of a key that is of another place than the one where it was set, with that place."""
     nodes = dag.get("nodes")
     nodes = {name: node for name, node in nodes.items() if isinstance(node, dict)} if isinstance(nodes, dict) else {}
@@ -39,12 +40,12 @@ def _misplaced(dag: dict[str, Any], path: tuple[str, ...], text: str) -> Diagnos
     if path[0] in _OF_DAG or path[0] in Run.model_fields:
         return None
     place = _place(dag, nodes, path)
-    return Diagnostic(f"unknown key `{path[0]}`", where, _instead((), place, text)) if place else None
+    return Diagnostic(f"unknown key `{path[0]}`", where, _instead(place, (), text)) if place else None
 
 
-def _place(dag: dict[str, Any], nodes: dict[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
+def _place(dag: dict[str, Any], nodes: dict[str, Any], path: Sequence[str]) -> tuple[str, ...]:
     """Return the whole path of a key of which only the end was given; () if there is none."""
-    first = path[0]
+    first, *_ = path
     if first in nodes and len(path) > 1:
         return ("nodes", *path) if path[1] in _OF_NODE else ("nodes", first, "with", *path[1:])
     roles = [*dag["roles"]] if isinstance(dag.get("roles"), dict) else []
@@ -61,5 +62,5 @@ def _place(dag: dict[str, Any], nodes: dict[str, Any], path: tuple[str, ...]) ->
     return ()
 
 
-def _instead(above: tuple[str, ...], below: tuple[str, ...], text: str) -> str:
+def _instead(above: Sequence[str], below: Sequence[str], text: str) -> str:
     return f"Instead:  --set {'.'.join((*above, *below))}={text.partition('=')[2]}"
