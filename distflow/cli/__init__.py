@@ -60,10 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "plan":
         after = arguments.index(verb) + 1
         arguments = [*arguments[:after], *with_command(arguments[after:])]
-    options, left = parser.parse_known_args(arguments)
+    known, left = parser.parse_known_args(arguments)
     if left:
-        print(_unknown(left, options), file=sys.stderr)
+        print(_unknown(left, known), file=sys.stderr)
         return INVALID
+    options = parser.parse_args(arguments)
     try:
         with called_as(options.verb):
             return options.main(options)
