@@ -123,7 +123,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     stormy = run_apart(scratch, str(course), dag, course, settings, store) if course.apart else \
         run_once(scratch, str(course), dag, "embedded.yaml", course.ranks, settings, group=group)
     events = read(stormy)
-    happened = [tried[event["fault"]] for event in events if event["event"] == "fault injected"]
+    happened = [tried[event["fault"]] for event in events if event["event"] == "fault_injected"]
     found = account(events).recoveries
     took = [seconds for each in found if not isnan(seconds := each.start + each.connect + each.load)]
     print(f"{course}: {due[-1]} steps, {len(happened)} faults, {len(found)} restarts"

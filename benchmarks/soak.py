@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
               f"{Spread.of(course.descriptors)} descriptors")
         wrong += [f"the descriptors of {course.what} {process} grow"] if course.leaks else []
     print(f"{given.minutes:g} minutes: {len(steps)} steps, each once; faults: {dict(faults)}; "
-          f"failures seen {events['failure']}, checkpoints written {events['checkpoint written']}")
+          f"failures seen {events['failure']}, checkpoints written {events['checkpoint_written']}")
     print("\n".join(wrong) or "nothing is left of it: no process, shared memory or temporary file")
     conclude(f"memory of what outlives workers, at the end of {given.minutes:g} minutes over that before, with "
              f"{faults.total()} faults", Spread.of([course.growth for course in courses.values()]), GOAL,

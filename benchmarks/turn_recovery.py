@@ -3,7 +3,7 @@
 In each mode, with environments of each kind (steps repeated, restored from a snapshot, stateless),
 a run is broken again and again: as the seed draws, SIGKILL for a worker, of the trainer or of a rollout, or for one of
 the processes in which environments run, at a moment that is drawn too, once conversations go on. The files of the run
-say which conversations the dead worker had begun, and after how many answered turns; the event `conversations resumed`
+say which conversations the dead worker had begun, and after how many answered turns; the event `conversations_resumed`
 of whoever went on says at which turn. A conversation that went back, if only by one turn, or that began again, was not
 resumed. Environments that have lost their process must show in nothing; the next kill waits until they are there again,
 since a step that has lost two is not tried a third time.
@@ -113,13 +113,13 @@ class Course:
     def _break(self, run: subprocess.Popen) -> None:
         """Kill one process, once its rank has answers of conversations that it did not have before."""
         rank = self.draw.choice(sorted({event["rank"] for event in read(self.folder)
-                                        if event["event"] == "worker ready"}))
+                                        if event["event"] == "worker_ready"}))
         environment = self.draw.random() < 0.25
         had = self._size()
         self._await(run, lambda: self._size() > had + 200)
         time.sleep(self.draw.random())
-        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker ready"}
-        ended = {event.get("pid") for event in read(self.folder) if event["event"] == "worker ended"}
+        workers = {event["rank"]: event["pid"] for event in read(self.folder) if event["event"] == "worker_ready"}
+        ended = {event.get("pid") for event in read(self.folder) if event["event"] == "worker_ended"}
         victims = [*environments(workers[rank])] if environment else [workers[rank]]
         if not victims or victims[0] in ended:
             return
@@ -134,7 +134,7 @@ class Course:
         if environment:
             time.sleep(SETTLE)
         else:
-            self._await(run, lambda: any(event["event"] == "worker ready" and event["rank"] == rank
+            self._await(run, lambda: any(event["event"] == "worker_ready" and event["rank"] == rank
                                          and event["time"] > kill.at for event in read(self.folder)))
 
     def _size(self) -> int:
@@ -155,7 +155,7 @@ class Course:
         return {row: turn for row, (turn, holder, over) in newest.items() if holder == rank and not over}
 
     def _resumed(self) -> list[dict[str, Any]]:
-        return [event for event in read(self.folder) if event["event"] == "conversations resumed"]
+        return [event for event in read(self.folder) if event["event"] == "conversations_resumed"]
 
     def judge(self, calm: Sequence[dict[str, Any]]) -> tuple[int, int, list[str]]:
         """Return how many conversations were lost and resumed at their turn, and what is wrong with the run."""

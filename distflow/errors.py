@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
+_CANDIDATES = 3  # words of which one with the same letters is preferred: two of its own are swapped
 _LISTED = 30
 
 
@@ -150,8 +151,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the one of `known` that was probably meant, by its initials (`lr`) or by similarity; None if none was."""
     known = list(known)
     near = [each for each in known if "_" in each and "".join(part[:1] for part in each.split("_")) == word] or \
-        difflib.get_close_matches(str(word), known, n=1, cutoff=_ALIKE)
-    return near[0] if near else None
+        difflib.get_close_matches(str(word), known, n=_CANDIDATES, cutoff=_ALIKE)
+    return next((each for each in near if sorted(each) == sorted(str(word))), near[0] if near else None)
 
 
 def did_you_mean(word: str, known: Iterable[str], listed: str = "Known") -> str:

@@ -341,7 +341,9 @@ def _sizes(spec: Spec, sampling: list[str], ranks: int) -> tuple[int, Layout, li
         least = "2 ranks" if needed > 1 else "1 rank"
         what = (f"mode {mode} needs at least {least}{beside}{', one that trains and one that samples' * (needed > 1)}; "
                 f"here {'is' if ranks == 1 else 'are'} {max(ranks, 0)}")
-        alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else ""
+        alone = ", or  groups: {rollout: 0}" if colocated and ranks == 1 else \
+            ", or let one rank do both (partial rollouts):  mode: semi_sync  with  groups: {rollout: 0}  " \
+            if ranks == 1 and not apart else ""
         remedy = f"Start {needed + apart} ranks (--ranks {needed + apart}){alone}, or  mode: sync"
         return 1, Layout(1), [Diagnostic(what, spec.run_source.location(("mode",)), remedy)]
     sizes = range(0 if colocated else width, ranks, width)

@@ -44,7 +44,7 @@ def test_a_run_on_messages_and_numbers(launch, workspace):
     assert len(samples) == 8
     assert [values["data/records_skipped"] for values in metrics_of(run).values()] == [1, 1]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    skipped = [event for event in events if event["event"] == "record skipped"]
+    skipped = [event for event in events if event["event"] == "record_skipped"]
     assert [event["where"].rpartition("/")[2] for event in skipped] == ["train.jsonl:3"]
     assert max(values["mismatch/logprob_max"] for values in metrics_of(run).values()) < 1e-5
     assert all(values["response/truncated"] < 1 for values in metrics_of(run).values())
@@ -89,5 +89,5 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
         assert values["grad_norm"] > 0
     events = [json.loads(line) for line in (workspace / "runs/untruncated/events.jsonl").read_text().splitlines()]
     skipped = [(event["reason"], event["where"].rpartition(":")[2]) for event in events
-               if event["event"] == "record skipped"]
+               if event["event"] == "record_skipped"]
     assert skipped == [("is too long a prompt", "2")]

@@ -95,7 +95,7 @@ def kept(run: Cluster) -> float:
     """The share of the seconds in which machines that are left had sampled, for steps that were not trained when rank 0
     was lost, of what was not sampled again. What rank 0 itself had sampled and not put was lost with it."""
     lost = next(event for event in run.events("failure") if event["group"] == "trainer")
-    at, done = lost["time"] - lost["seen_after"], run.events("state restored")[-1]["of_step"]
+    at, done = lost["time"] - lost["seen_after"], run.events("state_restored")[-1]["of_step"]
     prompts = [span for span in read(run.run).spans if span.track == PROMPTS and span.step > done]
     again = {span.name for span in prompts if span.start > at}
     before = [span for span in prompts if span.end < at and span.rank > 0]
@@ -110,7 +110,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
                   f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)
-    run.eventually(lambda: {event["rank"] for event in run.events("worker caught up")} >= {0, 1, 2})
+    run.eventually(lambda: {event["rank"] for event in run.events("worker_caught_up")} >= {0, 1, 2})
     run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
     run.eventually(lambda: run.tells("step 2/"))
     lost, = run.tells("step 2/")
@@ -118,10 +118,10 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     assert set(run.ends().values()) == {0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["group"] for event in run.events("failure")} == {"trainer"}
-    restored, = run.events("state restored")
+    restored, = run.events("state_restored")
     assert restored["source"] == "peer replica"
     assert restored["of_step"] >= 1
-    assert [event["rank"] for event in run.events("worker ready")].count(2) == 1
+    assert [event["rank"] for event in run.events("worker_ready")].count(2) == 1
     assert kept(run) >= 0.9
 
 
@@ -139,7 +139,7 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
     assert [event["group"] for event in run.events("failure")][-1] == "the machines"
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
-    restored = run.events("state restored")
+    restored = run.events("state_restored")
     assert len(restored) == training
     assert {event["source"] for event in restored} == {"peer replica"}
     assert len({event["of_step"] for event in restored}) == 1
@@ -182,13 +182,13 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     run.start("one")
     run.reach(4)
     run.start("two")
-    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker caught up")))
+    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker_caught_up")))
     run.lose("one")
     assert run.ends() == {"two": 0}, run.said()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     said = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
     assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]
-    assert {event["source"] for event in run.events("state restored")} == {"disk"}, "the pieces were of other ranks"
+    assert {event["source"] for event in run.events("state_restored")} == {"disk"}, "the pieces were of other ranks"
 
 
 MISTAKES = {

@@ -64,7 +64,7 @@ def test_a_frozen_model_has_ranks_of_its_own_or_those_that_sample_and_a_death_st
     events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
     failure, = (event for event in events if event["event"] == "failure")
     assert (failure["group"], failure["ranks"], failure["verdict"]) == ("inference reference 0", [2, 3], "starts again")
-    assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {2, 3}
+    assert {event["rank"] for event in events if event["event"] == "worker_started" and event["attempt"]} == {2, 3}
     launch(3, *GRPO, *more, *STRICT, "--set", "groups={rollout: 2, inference: {reference: rollout}}", "--set",
            "faults=[{kind: kill, group: rollout, rank: 1, phase: generating, step: 2}]", "--name", "with samples")
     beside = metrics_of(workspace / "runs/with samples")
@@ -73,7 +73,7 @@ def test_a_frozen_model_has_ranks_of_its_own_or_those_that_sample_and_a_death_st
         assert beside[step]["policy/kl_reference"] == pytest.approx(sync[step]["policy/kl_reference"], abs=1e-5)
     assert all("seconds/reference" in step for step in beside.values())
     events = [json.loads(line) for line in (workspace / "runs/with samples/events.jsonl").read_text().splitlines()]
-    assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {1}
+    assert {event["rank"] for event in events if event["event"] == "worker_started" and event["attempt"]} == {1}
 
 
 @pytest.mark.smoke

@@ -69,7 +69,8 @@ def test_rounds_take_neighbours_and_every_pair_of_machines() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (("--out", "nowhere/machines.yaml"), "nowhere/machines.yaml cannot be written"),
+    (("--out", "nowhere/machines.yaml"), "nowhere/machines.yaml cannot be written: there is no folder"),
+    (("--out", "/proc/machines.yaml"), "/proc/machines.yaml cannot be written: /proc is not writable"),
     (("--ranks", "0"), "--ranks 0 probes nothing"),
 ])
 def test_bad_input_is_refused_before_anything_starts(capsys, arguments: tuple[str, ...], says: str) -> None:

@@ -140,7 +140,7 @@ def require_all_told(folder: Path, faults: list[dict[str, Any]], sure: Callable[
     """All faults that are `sure` to have happened, and for each that ended a worker there is a failure and a verdict;
     how many of them there are."""
     events = lines_of(folder, "events")
-    happened = [event["fault"] for event in events if event["event"] == "fault injected"]
+    happened = [event["fault"] for event in events if event["event"] == "fault_injected"]
     assert len(happened) == len(set(happened))
     assert set(happened) >= {number for number, fault in enumerate(faults) if sure(fault)}
     deadly = sum(faults[number]["kind"] != "corrupt" for number in happened)
@@ -170,7 +170,7 @@ def test_in_sync_it_has_the_same_samples_and_the_same_bits(launch, workspace, wr
     calm, stormy = (workspace / f"runs/{name}" for name in ("calm", "stormy"))
     require_all_told(stormy, SYNC)
     taken = {(event["step"], event["rank"]) for event in lines_of(stormy, "events")
-             if event["event"] == "cached rows used"}
+             if event["event"] == "cached_rows_used"}
     assert taken >= {(step, rank) for step in (7, 11) for rank in (0, 1)}, "sampled before the fault, and not again"
     ours, theirs = require_each_step_once(stormy), require_each_step_once(calm)
     for step in theirs:
@@ -217,11 +217,11 @@ def test_others_go_on_and_no_row_is_lost_or_trained_twice(launch, workspace, wri
     assert sum("starts again: rank" in line for line in done.stderr.splitlines()) == deadly
     events = lines_of(stormy, "events")
     validated = {event["asked_after"] for event in events if event["event"] == "validated"}
-    assert validated | {event["of_step"] for event in events if event["event"] == "validation missing"} == {0, 4, 8, 12}
+    assert validated | {event["of_step"] for event in events if event["event"] == "validation_missing"} == {0, 4, 8, 12}
     assert "validation/held" in lines_of(stormy, "metrics")[-1], "of the last step, for which the run waits"
     # Of a rank's first worker it depends on timing whether there is a folder yet to record that it started.
     workers = Counter(event["rank"] for event in lines_of(stormy, "events")
-                      if event["event"] == "worker started" and event["attempt"])
+                      if event["event"] == "worker_started" and event["attempt"])
     assert workers[0] == workers[1] == sum(fault["kind"] != "corrupt" for fault in TRAINER)
     assert workers[2] == deadly - workers[0]
 
@@ -249,7 +249,7 @@ def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, 
     events = lines_of(workspace / "runs/stormy", "events")
     assert list(workspace.glob("killed-*"))
     assert any(event["event"] == "failure" for event in events), "one, where both questions were one worker's"
-    resumed = [event for event in events if event["event"] == "conversations resumed"]
+    resumed = [event for event in events if event["event"] == "conversations_resumed"]
     assert any(turns == 2 for event in resumed for turns in event["turns"])
     require_same_samples(require_each_step_once(workspace / "runs/stormy", 3), calm_talk)
     if mode != "sync":  # a turn that was answered a moment before may not have come to the dock
@@ -320,7 +320,7 @@ def test_a_trainer_that_has_lost_its_copies_takes_its_steps_back(launch, workspa
     assert left() == []
     stormy = workspace / "runs/stormy"
     require_all_told(stormy, faults)
-    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows rolled back")
+    taken, = (event for event in lines_of(stormy, "events") if event["event"] == "rows_rolled_back")
     assert (taken["first_draw"], taken["rows"]) == (3, 2 * 4 * 8), "steps 4 and 5, of four groups of eight"
     require_same_samples(require_each_step_once(stormy, 8), calm)
     trained = [line.split("tok/s")[0] for line in done.stdout.splitlines() if "/8 " in line and "loss" in line]
@@ -345,12 +345,12 @@ def test_cut_connections_no_memory_and_no_room_on_the_disk(launch, workspace, wr
     stormy = workspace / "runs/stormy"
     require_same_samples(require_each_step_once(stormy, 10), calm)
     events = lines_of(stormy, "events")
-    assert {event["fault"] for event in events if event["event"] == "fault injected"} >= {0, 2, 4}
-    assert all(event["count"] > 0 for event in events if event["event"] == "connections cut")
+    assert {event["fault"] for event in events if event["event"] == "fault_injected"} >= {0, 2, 4}
+    assert all(event["count"] > 0 for event in events if event["event"] == "connections_cut")
     said = " ".join(event["what"] for event in events if event["event"] == "failure")
     assert "MemoryError" in said
     assert "File too large" in said
-    failed = [event["why"] for event in events if event["event"] == "checkpoint failed"]
+    failed = [event["why"] for event in events if event["event"] == "checkpoint_failed"]
     assert failed
     assert all("could not be written" in why for why in failed)
     assert "warning: runs/stormy/checkpoints/step-" in done.stderr

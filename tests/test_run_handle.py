@@ -34,7 +34,7 @@ def test_a_run_is_started_and_read(here, capfd):
     assert started.metrics.loc[3, "learning_rate"] == pytest.approx(1e-6)
     assert {"questions", "completions", "rewards"} <= set(started.samples.columns)
     assert set(started.validation["step"]) == {0, 2, 3}
-    assert "worker ready" in set(started.events["event"])
+    assert "worker_ready" in set(started.events["event"])
     assert started.summary["steps"] == 3
     assert started.report().stat().st_size > 1_000_000
     assert "step 3/3" in capfd.readouterr().out

@@ -64,8 +64,8 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     failures = [event for event in events if event["event"] == "failure"]
     assert [(event["group"], event["verdict"]) for event in failures] == [("trainer", "starts again")]
-    assert [event["rank"] for event in events if event["event"] == "worker scaled down"] == [2]
-    assert [event["rank"] for event in events if event["event"] == "hook failed"] == [0]
+    assert [event["rank"] for event in events if event["event"] == "worker_scaled_down"] == [2]
+    assert [event["rank"] for event in events if event["event"] == "hook_failed"] == [0]
     told = [json.loads(line) for line in (workspace / "hooks.jsonl").read_text().splitlines()]
     step = failures[0]["failed_step"]
     assert ["on_failure", "trainer", 1, step] in told
@@ -80,9 +80,9 @@ def test_a_job_is_broken_scaled_and_goes_on(workspace, capfd):
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    (["faults", "nowhere"], "nowhere has no events.jsonl"),
-    (["inject", "nowhere", "kill"], "nowhere has no events.jsonl"),
-    (["scale", "nowhere", "rollout=1"], "nowhere has no plan.json"),
+    (["faults", "nowhere"], "there is no run folder `nowhere`"),
+    (["inject", "nowhere", "kill"], "there is no run folder `nowhere`"),
+    (["scale", "nowhere", "rollout=1"], "there is no run folder `nowhere`"),
     (["scale", "nowhere", "rollouts=1"], "Write  rollout=2"),
     (["scale", "sync", "rollout=1"], "mode=async"),
     (["scale", "apart", "rollout=3"], "supervisors for 2 rollouts, so give 1 to 2"),
@@ -105,6 +105,6 @@ def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
         with RunFolder.created(tmp_path / name, spec, plan(spec, 3), []):
             pass
         (tmp_path / name / "events.jsonl").write_text(
-            json.dumps({"time": 1.0, "rank": 1, "event": "worker ended", "attempt": 0}) + "\n")
+            json.dumps({"time": 1.0, "rank": 1, "event": "worker_ended", "attempt": 0}) + "\n")
     assert main(line) == 2
     assert said in capsys.readouterr().err

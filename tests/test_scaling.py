@@ -23,7 +23,7 @@ def fewer_and_then_more(steps, rollouts):
     assert all(step["waiting/samples"] < step["seconds"] and step["dock/ready"] >= 0 for step in steps)
     if steps[-1]["step"] == 4:
         return 0
-    scaled_down = "worker scaled down" in Path("runs/job/events.jsonl").read_text()
+    scaled_down = "worker_scaled_down" in Path("runs/job/events.jsonl").read_text()
     return 9 if scaled_down and rollouts == 1 else None
 
 @scaling(every=20)
@@ -45,7 +45,7 @@ def test_a_policy_changes_the_rollouts_and_one_that_hangs_holds_up_nobody(launch
               if event["event"] == "scaled"]
     again = scaled[-1][1]
     assert scaled == [("fewer_and_then_more", 4, 2, 1), ("fewer_and_then_more", again, 1, 2)], "within what there are"
-    assert [event["rank"] for event in events if event["event"] == "worker scaled down"] == [2]
+    assert [event["rank"] for event in events if event["event"] == "worker_scaled_down"] == [2]
     assert "step 4: `fewer_and_then_more` wants 1 of 2 rollouts instead of 2" in done.stdout
     assert "Traceback" not in done.stderr
 

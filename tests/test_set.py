@@ -66,13 +66,13 @@ def test_each_setting_restarts_the_group_that_it_concerns(launch, workspace):
 def require_events(run) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event for event in events if event["event"] == "failure"] == []
-    changed = [(event["group"], event["settings"]) for event in events if event["event"] == "settings changed"]
+    changed = [(event["group"], event["settings"]) for event in events if event["event"] == "settings_changed"]
     assert [settings for unit, settings in changed if unit == "trainer"] == [
         {"roles.actor.micro_batch_tokens": [16384, 64]},
         {"roles.actor.learning_rate": [1e-3, 5e-4], "checkpoint.every": [2, 4]}]
     assert [settings for unit, settings in changed if unit == "rollout 0"] == [
         {"roles.actor.generation.batch_rows": [512, 8]}]
-    ready = [event["rank"] for event in events if event["event"] == "worker ready"]
+    ready = [event["rank"] for event in events if event["event"] == "worker_ready"]
     assert (ready.count(0), ready.count(1)) == (3, 2), "each change restarts one group"
 
 
@@ -141,4 +141,4 @@ def _begun(workspace, monkeypatch):
 
 def test_a_folder_that_is_no_run_is_refused(capsys):
     assert main(["set", "nowhere", "samples=3"]) == 2
-    assert "nowhere is not the folder of a run" in capsys.readouterr().err
+    assert "there is no run folder `nowhere`" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_deaths_and_other_layouts_change_nothing(launch, workspace: Path) -> Non
     alone, spread = (workspace / f"runs/{name}" for name in ("alone", "spread"))
     launch(1, *GRPO, "--set", "steps=6", "--name", "alone")
     launch(3, *GRPO, *SPREAD, *KILLS, "--name", "spread")
-    restored = events_of(spread, "state restored")
+    restored = events_of(spread, "state_restored")
     assert {(event["of_step"], event["source"]) for event in restored} >= {(1, "own memory"), (2, "own memory")}
     assert {path.name for path in spread.glob("model/*")} == {path.name for path in alone.glob("model/*")}
     assert (spread / "best/model").is_dir()

@@ -104,7 +104,7 @@ def test_a_run_that_is_told_to_end_keeps_its_step_and_goes_on(distflow, workspac
     assert again.wait(60) == 0, said
     assert "--nproc-per-node 2" in said, "as many ranks as the run had"
     events = [json.loads(line) for line in (workspace / "runs/told/events.jsonl").read_text().splitlines()]
-    (changed,) = [event for event in events if event["event"] == "settings changed"]
+    (changed,) = [event for event in events if event["event"] == "settings_changed"]
     assert changed["settings"]["roles.actor.learning_rate"][1] == "1e-05"
     assert changed["settings"]["steps"][1] == str(step + 1)
     assert changed["step"] == step + 1

@@ -42,7 +42,7 @@ def test_a_critic_may_train_apart(ppo, workspace):
     events = [json.loads(line) for line in (workspace / "runs/apart/events.jsonl").read_text().splitlines()]
     failure, = (event for event in events if event["event"] == "failure")
     assert (failure["group"], failure["ranks"], failure["verdict"]) == ("trainer critic", [2, 3], "starts again")
-    assert {event["rank"] for event in events if event["event"] == "worker started" and event["attempt"]} == {2, 3}
+    assert {event["rank"] for event in events if event["event"] == "worker_started" and event["attempt"]} == {2, 3}
 
 
 LIKELY = """

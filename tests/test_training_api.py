@@ -81,7 +81,7 @@ def test_a_loop_learns_as_one_rank_would_though_a_worker_dies(workspace, monkeyp
     def victim():
         ready = [json.loads(line) for line in (two.folder / "events.jsonl").read_text().splitlines()]
         rank = victims.pop() if victims else None
-        return next((each["pid"] for each in ready if each["event"] == "worker ready" and each["rank"] == rank), None)
+        return next((each["pid"] for each in ready if each["event"] == "worker_ready" and each["rank"] == rank), None)
 
     client = Mirrored(two, one, victim)
     means = example().train(client, STEPS, lambda text, answer: sum(map(str.islower, text)) / max(len(text), 1))
@@ -94,7 +94,7 @@ def test_a_loop_learns_as_one_rank_would_though_a_worker_dies(workspace, monkeyp
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0)
     assert not victims
-    assert "state restored" in set(two.events["event"])
+    assert "state_restored" in set(two.events["event"])
     assert "was stopped after step 4" in "".join(one._output)
     with pytest.raises(distflow.CallRefused, match="has made its 12 steps"):
         client.client.optim_step().result()
@@ -124,7 +124,7 @@ def test_a_reference_follows_what_is_learnt_and_not_what_is_loaded(workspace, mo
     run.wait(120)
     assert seen[0] != seen[1]
     assert seen[2] == seen[0], "the reference of the checkpoint"
-    followed = run.events[run.events["event"] == "reference followed"]
+    followed = run.events[run.events["event"] == "reference_followed"]
     assert followed[["role", "of_step"]].values.tolist() == [["reference", step] for step in (1, 2, 4)]
     spans = [span for span in timeline.read(run.folder).spans if span.name == "follow"]
     assert [(span.track, span.step, span.facts["role"]) for span in spans] == [

@@ -68,7 +68,7 @@ MESSAGES = {
     "--board", "begun rows lost", "distflow board", "neighbour lost", "neighbour/seconds", "orphans left",
     "rows divided", "rows taken back", "rows taken over", "worker rests", "worker useful"}
 """Events and messages that others have replaced."""
-READ_STILL = {"distflow/telemetry/ettr.py": {"worker rests", "worker useful"}}
+READ_STILL = {"distflow/telemetry/run_reader.py": {"worker rests", "worker useful"}}
 """Those of them that a module knows, since the folders of older runs have them."""
 
 

@@ -223,7 +223,7 @@ class SampledRows:
         if key in self.found:
             rows, report = self.found.pop(key)
             current().add_all(report)
-            events.record("cached rows used", node=task.node, rows=len(rows))
+            events.record("cached_rows_used", node=task.node, rows=len(rows))
             return rows.columns, rows.ids
         metrics, outer, role, turns = Metrics(), current(), roles[task.role], f"{_TURNS}{key} "
         role.turn_log = CachedTurns(self.cache, step, turns, self.turns.pop(turns, []))

@@ -124,7 +124,7 @@ class InferenceContext:
                     raise LeaseLost(lost.decode())
                 self.dock.commit(lease)
             except LeaseLost as error:  # of a lease that ran out the rows were put: the new holder's are duplicates
-                events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
+                events.record("lease_lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
         heartbeat.current().finish()
 
     def close(self) -> None:

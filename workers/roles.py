@@ -49,7 +49,7 @@ def follow(spec: Spec, roles: Mapping[str, RoleEngines], done: int) -> None:
         settings, copied = spec.dag.roles[name].follow, spec.dag.roles[name].copy_of
         if settings and copied and done % settings.every == 0:
             if not dist.get_rank():
-                events.record("reference followed", role=name, followed=copied, of_step=done)
+                events.record("reference_followed", role=name, followed=copied, of_step=done)
             if not role.has_engine:
                 continue
             engine, other = role.engine, roles[copied].engine

@@ -157,7 +157,7 @@ class TurnWriter:
         try:
             dock.put(rows, turn=self.number)
         except (DockError, RpcError) as error:  # others sample again what is not there
-            events.record("partial rollouts lost", rows=len(rows), reason=str(error))
+            events.record("partial_rollouts_lost", rows=len(rows), reason=str(error))
 
 
 def _newest(batches: list[Batch]) -> Batch:
@@ -432,7 +432,7 @@ class RolloutContext:
                 if self.dedicated:
                     heartbeat.current().finish()
             except LeaseLost as error:  # the rows are there all the same: the new holder's are duplicates
-                events.record("lease lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
+                events.record("lease_lost", prompt=int(lease.ids[0]) // self.channel.rows, reason=str(error))
 
     def seconds_of(self, step: int) -> defaultdict[str, float]:
         """Return the seconds of this rank's nodes in a step so far, of a few steps at a time."""

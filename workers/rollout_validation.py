@@ -48,7 +48,7 @@ from workers.rollout_channel import (
 )
 from workers.validation import MISSING, ValidationResult, Validations, Validator
 
-_ASKED, _VOID = "validation asked", "validation void"
+_ASKED, _VOID = "validation_asked", "validation_void"
 _ENDED_BY = {"validated": "asked_after", MISSING: "of_step", _VOID: "of_step"}
 """Events after which a request is no longer open, and where each has the step that has asked."""
 _POLL_INTERVAL = 0.5  # seconds between two looks whether a request is still open for whose weights a rollout waits

@@ -36,7 +36,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.follower import LeaderLink, write_models
 from workers.validation import MISSING, ValidationResult, Validations
 
-_ENDED_EARLY = "ended early"
+_ENDED_EARLY = "ended_early"
 _POLL_INTERVAL = 0.2  # seconds between two looks at validations that are awaited
 _REPORT_TIMEOUT = 60.0  # seconds for the report at the end
 _SHOWN = ("questions", "answers", "completions", "rewards")

@@ -216,7 +216,7 @@ class AsyncSource(Dataloader):
         count = self.batch * self.channel.rows
         for consumer in self.consumers:
             if rows := self.dock.rollback(consumer, self.drawn_before):
-                events.record("rows rolled back", rows=rows, first_draw=self.drawn_before)
+                events.record("rows_rolled_back", rows=rows, first_draw=self.drawn_before)
             with contextlib.suppress(DockError):  # it is committed
                 for number in reversed(range(self.drawn_before)):
                     lease = self.dock.try_lease(consumer, count, step=number, shares=self.plan.ranks)
@@ -427,7 +427,7 @@ class UnorderedSource(AsyncSource):
     def reconcile(self) -> None:
         """Roll back what was taken after the state that training goes on from."""
         if self.rank == 0 and (rows := self.dock.rollback(TRAINER, self.taken)):
-            events.record("rows rolled back", rows=rows, first_draw=self.drawn_before)
+            events.record("rows_rolled_back", rows=rows, first_draw=self.drawn_before)
 
     def release_before(self, state: dict[str, Any]) -> None:
         if self.rank == 0:

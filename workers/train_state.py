@@ -118,7 +118,7 @@ class TrainState:
         try:
             self._release_before(job.result()["source"])
         except CheckpointError as error:
-            record("checkpoint failed", why=str(error))
+            record("checkpoint_failed", why=str(error))
             if dist.get_rank() == 0:
                 print(f"warning: {error}\nThe run goes on; the next checkpoint is tried when it is due.",
                       file=sys.stderr, flush=True)
@@ -145,10 +145,10 @@ class TrainState:
                 self.roles[name].engine.load_state_dict(own)
             if self.replica is not None:
                 self.replica.begin(self.snapshots)
-            record("state restored", of_step=progress["step"], source=found.source, holder=found.holder)
+            record("state_restored", of_step=progress["step"], source=found.source, holder=found.holder)
         else:
             progress = self.load(checkpoint)
-            record("state restored", of_step=progress["step"], source="disk")
+            record("state_restored", of_step=progress["step"], source="disk")
         self.source.load_state_dict(progress["source"])
         for name, version in progress.get("versions", {}).items():
             if name in self.roles:  # another trainer may have had it then
@@ -200,7 +200,7 @@ class TrainState:
         with self.link.part(step) if self.link else contextlib.nullcontext():
             self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
         timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
-        record("checkpoint written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
+        record("checkpoint_written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))
         return progress
 
     def _state(self) -> dict[str, Any]:

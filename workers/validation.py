@@ -30,7 +30,7 @@ from workers.engines.sampling import TokenLimits
 from workers.functions.rewards import as_list, report_failures
 from workers.isolation.scoring import Scorer
 
-MISSING = "validation missing"  # event of a validation without a result
+MISSING = "validation_missing"  # event of a validation without a result
 _RIGHT = 1.0  # reward of an answer that counts as right in pass@k
 
 

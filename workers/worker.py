@@ -174,7 +174,7 @@ def _describe_resumed(context: RankContext, step: int) -> None:
     changed = {key: [before[key], now] for key, now in reader.settings().items() if before.get(key, now) != now}
     if changed:
         events.current().step = step
-        events.record("settings changed", group=context.restart_group.name, attempt=0, settings=changed)
+        events.record("settings_changed", group=context.restart_group.name, attempt=0, settings=changed)
 
 
 def _train_context(context: RankContext, worker_context: WorkerContext, store: Store,

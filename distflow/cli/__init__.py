@@ -7,12 +7,14 @@ import importlib
 import os
 import sys
 import textwrap
+from pathlib import Path
 
 from distflow import __version__
 from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
 from distflow.config.command_line import called_as
-from distflow.errors import DistflowError, did_you_mean
+from distflow.config.run import Run
+from distflow.errors import DistflowError, did_you_mean, listing
 from distflow.launch import INVALID, refuse_foreign_packages
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
@@ -50,11 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in arguments if not word.startswith("-")), None)  # no option before it takes a value
     if verb is not None and verb not in MODULES:
-        print(f"distflow has no command `{verb}`. {did_you_mean(verb, MODULES, 'Commands')}", file=sys.stderr)
+        meant = {"check": "validate", "train": "run", "init": "new", "status": "watch", "doctor": "engines"}.get(verb)
+        hint = f"Did you mean `{meant}`? {listing(MODULES, 'Commands')}" if meant else \
+            did_you_mean(verb, MODULES, "Commands")
+        print(f"distflow has no command `{verb}`. {hint}", file=sys.stderr)
         return INVALID
     if verb == "plan":
         after = arguments.index(verb) + 1
         arguments = [*arguments[:after], *with_command(arguments[after:])]
+    known, left = parser.parse_known_args(arguments)
+    if left:
+        print(_unknown(left, known), file=sys.stderr)
+        return INVALID
     options = parser.parse_args(arguments)
     try:
         with called_as(options.verb):
@@ -70,3 +79,18 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
 
+
+def _unknown(left: list[str], options: argparse.Namespace) -> str:
+    """Return what is wrong with arguments that a verb does not take, and what was probably meant."""
+    first, overrides = left[0], getattr(options, "overrides", None)
+    name, _, value = first.lstrip("-").partition("=")
+    key = name.replace("-", "_")
+    what = f"distflow {options.verb} takes no `{first}`."
+    if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
+        value = value or (left[1] if len(left) > 1 else "VALUE")
+        return f"{what}\nInstead:  --set {key}={value}"
+    if overrides and "=" not in overrides[-1]:
+        return f"{what}\nInstead:  --set {overrides[-1]}={first}"
+    if Path(first).suffix in (".yaml", ".yml") and getattr(options, "run", "") is None:
+        return f"{what}\nInstead:  --run {first}"
+    return f"{what} What it takes:  distflow {options.verb} --help"

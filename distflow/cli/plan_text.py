@@ -8,6 +8,9 @@ from distflow.cli.common import noted, table
 from distflow.config.load import Spec
 from distflow.plan import SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
 
+_OF_A_SHARE = ("vllm", "sglang")
+"""Engines that page their cache: they take `generation.memory_share` of a device, whatever rows come."""
+
 
 def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield f"{plan.name} on {plan.ranks} rank{'s' * (plan.ranks > 1)}, mode {plan.mode}, digest {plan.digest}"
@@ -20,6 +23,7 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
     yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
     yield from _memory(plan)
+    yield from _shares(plan, spec)
     yield from noted(plan.notes)
 
 
@@ -109,6 +113,19 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield from ("", "host memory of a machine that trains, or samples where it says so, beside that of its ranks "
                         "(at most)")
         yield from table([(item.name, _size(item.bytes), item.formula) for item in plan.host_memory])
+
+
+def _shares(plan: Plan, spec: Spec) -> Iterator[str]:
+    """Say what engines take that are given a share of a device whose memory is not known."""
+    tasks = [*plan.tasks, *(task for group in plan.groups for task in group.plan.tasks)]
+    shares = {role: settings for role, settings in spec.run.roles.items() if settings.rollout in _OF_A_SHARE
+              and any(task.role == role and task.repeats > 1 for task in tasks)}
+    if spec.cluster.memory_gib is None and shares:
+        yield from ("", "beside these, of each device that samples, whose memory is not known")
+        yield from table([(f"{role}: rollout engine", f"{settings.generation.memory_share:.0%}",
+                           f"{settings.rollout}: generation.memory_share, weights and cache")
+                          for role, settings in shares.items()])
+        yield "  In GiB, and checked, with a  --cluster FILE  that says how much each has:  memory_gib: 80"
 
 
 def _memory_of(plan: Plan, where: str = "") -> Iterator[str]:

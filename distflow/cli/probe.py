@@ -21,6 +21,7 @@ from distflow.errors import InvalidInput
 from distflow.launch import stay_on_loopback
 from distflow.plan_file import ALIKE, cluster_of_probes
 from distflow.telemetry.processes import die_with_torchrun, python_environment
+from distflow.telemetry.run_folder import unwritable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    if options.out and not os.access(Path(options.out).absolute().parent, os.W_OK):
-        raise InvalidInput(f"{options.out} cannot be written. Name a file in a folder that is there.")
+    if options.out:
+        folder = Path(options.out).absolute().parent
+        if why := unwritable(folder) if folder.exists() else f"there is no folder {folder}":
+            raise InvalidInput(f"{options.out} cannot be written: {why}")
     if options.ranks is not None and options.ranks < 1:
         raise InvalidInput(f"--ranks {options.ranks} probes nothing; give at least 1")
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -27,7 +27,7 @@ from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_s
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_folder import RunFolder, read_plan, reload_run
-from distflow.telemetry.run_reader import SUMMARY
+from distflow.telemetry.run_reader import SUMMARY, no_run
 from planners import plan
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
@@ -56,6 +56,8 @@ def faults(options: argparse.Namespace) -> int:
 
 
 def _require_events(folder: Path) -> None:
+    if not folder.exists():
+        raise no_run(folder)
     if not (folder / "events.jsonl").is_file():
         raise InvalidInput(f"{folder} has no events.jsonl, so it is not the folder of a run")
 
@@ -113,11 +115,11 @@ def inject(options: argparse.Namespace) -> int:
 
 def _worker_pid(folder: Path, rank: int) -> int:
     """Return the process id of a rank's worker. Raises InvalidInput: there is none on this machine."""
-    events = [event for event in read(folder) if event["event"] in ("worker ready", "worker ended")]
+    events = [event for event in read(folder) if event["event"] in ("worker_ready", "worker_ended")]
     last = {event["rank"]: event for event in events}
     if rank not in last:
         raise InvalidInput(f"rank {rank} has had no worker. {did_you_mean(str(rank), map(str, sorted(last)), 'Ranks')}")
-    if last[rank]["event"] == "worker ended":
+    if last[rank]["event"] == "worker_ended":
         raise InvalidInput(f"the worker of rank {rank} has ended, and no other is ready yet")
     if last[rank]["host"] != socket.gethostname():
         raise InvalidInput(f"the worker of rank {rank} is on machine {last[rank]['host']}: run this there")

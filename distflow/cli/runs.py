@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
     arguments = [part for flag, value in given if value for part in (flag, value)]
     arguments += _set_arguments(options.overrides)
     if job:
-        print("\n".join(f"note: {note}" for note in checked.notes), end="\n" * bool(checked.notes), file=sys.stderr)
+        for note in (*checked.notes, *job.notes):
+            print(f"note: {note}", file=sys.stderr)
         print(job.script(spec, checked, options.name, arguments), end="")
         return 0
     return torchrun(checked.ranks, arguments, shutdown_timeout=spec.run.robust.shutdown_timeout)

@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from distflow.config.load import Spec
-from distflow.errors import InvalidInput
+from distflow.errors import InvalidInput, nearest
 from distflow.launch import ROOT
 from distflow.plan import Plan
 
@@ -17,6 +17,18 @@ _TEMPLATE = next(path for path in (ROOT / "distflow" / _FILE, ROOT / _FILE) if p
 """In the package when it is installed, else in the clone."""
 _HEAD = re.compile(r"(?:^#SBATCH .*\n)+", re.MULTILINE)
 _LINE = re.compile(r"^#SBATCH --([a-z-]+)=?(.*)$", re.MULTILINE)
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_OPTIONS = re.findall(r"\S+", """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container
+    container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
+    dependency distribution error exclude exclusive export export-file extra extra-node-info get-user-env gid
+    gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gres gres-flags hint hold ignore-pbs input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
+    network nice no-kill no-requeue nodefile nodelist nodes open-mode output overcommit oversubscribe parsable
+    partition power prefer priority profile propagate qos quiet reboot requeue reservation resv-ports segment
+    signal sockets-per-node spread-job stepmgr switches test-only thread-spec threads-per-core time time-min tmp
+    tres-bind uid use-min-nodes verbose wait wait-all-nodes wckey""")
+"""Options of sbatch (https://slurm.schedmd.com/sbatch.html) but those on tasks. Plugins of a site may add more."""
 _OPTION = re.compile(r"([a-z][a-z-]*)=(\S+)")
 
 
@@ -32,6 +44,8 @@ class SlurmJob:
     def __init__(self, given: list[str]):
         self.template = _TEMPLATE.read_text(encoding="utf-8")
         self.given = _options(given)
+        self.notes = [f"sbatch itself has no option --{key}. {_meant(key)}".rstrip()
+                      for key in self.given if key not in _OPTIONS]
         self.sbatch = dict(_LINE.findall(self.template)) | self.given
         self.machines, self.gpus = (_number(key, self.sbatch[key]) for key in ("nodes", "gpus-per-node"))
 
@@ -64,7 +78,16 @@ def _options(given: list[str]) -> dict[str, str]:
     if wrong := next((key for key in options if key.startswith("ntasks")), None):
         raise InvalidInput(f"--slurm {wrong}={options[wrong]}: each machine has one task, a torchrun that starts a "
                            "rank for each GPU. Instead:  --slurm gpus-per-node=8")
+    for key in ("time", "time-min"):
+        if key in options and not _TIME.fullmatch(options[key]):
+            raise InvalidInput(f"--slurm {key}={options[key]}: sbatch reads HH:MM:SS, D-HH or minutes, as  "
+                               f"--slurm {key}=24:00:00")
     return options
+
+
+def _meant(key: str) -> str:
+    near = nearest(key, _OPTIONS)
+    return f"Did you mean `{near}`?" if near else ""
 
 
 def _number(key: str, value: str) -> int:

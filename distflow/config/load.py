@@ -23,9 +23,10 @@ from distflow.config.models import (
     read_shape,
     shape_of_embedded,
 )
+from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, on_hub
-from distflow.config.yaml_source import Document, YamlSource, check, parse_value, read
+from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
 from distflow.contracts.environments import EnvironmentContract, check_environments
@@ -36,8 +37,6 @@ from distflow.contracts.templates import check_templates
 from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan import SOURCE
 
-_DAG_KEYS = {"nodes", "imports"}
-_DAG_ROLE_KEYS = {"trained", "copy_of", "follow", "head"}
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 DEFAULT_RUN = "embedded"
@@ -166,7 +165,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
     if wrong := _wrong_kinds({"DAG": dag_source, "run file": run_source, "cluster": cluster_source}, given):
         raise InvalidInput([*mistakes, *wrong])
     for text in overrides or ():
-        _try(mistakes, lambda text=text: _override(dag_source, run_source, text))
+        _try(mistakes, lambda text=text: override(dag_source, run_source, text))
     dag_object, of_dag = check(Dag, dag_source)
     run_object, of_run = check(Run, run_source)
     cluster_object, of_cluster = check(Cluster, cluster_source) if cluster_source else (Cluster(), [])
@@ -265,15 +264,6 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | N
             mistakes.append(Diagnostic(f"this is a {likely}, given as the {kind}: it has {has}",
                                        source.location((keys[likely][0],), key=True), hint))
     return mistakes
-
-
-def _override(dag: YamlSource, run: YamlSource, text: str) -> None:
-    key, separator, value = text.partition("=")
-    path = tuple(part.strip() for part in key.split("."))
-    if not separator or not all(path):
-        raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
-    in_dag = path[0] in _DAG_KEYS or (path[0] == "roles" and len(path) > 2 and path[2] in _DAG_ROLE_KEYS)
-    (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
 
 
 def _check_names(dag: Dag, source: YamlSource) -> list[Diagnostic]:

@@ -77,6 +77,7 @@ class YamlSource:
         for depth, part in enumerate(path[:-1], 1):
             if mapping.get(part) is None:
                 mapping[part] = {}
+                self.keys[path[:depth]] = self.values[path[:depth]] = Location(f"--set {text}")
             mapping = mapping[part]
             if not isinstance(mapping, dict):
                 raise InvalidInput(f"--set {text}: `{'.'.join(path[:depth])}` is not a mapping, so it has no "
@@ -314,7 +315,7 @@ def _mistake(kind: type[Document], source: YamlSource, item: Any) -> Diagnostic:
     if item["type"] in ("model_type", "dict_type") and (keys := _fields_at(kind, path)):
         hint = f"Its keys: {', '.join(keys)}."
     if item["type"] == "list_type" and isinstance(item["input"], str):
-        hint = f"Instead:  {path[-1]}: [{item['input']}]"
+        hint = f"Instead:  {path[-1]}: [{item['input'].removesuffix('.py')}]"
     return Diagnostic(f"`{name}` must be {_expected(item)}, not {_shown(item['input'])}", where, hint)
 
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.contracts import decorators
 from distflow.contracts.environments import wrong_settings
-from distflow.contracts.modules import check_imports, check_syntax, definitions, module_file, where_looked_for
+from distflow.contracts.modules import (
+    check_imports,
+    check_syntax,
+    definitions,
+    module_file,
+    where_defined,
+    where_looked_for,
+)
 from distflow.contracts.signature import Signature, named_settings, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 
@@ -44,7 +51,12 @@ def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterato
     source, path = spec.dag_source, ("nodes", node, "with")
     given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
     if not isinstance(value, str) or ":" not in value:
-        if given:
+        own = isinstance(value, str) and where_defined(value, "loss", spec.dag.imports, "Instead:  loss: MODULE:NAME",
+                                                       plain=False)
+        if own:
+            yield Diagnostic(f"node `{node}`: a loss of your own is named with its module, and `{value}` without",
+                             source.location((*path, name)), own)
+        elif given:
             yield Diagnostic(f"node `{node}`: `{SETTINGS}` are for a loss of your own, and `{name}` is `{value}`",
                              source.location((*path, SETTINGS), key=True), f"Take `{SETTINGS}` out.")
         return
@@ -60,7 +72,8 @@ def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterato
         check_syntax(module)
         known = {each.name: each for each in definitions(module, "loss")}
         if function not in known:
-            hint = did_you_mean(function, known, "Losses in it") or f"Write  @loss  above  def {function}(…)"
+            hint = where_defined(value, "loss", (), "") or did_you_mean(function, known, "Losses in it") or \
+                f"Write  @loss  above  def {function}(…)"
             yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it",
                              where, hint)
             return

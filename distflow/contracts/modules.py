@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from distflow.errors import Diagnostic, InvalidInput, Location, nearest, shown
 _PARSING = threading.Lock()
 
 _OURS = ("distflow", "planners", "workers")
+_SEARCHED = 100  # modules of a folder that are read for a name that was not found
 _DECORATORS = ("node", "reward", "loss", "environment", "detector")
 
 
@@ -138,6 +139,34 @@ def where_looked_for(module: str) -> str:
                                     for path in Path(folder or ".").glob("*.py")}))
     return f"Did you mean `{meant}`?\n{hint}" if meant else \
         f"{hint} Install it, or name the folder that has it:  PYTHONPATH=FOLDER distflow …"
+
+
+def where_defined(name: str, decorator: str, imports: Iterable[str], instead: str, plain: bool = True) -> str:
+    """Return a hint on a function that is not found under its name: which module of the DAG's `imports`, or of the
+    searched folders, defines it; "" if none does. `instead`: what to write then, with MODULE and NAME in it. `plain`:
+    whether functions without the decorator count."""
+    *above, own = name.replace(":", ".").split(".")
+    files = {module: path for module in imports if (path := module_file(module))}
+    for folder in (Path(folder or ".") for folder in sys.path if _is_users(folder)):
+        files |= {path.stem: path for path in sorted(folder.glob("*.py"))[:_SEARCHED] if path.stem not in files}
+    for module, path in files.items():
+        item = next((item for item in _readable(module, path) if getattr(item, "name", None) == own
+                     and isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)), None)
+        if item is None or (above and module != ".".join(above)):
+            continue
+        if any(each.name == own for each in definitions(module, decorator)):
+            instead = instead.replace(f"{module}, MODULE", module).replace("MODULE", module).replace("NAME", own)
+            return f"{shown(path)} has it. {instead}"
+        if plain:
+            return f"{shown(path)}:{item.lineno} has `{own}`, without  @{decorator}  above it."
+    return ""
+
+
+def _readable(module: str, path: Path) -> list[ast.stmt]:
+    try:
+        return _body(module, path)
+    except (InvalidInput, OSError, ValueError):
+        return []
 
 
 def check_imports(module: str, path: Path) -> list[Diagnostic]:

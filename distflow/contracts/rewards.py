@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
-from distflow.contracts.modules import Definition, definitions, module_file
+from distflow.contracts.modules import Definition, definitions, module_file, where_defined
 from distflow.contracts.settings import Invalid, check_given
 from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
@@ -247,7 +247,10 @@ def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
         if contract is None:
-            yield Invalid(term.path, f"there is no reward `{term.name}`", did_you_mean(
+            named = ", ".join(dict.fromkeys([*filter(module_file, spec.dag.imports), "MODULE"]))
+            hint = where_defined(term.name, "reward", spec.dag.imports, "A reward is named alone, and the DAG imports "
+                                 f"its module:  imports: [{named}]  and  reward: NAME")
+            yield Invalid(term.path, f"there is no reward `{term.name}`", hint or did_you_mean(
                 term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
         else:
             invalid = [*_check_settings(term, contract)]

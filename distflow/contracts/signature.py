@@ -30,6 +30,7 @@ from distflow.contracts.modules import (
     check_syntax,
     definitions,
     module_file,
+    where_defined,
     where_looked_for,
 )
 from distflow.contracts.settings import (
@@ -376,7 +377,8 @@ class _Finder:
             known = shown or self.found
             what = f"node `{node}`: module `{module}` has no function `{name}` with @node above it" if separator else \
                 f"node `{node}`: there is no function `{function}`"
-            hint = did_you_mean(name, known, "Functions")
+            hint = where_defined(function, "node", self.dag.imports, "Instead:  function: MODULE:NAME")
+            hint = hint or did_you_mean(name, known, "Functions")
             if not separator and not self.dag.imports:
                 hint += "\nYour own are found by  imports: [MODULE]  or  function: MODULE:NAME"
             self.mistakes.append(Diagnostic(what, where, hint))

@@ -92,7 +92,7 @@ class UsableRecords:
             self.usable[index] = 1
             return None
         field, reason = self.unusable[index]
-        events.record("record skipped", field=field, reason=reason, where=str(self.records.where(index)))
+        events.record("record_skipped", field=field, reason=reason, where=str(self.records.where(index)))
         return field, reason
 
 

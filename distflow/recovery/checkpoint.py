@@ -251,7 +251,7 @@ class Checkpoints:
                 return checkpoint
             passed_over[checkpoint] = f"{checkpoint} is damaged: {wrong}"
             if dist.get_rank() == 0:
-                record("checkpoint damaged", of_step=step_of(checkpoint), why=passed_over[checkpoint])
+                record("checkpoint_damaged", of_step=step_of(checkpoint), why=passed_over[checkpoint])
                 print(f"warning: {passed_over[checkpoint]}. It is passed over for the one before it.",
                       file=sys.stderr, flush=True)
         if not names:

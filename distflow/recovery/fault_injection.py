@@ -155,7 +155,7 @@ class FaultInjector:
             (self.folder / f"{number}-step-{step}").touch(exist_ok=False)
         except FileExistsError:
             return
-        record("fault injected", what=fault.kind, fault=number, at_step=step)
+        record("fault_injected", what=fault.kind, fault=number, at_step=step)
         if fault.kind == "raise":
             raise Injected(f"fault {number} of the run file was to be raised in step {step}")
         if fault.kind == "corrupt":
@@ -163,7 +163,7 @@ class FaultInjector:
         elif fault.kind == "slow":
             time.sleep(fault.seconds)
         elif fault.kind == "cut":
-            record("connections cut", count=cut_connections())
+            record("connections_cut", count=cut_connections())
         elif fault.kind == "fill":
             limit_file_size_for(fault.seconds)
         elif fault.kind == "memory":

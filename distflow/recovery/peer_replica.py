@@ -78,10 +78,10 @@ class PeerReplica:
         if not self.error_text:
             self.seconds = job.result()
         if self.error_text and not before:
-            self._warn("replica lost", f"the copy of step {step} has not come into another machine's memory: "
+            self._warn("replica_lost", f"the copy of step {step} has not come into another machine's memory: "
                        f"{self.error_text}")
         elif before and not self.error_text:
-            record("replica reconnected", of_step=step)
+            record("replica_reconnected", of_step=step)
         return True
 
     def release(self, step: int, snapshots: Snapshots) -> bool:

@@ -60,7 +60,7 @@ def _continue(process: int, what: str, seconds: float) -> None:
         os.kill(process, signal.SIGCONT)
         text = f"{what} (process {process}) stood stopped for {seconds:.0f} s, and was continued (SIGCONT)"
         print(f"warning: {text}", file=sys.stderr, flush=True)
-        record("process continued", what=text, pid=process)
+        record("process_continued", what=text, pid=process)
 
 
 def _unwatched(supervisor: int) -> Iterator[tuple[int, str]]:

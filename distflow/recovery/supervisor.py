@@ -216,7 +216,7 @@ class Supervisor:
         torchrun sends it after a failure too, which has its own last line on the screen."""
         if self.rank == 0 and not self.elastic and (self.stopped or number == signal.SIGINT):
             step = self.heartbeat.read().step if self.stopped else 0
-            self._record("run stopped", after_step=step)
+            self._record("run_stopped", after_step=step)
             events.show(stop_message(self.folder, step))
 
     @property
@@ -269,7 +269,7 @@ class Supervisor:
     def _wait_until_scaled_up(self) -> bool:
         """Wait until there should be a worker; False if the run is over first."""
         if not self.should_run():
-            self._record("worker scaled down")
+            self._record("worker_scaled_down")
             print(f"rank {self.rank} is scaled down, as `distflow scale` has asked", flush=True)
         while not self.should_run():
             if self.is_obsolete():
@@ -289,7 +289,7 @@ class Supervisor:
         number = self.live_config.newest() if self.live_config else 0
         reports = not self.context.first and self.rank == self.group.ranks.start
         if self.live_config and number > self.context.config_change and reports:
-            self._record("settings changed", group=self.group.name, attempt=attempt.number,
+            self._record("settings_changed", group=self.group.name, attempt=attempt.number,
                          settings=self.live_config.since(self.context.config_change))
         self.context = replace(self.context, config_change=number)
 
@@ -312,14 +312,14 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         self.context = replace(self.context, first=False)
         os.close(writable)
-        self._record("worker started", attempt=attempt.number, pid=self.worker.pid)
+        self._record("worker_started", attempt=attempt.number, pid=self.worker.pid)
         with contextlib.closing(os.fdopen(readable, "rb")) as pipe, contextlib.closing(self.stack):
             end = self._watch(self.worker, attempt)
             if end in (_WorkerEnd.SCALED_DOWN, _WorkerEnd.RELOAD) and len(self.group.ranks) > 1:
                 self.restarts.renew(attempt)  # before the others miss this rank: no rank joins one attempt twice
             status = self._end_worker()
             seconds, report = round(time.monotonic() - began, 3), read_exit_report(pipe.fileno())
-            self._record("worker ended", attempt=attempt.number, status=status, seconds=seconds)
+            self._record("worker_ended", attempt=attempt.number, status=status, seconds=seconds)
             if end is _WorkerEnd.DONE and report == RELOAD:
                 end = _WorkerEnd.RELOAD
             elif end is _WorkerEnd.DONE and status:
@@ -386,7 +386,7 @@ class Supervisor:
         self.worker.signal(signal.SIGKILL)
         status, self.worker = self.worker.wait(), None
         if left := end_orphans(self.known_children):
-            self._record("orphans ended", pids=sorted(left))
+            self._record("orphans_ended", pids=sorted(left))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return status
 
@@ -399,7 +399,7 @@ class Supervisor:
         if status := helper.end():
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
             print(f"an {when} hook {why}", file=sys.stderr, flush=True)
-            self._record("hook failed", why=why)
+            self._record("hook_failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
         """Append an event, once the first worker has made the run's folder."""
@@ -458,7 +458,7 @@ class Supervisor:
             f"rank {cause.rank} failed as it started"
         self._call_hooks("on_failure", following)
         if left_out:
-            self._record("left out", group=name, why=following.end)
+            self._record("left_out", group=name, why=following.end)
             text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:

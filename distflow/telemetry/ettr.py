@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distflow.telemetry.run_reader import Tail
+from distflow.telemetry.run_reader import EventTail
 
 STARTS_AGAIN = "starts again"
-_RENAMED = {"worker rests": "worker scaled down", "worker useful": "worker caught up"}
-"""What events are called now that runs of older versions have recorded."""
 Event = dict[str, Any]
 
 
@@ -74,18 +72,18 @@ class FailureCosts:
 def account(events: Iterable[Event]) -> FailureCosts:
     """Return the costs from the events of all ranks, in any order."""
     ordered, result = sorted(events, key=lambda event: event["time"]), FailureCosts()
-    ready = [event["time"] for event in ordered if event["event"] == "worker ready"]
+    ready = [event["time"] for event in ordered if event["event"] == "worker_ready"]
     origin = ready[0] if ready else ordered[0]["time"] if ordered else 0.0
     result.total = ordered[-1]["time"] - origin if ready else 0.0
     last: dict[int, float] = {}
     for index, event in enumerate(ordered):
         now, rank, kind = event["time"] - origin, event["rank"], event["event"]
-        if kind == "worker ready":
+        if kind == "worker_ready":
             mine = result.intervals.setdefault(rank, [])
             if mine and mine[-1][1] == math.inf:  # of a worker whose end has no event
                 _close_intervals(result, [rank], last[rank])
             mine.append((now, math.inf))
-        elif kind in ("worker ended", "worker scaled down"):
+        elif kind in ("worker_ended", "worker_scaled_down"):
             _close_intervals(result, [rank], now)
         elif kind == "failure":
             first, final = event["ranks"]
@@ -99,8 +97,7 @@ def account(events: Iterable[Event]) -> FailureCosts:
 
 def read(folder: Path) -> list[Event]:
     """Return the events of a run, by the names that they have now; torn lines are passed over."""
-    return [{**event, "event": _RENAMED.get(event["event"], event["event"])}
-            for event in Tail(folder / "events.jsonl").new()]
+    return list(EventTail(folder / "events.jsonl").new())
 
 
 def _close_intervals(result: FailureCosts, ranks: Iterable[int], end: float) -> None:
@@ -117,12 +114,12 @@ def _recovery(failure: Event, now: float, later: list[Event]) -> Recovery:
     first, last = failure["ranks"]
     mine = []
     for event in (event for event in later if first <= event["rank"] <= last):
-        again = event["event"] == "worker ready" and event["attempt"] <= failure["attempt"]
+        again = event["event"] == "worker_ready" and event["attempt"] <= failure["attempt"]
         if again or event["event"] == "failure":
             break  # later events are of another attempt, or of another start of the task
         mine += [event] if event.get("attempt") == failure["attempt"] + 1 else []
-    started, ready, caught_up = ([event for event in mine if event["event"] == f"worker {kind}"]
-                              for kind in ("started", "ready", "caught up"))
+    started, ready, caught_up = ([event for event in mine if event["event"] == f"worker_{kind}"]
+                              for kind in ("started", "ready", "caught_up"))
     if started:
         found.start = max(event["time"] for event in started) - failure["time"]
     if ready:

@@ -82,7 +82,7 @@ class Heartbeat:
     def ready(self, **seconds: float) -> None:
         """Record that the worker is ready; `seconds` of each part of its start."""
         self.enter("waiting")
-        record("worker ready", attempt=self.attempt, pid=os.getpid(), began=began(os.getpid()),
+        record("worker_ready", attempt=self.attempt, pid=os.getpid(), began=began(os.getpid()),
                host=socket.gethostname(), seconds={name: round(each, 3) for name, each in seconds.items()})
 
     def enter(self, phase: Phase) -> None:
@@ -116,7 +116,7 @@ class Heartbeat:
         """Finish the step: it will not be repeated."""
         self.page.finished += 1
         if self.page.finished == 1:
-            record("worker caught up", attempt=self.attempt)
+            record("worker_caught_up", attempt=self.attempt)
 
     def set_gpu(self, gpu: str) -> None:
         """Set this worker's GPU, by its NVML name: GPU-…."""

@@ -225,6 +225,8 @@ def search_paths(folder: Path) -> list[str]:
 def read_plan(folder: Path) -> dict[str, Any]:
     """Return the content of plan.json. Raises InvalidInput: the file is missing, cut short or of another form."""
     file = folder / "plan.json"
+    if not folder.exists():
+        raise no_run(folder)
     if not file.is_file() and not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
     try:

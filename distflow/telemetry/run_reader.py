@@ -1,6 +1,6 @@
 """Reads the files of a run's folder, also while the run goes on: for watch, why, reports, loggers and Python.
 
-    Tail         new lines of a file that grows
+    Tail         new lines of a file that grows; EventTail those of events.jsonl
     RunReader    a run's files by their names: metrics by step, events, samples, settings, summary
 """
 
@@ -21,6 +21,7 @@ from distflow.telemetry.run_lock import in_use
 
 SUMMARY = "summary.json"  # exists once a run has finished
 _AGE = re.compile(r"staleness/tokens/\d+")
+_RENAMED_EVENTS = {"worker rests": "worker_scaled_down", "worker useful": "worker_caught_up"}
 _SETTINGS = ("dag.yaml", "run.yaml")
 Row = dict[str, Any]
 
@@ -51,6 +52,15 @@ class Tail:
                 yield content
 
 
+class EventTail(Tail):
+    """New events of a run by the names that they have now; older versions have recorded some in words."""
+
+    def new(self) -> Iterator[Row]:
+        for event in super().new():
+            name = str(event.get("event"))
+            yield {**event, "event": _RENAMED_EVENTS.get(name, name.replace(" ", "_"))}
+
+
 class RunReader:
     """The files of a run, which need not be there yet."""
 
@@ -68,7 +78,7 @@ class RunReader:
         return cls(folder)
 
     def tail(self, name: str) -> Tail:
-        return Tail(self.folder / f"{name}.jsonl")
+        return (EventTail if name == "events" else Tail)(self.folder / f"{name}.jsonl")
 
     def rows(self, name: str) -> list[Row]:
         """Return the lines of `samples`, `validation` or `events`, as they are."""

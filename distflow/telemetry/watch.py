@@ -31,7 +31,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARK = 30  # columns of a curve
 _RANKS = 24  # most ranks that have a row
 _FAILURES = 6  # newest events that are shown
-_SHOWN = {"failure", "fault injected", "left out", "worker started", "scaled", "settings changed", "checkpoint damaged",
+_SHOWN = {"failure", "fault_injected", "left_out", "worker_started", "scaled", "settings_changed", "checkpoint_damaged",
           "reward_failed", "environment_failed", "weights_source_lost", "weights_late"}
 
 
@@ -60,7 +60,7 @@ class RunView:
                 curve.append((line["step"], value))
             self.step = max(self.step, line["step"]) if is_validation(line) else line["step"]
         self.events.extend(event for event in self.event_lines.new() if event["event"] in _SHOWN and (
-            event["event"] != "worker started" or event.get("attempt")))
+            event["event"] != "worker_started" or event.get("attempt")))
         self.ranks = timeline.newest(self.folder, _RANKS)
         self.versions |= {number: rank.version for number, rank in self.ranks.items() if rank.version is not None}
 
@@ -137,7 +137,7 @@ def _failures(view: RunView) -> Iterator[RenderableType]:
     for event in view.events:
         at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         facts = event.get("what") or event.get("reason") or event.get("why") or ""
-        kind = "worker started again" if event["event"] == "worker started" else event["event"]
+        kind = f"{event['event'].replace('_', ' ')}{' again' * (event['event'] == 'worker_started')}"
         yield Text(f"{at}  rank {event['rank']}  {kind}{': ' if facts else ''}{facts.splitlines()[0] if facts else ''}",
                    style="yellow", no_wrap=True, overflow="ellipsis")
 

@@ -179,10 +179,10 @@ def stacks(rank: RankTimeline) -> Iterator[str]:
 
 def dead(reader: RunReader, complete: Callable[[Path], Sequence[Path]]) -> Iterator[str]:
     """Say what ended a run that has neither finished nor is running, and how it can; `complete` as in `explain`."""
-    ends = [event for event in reader.rows("events") if event["event"] in ("failure", "run stopped", "worker started")]
+    ends = [event for event in reader.rows("events") if event["event"] in ("failure", "run_stopped", "worker_started")]
     failures = [event for event in ends if event["event"] == "failure"]
     yield f"{reader.folder.name} is not running, and has not finished."
-    if ends and ends[-1]["event"] == "run stopped":
+    if ends and ends[-1]["event"] == "run_stopped":
         step, failures = ends[-1]["after_step"], []
         when = f"after step {step}" if step else "within a step"
         yield f"It was told to end (Ctrl-C or SIGTERM), and did so {when}."
@@ -346,7 +346,9 @@ def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str
     yield from _fallen_sources(reader, samples, step)
     yield from _fallen_prompts(samples, step)
     for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
-        yield f"  step {event['step']}: {event['event']} {event.get('what') or event.get('why') or ''}".rstrip()
+        changed = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in event.get("settings", {}).items())
+        facts = event.get("what") or event.get("why") or changed
+        yield f"  step {event['step']}: {event['event'].replace('_', ' ')} {facts}".rstrip()
     for row in sorted((row for row in samples if row["step"] >= step), key=lambda row: row["rewards"])[:1]:
         yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {_quoted(row.get('questions'))}"
         yield f"    {_quoted(row.get('completions'), 2 * _QUOTED)}"
@@ -421,5 +423,5 @@ def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], r
 
 
 def _events_near(reader: RunReader, first: int, last: int) -> list[dict[str, Any]]:
-    kinds = ("failure", "settings changed", "state restored", "reward_failed", "environment_failed", "scaled")
+    kinds = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed", "scaled")
     return [event for event in reader.rows("events") if event["event"] in kinds and first <= event["step"] <= last]

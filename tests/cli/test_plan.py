@@ -158,3 +158,41 @@ nodes:
     assert "names `/cluster/bin/python`, which is no executable file: a run on this machine would need it" in said
     assert main(["validate", *words]) == 2
     assert "3 mistakes." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [[], ["--set", "mode=async", "--set", "groups.rollout=2"]])
+def test_what_vllm_takes_is_shown_where_no_memory_is_known(mode: list[str], tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "grpo", "--ranks", "4", "--set", "roles.actor.rollout=vllm", "--set",
+             "roles.actor.generation.memory_share=0.4", *mode]
+    assert main(given) == 0
+    assert "actor: rollout engine  40%  vllm: generation.memory_share, weights and cache" in capsys.readouterr().out
+    (tmp_path / "known.yaml").write_text("memory_gib: 80\n")
+    assert main([*given, "--cluster", str(tmp_path / "known.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "memory_share 0.4 × 80 GiB" in said
+    assert "40%" not in said
+
+
+def test_a_folder_for_runs_that_cannot_be_written_is_a_note_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "grpo", "--set", "output=/proc/runs"]) == 0
+    assert "note: the run folder cannot be written, /proc is not writable" in capsys.readouterr().out
+    assert main(["validate", "grpo", "--set", "output=/proc/runs"]) == 2
+    assert "the run folder cannot be written: /proc is not writable" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "instead"), [
+    ("grpo --steps 3", "Instead:  --set steps=3"), ("grpo --steps=3", "Instead:  --set steps=3"),
+    ("grpo --roles.actor.learning_rate 1", "Instead:  --set roles.actor.learning_rate=1"),
+    ("grpo --set steps 3", "Instead:  --set steps=3"), ("grpo mine.yaml", "Instead:  --run mine.yaml"),
+    ("grpo --verbose", "distflow validate --help")])
+def test_an_argument_that_a_verb_does_not_take(line: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("distflow validate takes no `")
+    assert instead in said
+
+
+def test_what_other_tools_call_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "grpo"]) == 2
+    assert "distflow has no command `check`. Did you mean `validate`?" in capsys.readouterr().err

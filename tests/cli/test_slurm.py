@@ -56,6 +56,15 @@ def test_the_options_are_those_that_are_given_and_the_shipped_ones(printed):
     assert head(printed("--slurm"))[1:4:2] == ["nodes=2", "gpus-per-node=8"]
 
 
+def test_an_option_that_sbatch_does_not_have_is_noted(workspace, monkeypatch, capsys):
+    monkeypatch.chdir(workspace)
+    assert main([*RUN, "--slurm", "node=3", "container-image=own.sqsh", "qos=high"]) == 0
+    said = capsys.readouterr().err
+    assert "note: sbatch itself has no option --node. Did you mean `nodes`?\n" in said
+    assert "note: sbatch itself has no option --container-image." in said, "of a plugin, perhaps"
+    assert "qos" not in said
+
+
 def test_the_settings_are_those_of_the_run(printed):
     script = printed("--set", "output=my runs", "--set", "steps=3", "--set", "roles.actor.generation.stop=['a \"b']",
                      "--slurm", "gpus-per-node=1")
@@ -87,6 +96,7 @@ MISTAKES = {
     "the DAG comes last": (["--slurm", "grpo"], "KEY=VALUE"),
     "dashes": (["--slurm=--nodes=2"], "without dashes"),
     "a task for each GPU": (["--slurm", "ntasks-per-node=8"], "Instead:  --slurm gpus-per-node=8"),
+    "a time of no form": (["--slurm", "time=24h"], "reads HH:MM:SS, D-HH or minutes, as  --slurm time=24:00:00"),
     "no rank": (["--slurm", "gpus-per-node=0"], "--ranks 4"),
     "unequal": (["--slurm", "nodes=2", "--ranks", "3"], "3 ranks on 2 machines: each starts equally many. Write  "
                 "--ranks 4"),

@@ -220,7 +220,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     finally:
         events.current().path = None
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record skipped", line)
+    assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record_skipped", line)
                                                                                        for line in "135"]
     with pytest.raises(InvalidInput, match="no record can be used: field `[a-z]*` of this one is empty"):
         UsableRecords(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])

@@ -94,3 +94,49 @@ def test_loading_and_planning_import_no_torch() -> None:
                           check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode, done.stderr) == (0, "")
     print(f"load and plan: {float(done.stdout):.2f} s of one core, interpreter included")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ("clip=0.3", "nodes.update.with.clip=0.3"), ("update.with.clip=0.3", "nodes.update.with.clip=0.3"),
+    ("update.clip=0.3", "nodes.update.with.clip=0.3"), ("nodes.update.clip=0.3", "nodes.update.with.clip=0.3"),
+    ("node.update.with.clip=0.3", "nodes.update.with.clip=0.3"), ("lr=1e-5", "roles.actor.learning_rate=1e-5"),
+    ("learning_rate=1e-5", "roles.actor.learning_rate=1e-5"), ("actor.dtype=float32", "roles.actor.dtype=float32")])
+def test_a_key_that_is_set_in_another_place_is_named_whole(given: str, meant: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load("grpo", overrides=[given])
+    assert str(caught.value).startswith(f"--set {given}: unknown key `")
+    assert f"Instead:  --set {meant}" in str(caught.value)
+    load("grpo", overrides=[meant])
+
+
+def test_a_node_that_is_not_there_is_not_begun_by_a_setting() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load("grpo", overrides=["nodes.rewad.with.reward=math"])
+    assert str(caught.value).startswith("--set nodes.rewad.with.reward=math: there is no node `rewad`.\n"
+                                        "Did you mean `reward`?")
+
+
+def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("mine.py").write_text("from distflow import loss, node, reward\n\n@reward\ndef near_by(completion): ...\n\n"
+                               "@node(writes='advantages')\ndef half(rewards): ...\n\n@loss\ndef soft(logprobs): "
+                               "...\n\ndef plain(completion): ...\n")
+    for given, said in (
+            ("nodes.reward.with.reward=near_by", "mine.py has it. A reward is named alone, and the DAG imports its "
+             "module:  imports: [mine]  and  reward: near_by"),
+            ("nodes.reward.with.reward=mine:near_by", "imports: [mine]  and  reward: near_by"),
+            ("nodes.reward.with.reward=plain", "mine.py:12 has `plain`, without  @reward  above it"),
+            ("nodes.advantage.function=half", "mine.py has it. Instead:  function: mine:half"),
+            ("nodes.advantage.function=mine.half", "Instead:  function: mine:half"),
+            ("nodes.advantage.function=mine:plain", "mine.py:12 has `plain`, without  @node  above it"),
+            ("nodes.update.with.loss=soft", "mine.py has it. Instead:  loss: mine:soft"),
+            ("nodes.update.with.loss=mine:plain", "mine.py:12 has `plain`, without  @loss  above it")):
+        with pytest.raises(InvalidInput) as caught:
+            load("grpo", overrides=[given])
+        assert said in str(caught.value), given
+
+
+def test_of_two_similar_names_the_one_with_the_same_letters_is_meant() -> None:
+    with pytest.raises(InvalidInput, match="Did you mean `grpo`"):
+        load("gpro")

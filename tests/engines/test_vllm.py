@@ -251,5 +251,5 @@ def test_a_rollout_over_two_ranks_samples_the_same_even_if_one_of_them_dies(work
     failed = [event for event in events if event["event"] == "failure"]
     assert [(event["group"], event["ranks"], event["verdict"]) for event in failed] == \
         [("rollout 0", [1, 2], "starts again")]
-    lives = [event["attempt"] for event in events if event["event"] == "worker ready" and event["rank"] == 0]
+    lives = [event["attempt"] for event in events if event["event"] == "worker_ready" and event["rank"] == 0]
     assert lives == [0]

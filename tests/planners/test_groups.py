@@ -302,7 +302,8 @@ REFUSED = {
     "neither ranks nor a share": (("grpo.yaml", 4, "groups.rollout=1.5"), "neither a number of ranks"),
     "nobody samples": (("sft.yaml", 4), "no node of DAG `sft` does"),
     "nobody trains": (("evaluate.yaml", 4), "have ranks that train|ranks that train while others sample"),
-    "one rank": (("grpo.yaml", 1), "needs at least 2 ranks"),
+    "one rank": (("grpo.yaml", 1), "here is 1.\nStart 2 ranks (--ranks 2), or let one rank do both (partial rollouts): "
+                 " mode: semi_sync  with  groups: {rollout: 0}  , or  mode: sync"),
     "ranks of a role and none beside them": (("grpo.yaml", 1, "mode=semi_sync", "groups={rollout: 0, inference: "
                                               "{reference: 1}}"), "needs at least 1 rank beside the 1 of"),
     "a fault of nobody": (("grpo.yaml", 1, "mode=semi_sync", "groups.rollout=0",

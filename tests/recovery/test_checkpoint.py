@@ -159,7 +159,7 @@ def test_a_flipped_bit_is_found_and_said(tmp_path, saved, name, place, ranks):
     _, said, found = told[0]
     assert f"{copy}/step-00000002 is damaged: {name} " in said
     assert "It is passed over for the one before it." in said
-    assert [(event["event"], event["of_step"]) for event in found] == [("checkpoint damaged", 2)]
+    assert [(event["event"], event["of_step"]) for event in found] == [("checkpoint_damaged", 2)]
 
 
 def test_without_an_undamaged_one_each_is_named(tmp_path, saved):

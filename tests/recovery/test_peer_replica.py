@@ -159,11 +159,11 @@ def test_one_that_is_lost_is_reported_once_and_may_come_back(rank, start, replic
         assert rank.step(step)
         rank.arrived()
     assert capsys.readouterr().err.count("the copy of step 2 has not come into another machine's memory") == 1
-    assert happened(tmp_path) == ["replica lost"]
+    assert happened(tmp_path) == ["replica_lost"]
     start()
     assert rank.step(4)
     rank.arrived()
-    assert happened(tmp_path) == ["replica lost", "replica reconnected"]
+    assert happened(tmp_path) == ["replica_lost", "replica_reconnected"]
     assert steps(replicas) == [1, 4], "what had arrived from all stays until the next has"
 
 

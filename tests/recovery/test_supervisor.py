@@ -160,7 +160,7 @@ def test_a_worker_that_dies_is_started_again_and_its_exit_report_is_kept(run, tm
         assert failure["what"].startswith(what)
         assert (failure["phase"], failure["failed_step"]) == ("training", number + 1)
         assert ("Traceback" in failure["details"]) == ("Error" in what or "sys.exit" in what)
-    assert [event["attempt"] for event in events_of(tmp_path, "worker started")] == list(range(len(ENDS) + 1))
+    assert [event["attempt"] for event in events_of(tmp_path, "worker_started")] == list(range(len(ENDS) + 1))
     assert {event["verdict"] for event in events_of(tmp_path, "failure")} == {"starts again"}
 
 
@@ -195,14 +195,14 @@ def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):
                      "def work(context):\n    lived(context, 3)\n    raise ValueError('a mistake')\n")
     assert code == 0
     assert "the run is left out, and others go on" in said
-    event, = events_of(tmp_path, "left out")
+    event, = events_of(tmp_path, "left_out")
     assert event["why"] == "it failed twice in step 3"
 
 
 def test_a_mistake_of_the_users_is_said_once_and_not_repeated(run, tmp_path):
     code, said = run("def work(context):\n    lived(context, 3)\n    raise InvalidInput('there is no such file')\n")
     assert (code, said) == (2, "there is no such file.\n")
-    assert len(events_of(tmp_path, "worker started")) == 1
+    assert len(events_of(tmp_path, "worker_started")) == 1
 
 
 def test_restarts_leave_nothing_behind(run, tmp_path):
@@ -214,7 +214,7 @@ def test_restarts_leave_nothing_behind(run, tmp_path):
                   "        os.kill(os.getpid(), signal.SIGKILL)\n")
     assert code == 0
     assert (tmp_path / "left").read_text() == "0 1"
-    assert all(ends(event["pid"]) for event in events_of(tmp_path, "worker started"))
+    assert all(ends(event["pid"]) for event in events_of(tmp_path, "worker_started"))
 
 
 def test_a_full_disk_ends_no_supervisor(run):
@@ -259,7 +259,7 @@ def test_sigterm_lets_the_step_end(start, tmp_path):
     eventually(tmp_path / "asked")
     (tmp_path / "step").unlink()
     assert supervisor.wait(60) == 128 + signal.SIGTERM
-    assert events_of(tmp_path, "worker ended")[0]["status"] == 0
+    assert events_of(tmp_path, "worker_ended")[0]["status"] == 0
     assert events_of(tmp_path, "failure") == []
 
 
@@ -422,7 +422,7 @@ def test_a_worker_is_watched_while_the_store_stands_still(start, tmp_path, store
     os.kill(worker, signal.SIGKILL)
     until = time.monotonic() + 20
     eventually(tmp_path / "events.jsonl")
-    while not (ended := events_of(tmp_path, "worker ended")) and time.monotonic() < until:
+    while not (ended := events_of(tmp_path, "worker_ended")) and time.monotonic() < until:
         time.sleep(0.05)
     assert [event["status"] for event in ended] == [-signal.SIGKILL]
     assert not (tmp_path / "worker 1").exists(), "the store has not said who begins which attempt"
@@ -563,7 +563,7 @@ def test_one_that_is_obsolete_may_end_as_it_likes(run, tmp_path):
     code, said = run("is_obsolete = lambda: (folder / 'over').exists()\n\ndef work(context):\n    lived(context)\n"
                      "    write('over')\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     assert (code, said) == (0, "")
-    assert len(events_of(tmp_path, "worker started")) == 1
+    assert len(events_of(tmp_path, "worker_started")) == 1
 
 
 @pytest.mark.parametrize(("listens", "called"), [
@@ -582,7 +582,7 @@ def test_hooks_are_looked_for_where_there_may_be_some(run, tmp_path, listens, ca
     assert code == 0, said
     found = {path.name for path in tmp_path.iterdir() if path.name.startswith("on_")}
     assert found == {*called, *(["on_leave 1"] if "on_leave 2" in called else [])}
-    assert [event["attempt"] for event in events_of(tmp_path, "worker started")] == [0, 1, 2]
+    assert [event["attempt"] for event in events_of(tmp_path, "worker_started")] == [0, 1, 2]
     assert len(events_of(tmp_path, "failure")) == 1
 
 
@@ -629,7 +629,7 @@ def test_two_supervisors_have_the_same_attempts(start, tmp_path, body, restarts)
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     for rank in range(2):
-        numbers = [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        numbers = [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank]
         assert numbers == list(range(restarts))
     verdicts = events_of(tmp_path, "failure")
     assert [event["attempt"] + 1 for event in verdicts] == list(range(1, restarts)), "one supervisor speaks for all"
@@ -650,7 +650,7 @@ def test_supervisors_whose_workers_reload_begin_the_next_attempt_together(start,
     assert [(supervisor.returncode, words) for supervisor, words in zip(supervisors, said)] == [(0, ""), (0, "")]
     assert events_of(tmp_path, "failure") == []
     for rank in range(2):
-        numbers = [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank]
+        numbers = [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank]
         assert numbers == [0, 1, 2, 3]
 
 
@@ -675,9 +675,9 @@ def should_run():
     said = [supervisor.communicate(timeout=120)[1] for supervisor in supervisors]
     assert [supervisor.returncode for supervisor in supervisors] == [0, 0], said
     assert events_of(tmp_path, "failure") == []
-    assert [event["rank"] for event in events_of(tmp_path, "worker scaled down")] == [0]
+    assert [event["rank"] for event in events_of(tmp_path, "worker_scaled_down")] == [0]
     for rank in range(2):
-        assert [event["attempt"] for event in events_of(tmp_path, "worker started") if event["rank"] == rank] == [0, 1]
+        assert [event["attempt"] for event in events_of(tmp_path, "worker_started") if event["rank"] == rank] == [0, 1]
 
 
 @pytest.mark.parametrize(("renews", "code"), [("None", 1), ("lambda: write('renewed') or {}", 0)])

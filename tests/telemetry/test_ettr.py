@@ -15,7 +15,7 @@ def event(time: float, rank: int, kind: str, **more) -> dict:
 
 
 def ready(time: float, rank: int, attempt: int = 0) -> dict:
-    return event(time, rank, "worker ready", attempt=attempt, seconds={"connect": 0.25, "load": 0.5 + rank})
+    return event(time, rank, "worker_ready", attempt=attempt, seconds={"connect": 0.25, "load": 0.5 + rank})
 
 
 def failure(time: float, rank: int, ranks: list[int], seen_after: float = 0.0, verdict: str = STARTS_AGAIN) -> dict:
@@ -24,16 +24,16 @@ def failure(time: float, rank: int, ranks: list[int], seen_after: float = 0.0, v
 
 
 def test_a_run_without_failures_is_effective_from_ready_to_end():
-    found = account([ready(0, 0), ready(0, 1), event(10, 0, "worker ended", attempt=0)])
+    found = account([ready(0, 0), ready(0, 1), event(10, 0, "worker_ended", attempt=0)])
     assert (found.total, found.ettr, found.recoveries) == (10.0, 1.0, [])
 
 
 def test_while_the_trainer_starts_again_rollouts_count():
     """Two of four ranks are gone for 4 of 16 seconds."""
     events = [*(ready(0, rank) for rank in range(4)), failure(4, 1, [0, 1]),
-              *(event(4.5, rank, "worker started", attempt=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
-              event(9, 0, "worker caught up", attempt=1), event(9.5, 1, "worker caught up", attempt=1),
-              event(16, 0, "worker ended")]
+              *(event(4.5, rank, "worker_started", attempt=1) for rank in (0, 1)), ready(8, 0, 1), ready(8, 1, 1),
+              event(9, 0, "worker_caught_up", attempt=1), event(9.5, 1, "worker_caught_up", attempt=1),
+              event(16, 0, "worker_ended")]
     found = account(events)
     assert found.ettr == pytest.approx(1 - 2 * 4 / (4 * 16))
     assert found.ettr_between(4, 8) == pytest.approx(0.5), "#rollout / (#rollout + #trainer)"
@@ -44,7 +44,7 @@ def test_while_the_trainer_starts_again_rollouts_count():
 
 
 def test_a_hang_counts_from_its_last_sign_of_work():
-    events = [ready(0, 0), failure(6, 0, [0, 0], seen_after=3.0), ready(8, 0, 1), event(10, 0, "worker ended")]
+    events = [ready(0, 0), failure(6, 0, [0, 0], seen_after=3.0), ready(8, 0, 1), event(10, 0, "worker_ended")]
     found = account(events)
     assert found.ettr == pytest.approx(0.5)
     assert (found.recoveries[0].began, found.recoveries[0].detect) == (3.0, 3.0)
@@ -53,12 +53,12 @@ def test_a_hang_counts_from_its_last_sign_of_work():
 def test_what_ends_the_task_ends_all_its_ranks():
     """torchrun starts all of them again."""
     events = [ready(0, 0), ready(0, 1), failure(5, 0, [0, 0], verdict="its restarts are used up"),
-              ready(9, 0), ready(9, 1), event(10, 0, "worker ended")]
+              ready(9, 0), ready(9, 1), event(10, 0, "worker_ended")]
     assert account(events).ettr == pytest.approx(0.6)
 
 
 def test_a_rank_that_rests_is_not_effective():
-    events = [ready(0, 0), ready(0, 1), event(5, 1, "worker scaled down"), ready(8, 1), event(10, 0, "worker ended")]
+    events = [ready(0, 0), ready(0, 1), event(5, 1, "worker_scaled_down"), ready(8, 1), event(10, 0, "worker_ended")]
     assert account(events).ettr == pytest.approx(17 / 20)
 
 
@@ -73,5 +73,5 @@ def test_events_of_an_older_version_are_understood(tmp_path):
 
 
 def test_nothing_was_ever_ready():
-    assert math.isnan(account([event(0, 0, "worker ended")]).ettr)
+    assert math.isnan(account([event(0, 0, "worker_ended")]).ettr)
     assert account([]).recoveries == []

@@ -46,10 +46,10 @@ def run(tmp_path: Path):
         failure = {"time": 3.0, "rank": 0, "step": 2, "event": "failure", "group": "trainer", "ranks": [0, 1],
                    "attempt": 0, "phase": "training", "failed_step": 2, "what": "killed", "verdict": "starts again",
                    "seen_after": 0.5}
-        ready = {"rank": 0, "event": "worker ready", "seconds": {"connect": 0.1, "load": 0.2}}
+        ready = {"rank": 0, "event": "worker_ready", "seconds": {"connect": 0.1, "load": 0.2}}
         lines(folder / "events.jsonl", [{"time": 1.0, "step": 0, "attempt": 0, **ready}, failure,
                                         {"time": 4.0, "step": 2, "attempt": 1, **ready},
-                                        {"time": 9.0, "step": 4, "rank": 0, "event": "worker ended"}])
+                                        {"time": 9.0, "step": 4, "rank": 0, "event": "worker_ended"}])
         (folder / "plan.json").write_text(json.dumps(PLAN))
         (folder / "run.yaml").write_text(f"steps: {steps}\nroles: {{actor: {{learning_rate: {rate}}}}}\n")
         (folder / "dag.yaml").write_text("name: grpo\n")

@@ -90,14 +90,14 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.2] * 20)
     (folder / "summary.json").write_text("{}")
     (folder / "events.jsonl").write_text(json.dumps(
-        {"time": 1.0, "step": 31, "rank": 0, "event": "settings changed", "what": "learning_rate=1"}) + "\n")
+        {"time": 1.0, "step": 31, "rank": 0, "event": "settings_changed", "settings": {"steps": ["30", "50"]}}) + "\n")
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
     said = list(explain(folder, complete_checkpoints))
     at = next(index for index, line in enumerate(said) if line.startswith("The reward fell at step 31: from 0.814"))
     assert said[at + 1].startswith("  reward/math: ")
     assert said[at + 2].startswith("  response/length: ")
-    assert "  step 31: settings changed learning_rate=1" in said
+    assert "  step 31: settings changed steps: 30 → 50" in said
     assert '    "so many words"' in said
     said = list(explain(folder, complete_checkpoints, 9))
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
@@ -212,8 +212,8 @@ def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) 
     """Failures that it has survived are not what ended it; one after its resumption is."""
     failure = {"event": "failure", "rank": 1, "time": 0, "group": "rollout 0", "failed_step": 3, "phase": "generating",
                "what": "it was ended by SIGKILL", "verdict": "starts again"}
-    rows = [failure, {"event": "worker started"}, {"event": "run stopped", "after_step": 4},
-            {"event": "worker ended"}]
+    rows = [failure, {"event": "worker_started"}, {"event": "run_stopped", "after_step": 4},
+            {"event": "worker_ended"}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = "\n".join(dead(RunReader(tmp_path), complete_checkpoints))
     assert "It was told to end (Ctrl-C or SIGTERM), and did so after step 4." in said

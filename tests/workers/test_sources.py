@@ -123,7 +123,7 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
         RolloutContext._save_partial(rollout, dock)
         assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    assert (event["event"], event["rows"]) == ("partial rollouts lost", 2)
+    assert (event["event"], event["rows"]) == ("partial_rollouts_lost", 2)
     assert "a row twice" in event["reason"]
 
 

@@ -138,7 +138,7 @@ class _ConversationLoop:
             self._resume(episode, recorded[episode.row.id])
         if resumed:
             current().add("environment/resumed", len(resumed))
-            events.record("conversations resumed", rows=[episode.row.id for episode in resumed],
+            events.record("conversations_resumed", rows=[episode.row.id for episode in resumed],
                           turns=[episode.turns for episode in resumed])
         if log:
             log.under_way = lambda: _rows([each for each in episodes if each.events], whole=True)

@@ -364,7 +364,7 @@ class TrainingCalls:
             raise _Rejected(f"{path} is not loaded: {damage}. It is damaged, or was removed since (`checkpoint.keep`)")
         state.before_update()
         state.load(path)
-        events.record("state loaded", of_step=checkpoint)
+        events.record("state_loaded", of_step=checkpoint)
         return {"checkpoint": checkpoint}
 
     @property

@@ -482,7 +482,7 @@ def test_a_conversation_goes_on_at_the_turn_where_it_was_lost(resumable, happene
         with contextlib.suppress(Killed):
             found = resumable(log, environment=f"echoes:{kind}")
     assert columns_of(whole) == columns_of(found)
-    turns = [sum(event["turns"]) for event in happened("conversations resumed")]
+    turns = [sum(event["turns"]) for event in happened("conversations_resumed")]
     assert turns
     assert turns == sorted(set(turns)), "each goes on where the one before stood"
     assert happened("environment_differs") == []
