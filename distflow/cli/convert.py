@@ -241,6 +241,8 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _converted(file: Path, given: dict[str, Any]) -> Conversion:
+    if isinstance(losses := given.get("loss_type"), list):  # of TRL's trainers for preferences
+        given["loss_type"] = losses[0] if losses else None
     done = Conversion(file, given)
     if any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in given):
         _from_verl(done)

@@ -1,7 +1,8 @@
 """Reads the settings in a shell script that starts training elsewhere: `a.b=value` and `--a value`.
 
-    expanded              $NAME, ${NAME:-default}, $((1024 * 20)), the home folder; quotes; comments; arrays' elements
-    left as it stands     what only running the script would tell: $(command), $1, variables that are not set
+    expanded              $NAME, ${NAME:-default}, $((1024 * 20)); quotes; comments; arrays' elements
+    left as it stands     what only running the script would tell: $(command), $1, variables that are not set, and
+                          expansions that are more than a name
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DOTTED = re.compile(r"(?:\+{0,2}([a-z]\w*(?:\.\w+)+)|--([\w-]+))=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?-((?:[^{}]|\$\{[^{}]*\})*))?\}")
 _ARGUMENTS = re.compile(r"\$\{?[@*]\}?|\$\{\w+\[[@*]\]\}")  # the script's own, and arrays, whose elements are read
-_UNKNOWN = re.compile(r"\$\w|\$\{\w+\}|\$\(")  # and not ${a.b}, which is Hydra's
+_UNKNOWN = re.compile(r"\$\w|\$\{\w+[^.\w]|\$\(|`")  # and not ${a.b}, which is Hydra's
+_REDIRECTION = re.compile(r"\d*[<>].*")
+_ENDS = "\n"  # in place of a word: a command ends here
+_MOST_POWER = 64
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda one, other: _cut(one, other),
+    ast.Mod: lambda one, other: one - other * _cut(one, other), ast.Pow: lambda one, other: _power(one, other)}
 
 
 def shell_settings(text: str) -> tuple[dict[str, str | bool], dict[str, str]]:
@@ -31,7 +35,7 @@ def shell_settings(text: str) -> tuple[dict[str, str | bool], dict[str, str]]:
         if match := _DOTTED.fullmatch(word):
             settings[match[1] or match[2].replace("-", "_")] = match[3]
         elif match := re.fullmatch(r"--([\w-]+)", word):
-            given = following and not following.startswith("--")
+            given = following and not following.startswith(("--", _ENDS)) and not _REDIRECTION.fullmatch(following)
             settings[match[1].replace("-", "_")] = following if given else True
     unknown = {name: value for name, value in settings.items() if isinstance(value, str) and _UNKNOWN.search(value)}
     return {name: value for name, value in settings.items() if name not in unknown}, unknown
@@ -46,11 +50,13 @@ class _Script:
     variables: dict[str, str] = field(default_factory=dict)
 
     def words(self) -> Iterator[str]:
-        begins = True  # whether the next word may set a variable
+        begins, inside = True, 0  # whether the next word may set a variable; in how many parentheses
         while self.at < len(self.text):
             letter = self.text[self.at]
             if letter in " \t\n;|&()":
-                begins = begins or letter in "\n;|&("
+                begins, inside = begins or letter in "\n;|&(", inside + {"(": 1, ")": -1}.get(letter, 0)
+                if letter in ";|&" or (letter == "\n" and inside < 1):  # an array goes over several lines
+                    yield _ENDS
                 self.at += 1
             elif letter == "#":
                 end = self.text.find("\n", self.at)
@@ -143,6 +149,18 @@ def _computed(expression: str) -> int | None:
         return _value_of(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError):
         return None
+
+
+def _cut(one: int, other: int) -> int:
+    """Divide as a shell does, towards zero."""
+    whole = abs(one) // abs(other)
+    return whole if (one < 0) == (other < 0) else -whole
+
+
+def _power(one: int, other: int) -> int:
+    if not 0 <= other <= _MOST_POWER or abs(one) >= 2**_MOST_POWER:
+        raise ValueError
+    return one**other
 
 
 def _value_of(node: ast.expr) -> int:

@@ -366,7 +366,7 @@ def _python(program: str) -> str:
 
 
 class JsonLines:
-    """Dataset of a JSON object in each line. Raises InvalidInput: one JSON document that goes over several lines."""
+    """Dataset of a JSON object in each line. Raises InvalidInput: the file is one JSON list, or in UTF-16."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -384,9 +384,11 @@ class JsonLines:
                                           self._iconv("UTF-16")))
         if len(self) and self._is_document():
             other = path.with_name(f"{path.stem}{'-lines' * (path.suffix == '.jsonl')}.jsonl")
-            program = f"import json; print(*map(json.dumps, json.load(open({str(path)!r}))), sep='\\n')"
+            program = f"import json; print(*map(json.dumps, json.load(open({str(path)!r}, encoding='utf-8')))," \
+                      " sep='\\n')"
             raise InvalidInput(Diagnostic("this is one JSON list, and data is read as JSON lines: an object in each "
-                                          "line", self.where(0), f"Instead:  {_python(program)} > {other}"))
+                                          "line", self.where(0),
+                                          f"Instead:  {_python(program)} > {shlex.quote(str(other))}"))
 
     def _is_document(self) -> bool:
         """Return whether the file is one list, which begins in its first line."""
@@ -424,7 +426,6 @@ class JsonLines:
             raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}",
                                           location))
         return record
-
 
     def _not_utf8(self, line: int, error: UnicodeDecodeError) -> InvalidInput:
         column = len(error.object[: error.start].decode(errors="replace")) + 1

@@ -27,7 +27,6 @@ from distflow.weights.shard_slice import ShardSlice
 
 SUM = 16
 """Bytes of a checksum."""
-"""Bytes on whose multiples slices begin: contents can then be used in place."""
 _LEAST, _MOST, _PIECES = 256 << 10, 16 << 20, 64
 Chunk = tuple[int, int]
 """Part, and index in it."""

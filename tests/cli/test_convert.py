@@ -154,6 +154,12 @@ def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dic
     assert ("update.clip" in made) is (settings.get("loss_type") != "cispo"), "what a file does not say is the DAG's"
 
 
+def test_a_loss_of_trl_may_be_a_list() -> None:
+    dag, _, left = trl(loss_type=["dr_grpo"])
+    assert dag["nodes"]["update"]["with"]["aggregate"] == "fixed_length_sum"
+    assert left == []
+
+
 @pytest.mark.parametrize(("settings", "follow"), [
     ({"sync_ref_model": True}, {"every": 512, "mix": 0.6}),
     ({"sync_ref_model": True, "ref_model_sync_steps": 64, "ref_model_mixup_alpha": 1.0, "num_iterations": 2,
@@ -276,6 +282,7 @@ def test_what_only_the_script_can_fill_in_is_listed(folder, capsys) -> None:
     ("theirs.yaml", "seed: 1\nnum_generations: eight\n", "theirs.yaml:2: `num_generations` must be a number, not "
      "'eight'.\n\n    2 |  num_generations: eight\n         ^^^^^^^^^^^^^^^"),
     ("theirs.yaml", "model_name_or_path: m\nloss_type: sigmoid\n", "of TRL's DPOTrainer, as loss_type: sigmoid says"),
+    ("theirs.yaml", "model_name_or_path: m\nloss_type: [sigmoid, bco_pair]\n", "of TRL's DPOTrainer"),
     ("theirs.py", "config = GRPOConfig()\n", "then:  distflow convert theirs.yaml")])
 def test_what_is_wrong_with_a_file_is_told(folder, capsys, name: str, content: str, said: str) -> None:
     (folder / name).write_text(content)

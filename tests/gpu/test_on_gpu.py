@@ -18,6 +18,7 @@ from workers.engines.devices import choose
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
 from workers.engines.packing import Packing
+from workers.engines.sampling import pick
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -97,3 +98,13 @@ def test_captured_steps_sample_as_computed_ones_do(dtype, bound):
         assert sum(same) >= (16 if dtype == torch.float32 else 12)  # rounding chooses another token now and then
         for equal, row, like in zip(same, found[0].logprobs.rows, other.logprobs.rows):
             assert not equal or torch.allclose(row, like, atol=bound)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1 - 2.0**-53])
+def test_tokens_that_are_excluded_are_never_drawn(noise):
+    """Sums are added up in another order there."""
+    logits = torch.full((64, 151_936), -torch.inf, device="cuda")
+    logits[:, 1000:9000] = torch.randn(64, 8000, device="cuda")
+    tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64, device="cuda"), 1.0)
+    assert ((tokens >= 1000) & (tokens < 9000)).all()
+    assert logprobs.isfinite().all()

@@ -89,5 +89,3 @@ def _edges(heads: Sequence[Head]) -> list[int]:
     for _, shape, dtype in heads:
         edges.append(edges[-1] + aligned(math.prod(shape) * getattr(torch, dtype).itemsize))
     return edges
-
-
