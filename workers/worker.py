@@ -34,7 +34,7 @@ from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.collectives import CollectiveMonitor
 from distflow.telemetry.run_folder import RunFolder
-from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.run_reader import RunReader, changed_settings
 from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
@@ -58,7 +58,6 @@ from workers.train_context import TrainContext
 from workers.training_api.calls import TrainingCalls
 from workers.weight_sync import load_if_newer
 
-_UNSET = "unset"
 _STOPPED = 60.0  # seconds that a process without a health monitor may be stopped, unless detector `frozen` has others
 _INIT_ADDRESS = "process group"  # key in the store: address at which the ranks of an attempt initialise theirs
 _EXIT_TIMEOUT = 1.0  # seconds that a process has to end by itself after SIGTERM
@@ -172,10 +171,7 @@ def _describe_resumed(context: RankContext, step: int) -> None:
     reader = RunReader(context.path)
     before = reader.settings()
     RunFolder.describe(context.path, context.written_spec, context.plan)
-    after = reader.settings()  # without those of what is switched off
-    changed = {key: [before.get(key, _UNSET), after.get(key, _UNSET)] for key in sorted(before.keys() | after.keys())
-               if before.get(key) != after.get(key)}
-    if changed:
+    if changed := changed_settings(before, reader.settings()):
         events.current().step = step
         events.record("settings_changed", group=context.restart_group.name, attempt=0, settings=changed)
 

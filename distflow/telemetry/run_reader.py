@@ -158,6 +158,12 @@ def is_validation(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("validation/") for name in line)
 
 
+def changed_settings(before: dict[str, str], after: dict[str, str]) -> dict[str, list[str]]:
+    """Return the settings that are not as they were, as [before, after]; what is switched off has no settings."""
+    return {key: [before.get(key, "unset"), after.get(key, "unset")] for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)}
+
+
 def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:
     if isinstance(content, dict) and content:
         for key, value in content.items():

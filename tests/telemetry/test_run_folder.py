@@ -28,7 +28,7 @@ from distflow.telemetry.run_folder import (
     read_plan,
     reload_run,
 )
-from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.run_reader import RunReader, changed_settings
 
 PLAN = Plan("grpo", "sync", 1, (), Layout(1))
 
@@ -286,3 +286,10 @@ def test_a_run_that_is_not_there_is_named_by_the_nearest(tmp_path, monkeypatch):
                 look(Path(given))
             assert str(error.value) == (f"there is no run folder `{given}`.\nDid you mean `runs/{meant}`? "
                                         "Runs in runs: first, grpo-1.")
+
+
+def test_settings_that_are_switched_on_or_off_have_changed():
+    before = {"steps": "3", "validation": "null", "seed": "0"}
+    after = {"steps": "4", "validation.every": "2", "seed": "0"}
+    assert changed_settings(before, after) == {
+        "steps": ["3", "4"], "validation": ["null", "unset"], "validation.every": ["unset", "2"]}
