@@ -50,7 +50,7 @@ def test_mistakes_are_found_before_anything_starts(here):
                              ({"set": {"roles.actor.learning_rate": "fast"}}, "learning_rate")):
         with pytest.raises(distflow.DistflowError, match=words):
             distflow.run("grpo.yaml", **{"run": "tiny.yaml", **arguments})
-    with pytest.raises(distflow.DistflowError, match="is not the folder of a run"):
+    with pytest.raises(distflow.DistflowError, match="there is no run folder"):
         distflow.load("runs/none")
     assert not (here / "runs").exists()
 
