@@ -85,7 +85,8 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
     first, overrides = left[0], getattr(options, "overrides", None)
     name, _, value = first.lstrip("-").partition("=")
     key = name.replace("-", "_")
-    what = f"distflow {options.verb} takes no `{first}`."
+    verb = " ".join(filter(None, (options.verb, getattr(options, "command", None))))
+    what = f"distflow {verb} takes no `{first}`."
     if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
         value = value or (left[1] if len(left) > 1 else "VALUE")
         return f"{what}\nInstead:  --set {key}={value}"
@@ -93,4 +94,4 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
         return f"{what}\nInstead:  --set {overrides[-1]}={first}"
     if Path(first).suffix in (".yaml", ".yml") and getattr(options, "run", "") is None:
         return f"{what}\nInstead:  --run {first}"
-    return f"{what} What it takes:  distflow {options.verb} --help"
+    return f"{what} What it takes:  distflow {verb} --help"

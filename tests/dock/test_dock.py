@@ -309,6 +309,7 @@ def test_what_the_indexes_say_is_asked_of_their_process_alone(dock):
     first, before, looks = at.status(), at.status(), 100
     for _ in range(looks):
         at.index_status()
-    after = [part["received"] for part in at.status()]
-    message = before[1]["received"] - first[1]["received"]
-    assert [now - then["received"] for now, then in zip(after, before)] == [message * (looks + 1), *[message] * 3]
+    asked, *others = [now["received"] - then["received"] for now, then in zip(at.status(), before)]
+    message = before[0]["received"] - first[0]["received"]
+    assert asked >= looks * message
+    assert max(others) < asked / 10  # a status each, and now and then a word of another process
