@@ -170,7 +170,7 @@ def _newest(batches: list[Batch]) -> Batch:
 _NOTHING = Batch(torch.empty(0, dtype=torch.int64))
 _STEPS = 64  # whose seconds are kept: more than may be under way
 _POLL_INTERVAL = 0.2  # seconds that a thread waits for work before it checks whether the run is over
-_COLOCATED_INTERVAL = 0.05  # the same of a few loops that train afterwards; of many, more: each look asks all shards
+_COLOCATED_INTERVAL = 0.05  # the same of a few loops that train afterwards; of many, more: all ask one process
 
 
 @dataclass

@@ -236,7 +236,7 @@ class SampleTimeout:
 
     def is_over(self) -> bool:
         """Return whether `limit` seconds have passed since anybody was seen to validate."""
-        if (now := time.monotonic()) >= self.look_at or not self.left:  # it asks all shards
+        if (now := time.monotonic()) >= self.look_at or not self.left:  # each look is a message
             self.look_at = now + self.limit / _STATUS_POLLS
             if self.channel.is_validating(self.dock):
                 self.renew()

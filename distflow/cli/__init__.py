@@ -60,11 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "plan":
         after = arguments.index(verb) + 1
         arguments = [*arguments[:after], *with_command(arguments[after:])]
-    known, left = parser.parse_known_args(arguments)
+    options, left = parser.parse_known_args(arguments)
     if left:
-        print(_unknown(left, known), file=sys.stderr)
+        print(_unknown(left, options), file=sys.stderr)
         return INVALID
-    options = parser.parse_args(arguments)
     try:
         with called_as(options.verb):
             return options.main(options)

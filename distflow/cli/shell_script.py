@@ -22,9 +22,6 @@ _UNKNOWN = re.compile(r"\$\w|\$\{\w+[^.\w]|\$\(|`")  # and not ${a.b}, which is 
 _REDIRECTION = re.compile(r"\d*[<>].*")
 _ENDS = "\n"  # in place of a word: a command ends here
 _MOST_POWER = 64
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: lambda one, other: _cut(one, other),
-    ast.Mod: lambda one, other: one - other * _cut(one, other), ast.Pow: lambda one, other: _power(one, other)}
 
 
 def shell_settings(text: str) -> tuple[dict[str, str | bool], dict[str, str]]:
@@ -157,10 +154,19 @@ def _cut(one: int, other: int) -> int:
     return whole if (one < 0) == (other < 0) else -whole
 
 
+def _rest(one: int, other: int) -> int:
+    return one - other * _cut(one, other)
+
+
 def _power(one: int, other: int) -> int:
     if not 0 <= other <= _MOST_POWER or abs(one) >= 2**_MOST_POWER:
         raise ValueError
     return one**other
+
+
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _cut, ast.Mod: _rest,
+    ast.Pow: _power}
 
 
 def _value_of(node: ast.expr) -> int:

@@ -98,6 +98,6 @@ class LastColumns:
         return (index * together).int(), keys.int(), (before + 1).int()
 
 
-_flash = torch.ops.aten._flash_attention_forward  # `varlen_attn` takes `seqused_k` from torch 2.12 on only
+_flash = torch.ops.aten._flash_attention_forward  # torch 2.13 has `seqused_k` in `varlen_attn` too; 2.11 runs as well
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
