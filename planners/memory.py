@@ -91,6 +91,10 @@ class ParameterBytes(NamedTuple):
         return ParameterBytes(self.whole, self.divided - share * (_TRAINING_STATE - _MASTER),
                               self.gathered - idle * _GRADIENT)
 
+    def with_adapters(self, adapter: ParameterBytes, share: float) -> ParameterBytes:
+        """Return the mean of a model's parameters with `share` times as many parameters of adapters."""
+        return ParameterBytes(*(own + share * more for own, more in zip(self, adapter)))
+
 
 def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = False) -> ParameterBytes:
     """Return what an engine keeps of a model whose forward pass has numbers of `width` bytes. `follows`: weights that
@@ -102,11 +106,11 @@ def parameter_bytes(engine: str, width: int, trained: bool, follows: bool = Fals
     return ParameterBytes(0, _TRAINING_STATE, width + _GRADIENT) if trained else ParameterBytes(0, width, width)
 
 
-def adapted_bytes(width: int, share: float, undivided: bool) -> ParameterBytes:
-    """Return what FSDP2 keeps of a frozen model whose adapters, `share` times as many parameters, are trained: of a
-    parameter of the model, which lies whole on each share (`undivided`) or is divided and gathered."""
-    state, computing = share * _TRAINING_STATE, share * (width + _GRADIENT)
-    return ParameterBytes(width, state, computing) if undivided else ParameterBytes(0, width + state, width + computing)
+def adapted_bytes(width: int, undivided: bool) -> tuple[ParameterBytes, ParameterBytes]:
+    """Return what FSDP2 keeps of a frozen model's parameter, which lies whole on each share (`undivided`) or is divided
+    and gathered, and of a parameter of its adapters, which are trained."""
+    frozen = ParameterBytes(width, 0) if undivided else parameter_bytes("fsdp", width, trained=False)
+    return frozen, parameter_bytes("fsdp", width, trained=True)
 
 
 def gathered_at_once(shape: Shape) -> int:
@@ -399,11 +403,15 @@ def _by(**sizes: int) -> str:
 def _adapted_weights(spec: Spec, role: str, shape: Shape, shares: bool, dp: int, width: int) -> list[MemoryItem]:
     n = shape.parameters
     count = next((spec.adapters[name] for name in spec.lineage(role) if name in spec.adapters), 0)
-    items = [MemoryItem(f"{role}: training state", -(-count * _TRAINING_STATE // dp),
-                        f"{count:,} of adapters × {_TRAINING_STATE} B / dp {dp}"),
-             MemoryItem(f"{role}: weights while computing", (0 if shares else n) * width + count * (width + _GRADIENT),
-                        f"{'' if shares else f'{n:,} × {width} B + '}{count:,} of adapters × {width + _GRADIENT} B")]
+    base, adapter = adapted_bytes(width, shares)
+    computing = f"{n:,} × {base.gathered} B + " if base.gathered else ""
+    items = [MemoryItem(f"{role}: training state", int(-(-count * adapter.divided // dp)),
+                        f"{count:,} of adapters × {adapter.divided} B / dp {dp}"),
+             MemoryItem(f"{role}: weights while computing", int(n * base.gathered + count * adapter.gathered),
+                        f"{computing}{count:,} of adapters × {adapter.gathered} B")]
     if shares:  # training computes with the rollout's own base
-        return [*items, MemoryItem(f"{role}: weights", n * width, f"{n:,} × {width} B, shared with the rollout"),
+        return [*items, MemoryItem(f"{role}: weights", int(n * base.whole),
+                                   f"{n:,} × {base.whole} B, shared with the rollout"),
                 MemoryItem(f"{role}: rollout adapters", count * width, f"{count:,} × {width} B")]
-    return [*items, MemoryItem(f"{role}: weights", -(-n * width // dp), f"{n:,} × {width} B / dp {dp}")]
+    return [*items, MemoryItem(f"{role}: weights", int(-(-n * base.divided // dp)),
+                               f"{n:,} × {base.divided} B / dp {dp}")]

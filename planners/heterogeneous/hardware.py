@@ -218,7 +218,8 @@ class Roofline:
         if self.task.kind == GENERATE:
             return ParameterBytes(self.task.width, 0)
         if self.task.adapters:
-            return adapted_bytes(self.task.width, self.task.adapters / self.task.parameters, self.task.undivided)
+            base, adapter = adapted_bytes(self.task.width, self.task.undivided)
+            return base.with_adapters(adapter, self.task.adapters / self.task.parameters)
         engine = "fsdp" if self.shards(strategy) else "megatron"
         held = parameter_bytes(engine, self.task.width, self.task.kind == TRAIN, self.task.follows)
         return held.with_frozen(self.task.frozen, self.task.parameters) if engine == "fsdp" else held

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planners import plan
+from planners import memory, plan
 from planners.heterogeneous.cost import CostModel, Objective
 from planners.heterogeneous.hardware import Network
 from planners.heterogeneous.layouts import every, in_rows, strategies
@@ -26,7 +26,7 @@ from planners.heterogeneous.problem import (
     Strategy,
 )
 from planners.heterogeneous.workload import problem_of
-from planners.memory import activation_bytes
+from planners.memory import ParameterBytes, activation_bytes, parameter_bytes
 
 FAST = DeviceGroup("fast", "big", "a", 1, 4, 100e12, 80e9, 2e12, 25e9, NetworkLink(1e-6, 100e9))
 SLOW = replace(FAST, name="slow", kind="small", peak=50e12, bandwidth=1e12, memory=40e9)
@@ -213,11 +213,18 @@ def test_both_plans_count_frozen_parameters_and_a_reference_that_follows(
     assert costed["update"].ideal([(FAST, 1)]) < float("inf")
 
 
+@pytest.mark.parametrize("state", [16, 12])
 @pytest.mark.parametrize(("dag", "rollout", "dtype"), [
     ("grpo", "hf", "bfloat16"), ("grpo", "vllm", "bfloat16"), ("sft", "hf", "bfloat16"), ("sft", "hf", "float32")])
-def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str,
-                                                       dtype: str) -> None:
-    """It is whole on each rank that also samples with it by transformers, else divided."""
+def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag: str, rollout: str, dtype: str,
+                                                       state: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is whole on each rank that also samples with it by transformers, else divided. What is kept of a trained
+    parameter is said once, for both plans."""
+    def kept(engine: str, width: int, trained: bool, follows: bool = False) -> ParameterBytes:
+        found = parameter_bytes(engine, width, trained, follows)
+        return found._replace(divided=state) if trained else found
+
+    monkeypatch.setattr(memory, "parameter_bytes", kept)
     learns = () if dag == "grpo" else ("data.train=arithmetic/demonstrations.jsonl",)
     spec = mixed_spec(dag, "h200", f"roles.actor.dtype={dtype}", "data.batch=512", "roles.actor.lora={rank: 16}",
                       *learns)
@@ -230,6 +237,7 @@ def test_both_plans_count_a_frozen_model_with_adapters(mixed_spec: Callable, dag
     solver = update.fills(strategy, 0, update.task.layers) - update.task.layers * each - beside
     planned = sum(items[f"actor: {kind}"] for kind in ("weights", "training state", "weights while computing"))
     assert solver == pytest.approx(planned, rel=1e-4)
+    assert items["actor: training state"] == 40_000_000 * state // 64
     assert update.task.activations == activation_bytes(spec.shape_of("actor"), update.task.width, True, True)
     assert [sync.nbytes for sync in problem.syncs] == [2 * 40_000_000] * (dag == "grpo")
 
