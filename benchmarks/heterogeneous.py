@@ -41,7 +41,7 @@ from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Problem,
 from planners.heterogeneous.runnable import (  # noqa: E402
     ByRanks,
     as_ranks_run,
-    refused,
+    refusal,
     run_freedom,
     runnable,
     without_idle,
@@ -246,7 +246,8 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         made = written(problem, best, digests_of(spec, problem), "hybrid", 0.0)
         ran = as_ranks_run(spec, costed, best)
         share = ran.seconds / best.seconds - 1 if ran else float("inf")
-        why = refused(spec, made) or ("" if ran else "as ranks run it, it does not fit into memory")
+        no = refusal(spec, made)
+        why = no.what if no else "" if ran else "as ranks run it, it does not fit into memory"
         said = "is refused: " + why if why else "runs" if share < ROUNDED else f"runs, and takes {share:+.1%} then"
         runs, exact = runs + (not why), exact + (said == "runs")
         longer.append(0.0 if said == "runs" else that_run(spec, budget) / last.placement.seconds - 1)

@@ -359,7 +359,7 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
 def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
     trained = spec.dag.roles[role].trained
     mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
-    shares = layout.dp * layout.cp // settings.replicas
+    shares = max(layout.dp * layout.cp // settings.replicas, 1)  # of too few ranks the layout says so
     follows = spec.dag.roles[role].follow is not None
     held = parameter_bytes(settings.engine, width, trained, follows)
     frozen = min(spec.frozen.get(role, 0), shape.parameters) if trained else 0

@@ -205,10 +205,11 @@ def _running(spec: Spec, path: str, ranks: int, notes: Iterable[str]) -> Iterato
 def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, known: Calibration | None) -> PlacedPlan:
     from planners.heterogeneous.explain import impossible
     from planners.heterogeneous.plan_file import digests_of, written
-    from planners.heterogeneous.runnable import runnable
+    from planners.heterogeneous.runnable import ByRanks, runnable
 
     found, considered = _searched(options, spec, costed) if options.solver else ([], None)
-    best = runnable(spec, costed, found) if options.runnable else found[-1] if found else None
+    best = runnable(spec, costed) if not options.solver else found[-1] if found and not options.runnable else \
+        ByRanks(spec, costed).fastest(found)  # a proof goes on to plans that ranks may be unable to run
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
         hint = "See what else there is:  without --runnable" if options.runnable else "Give it more  --seconds"
@@ -229,12 +230,11 @@ def _searched(options: argparse.Namespace, spec: Spec,
 
     from planners.heterogeneous.exact import prove
     from planners.heterogeneous.layouts import CostedProblem
-    from planners.heterogeneous.runnable import ByRanks, run_freedom
+    from planners.heterogeneous.runnable import run_freedom, search_runnable
     from planners.heterogeneous.search import BUDGET, search
 
-    required = ByRanks(spec, costed) if options.runnable else None
-    if options.runnable:
-        costed = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem)))
+    limited = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem))) \
+        if options.runnable else costed
     end = float("inf") if options.seconds is None else time.monotonic() + options.seconds
 
     def stop() -> bool:  # planners have no clock
@@ -243,11 +243,12 @@ def _searched(options: argparse.Namespace, spec: Spec,
     answers: list[Placement] = []
     considered = None
     with Console(stderr=True).status("searching") as status:
-        for found in search(costed.problem, options.seed, BUDGET if options.seconds is None else sys.maxsize, stop,
-                            options.within, costed, required):
+        given = options.seed, BUDGET if options.seconds is None else sys.maxsize, stop, options.within
+        for found in search_runnable(spec, costed, limited, *given) if options.runnable else \
+                search(costed.problem, *given, costed):
             answers += [found.placement] if found.placement and found.placement not in answers[-1:] else []
             status.update(_progress("search", answers, found.bound, f"{found.evaluations} layouts and placements"))
-        for proof in prove(costed.problem, answers[-1], stop, costed=costed) \
+        for proof in prove(limited.problem, answers[-1], stop, costed=limited) \
                 if answers and options.solver == "ilp" else ():
             answers += [proof.placement] if proof.placement and proof.placement not in answers[-1:] else []
             considered = proof.bound
@@ -344,10 +345,10 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     """Yield whether ranks can run a plan, and if not, why, and what the best one that they can run takes."""
     from planners.apply_plan_file import machines_in_order
     from planners.heterogeneous.explain import duration
-    from planners.heterogeneous.runnable import as_ranks_run, refused, runnable
+    from planners.heterogeneous.runnable import as_ranks_run, refusal, runnable
 
     yield ""
-    if not (why := refused(spec, plan)):
+    if (why := refusal(spec, plan)) is None:
         yield f"can be run: yes, by {len(plan.ranks)} ranks on these machines in this order: " \
             + machines_in_order(costed.problem, plan)
         ran = as_ranks_run(spec, costed, placement)
@@ -356,8 +357,12 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
                 "frozen models behind rollouts, and ranks that sample and train in step with others, it " + (
                     f"takes {duration(ran.seconds)}" if ran else "does not fit into memory")
         return
-    yield f"can be run: no; {why}"
-    best = runnable(spec, costed)
+    yield f"can be run: no; {why.what}"
+    try:
+        best = runnable(spec, costed)
+    except InvalidInput as error:
+        yield f"  {error.mistakes[0].what}"
+        return
     yield "  no plan that can be run fits" if best is None else (
         f"  a plan that can be run takes {duration(best.seconds)}, {best.seconds / placement.seconds:.2f} times "
         "as long:  --runnable")

@@ -5,14 +5,15 @@ beside that in mode async; and where all machines have ranks may have one role o
 each other, and tasks that compute with one engine split it alike. The rest is enumerated: which machines have ranks,
 how models are split, which ranks train, the rows of each share and the layers of each stage. Beside that, a search
 looks among the groups and splits that runs have (`run_freedom`), at what ranks can run in the seconds that they take
-(`ByRanks`).
+(`ByRanks`), from the best plan that was enumerated.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations, product
@@ -21,7 +22,7 @@ import numpy as np
 
 from distflow.config.load import Spec
 from distflow.config.yaml_source import parse
-from distflow.errors import InvalidInput
+from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout as Split
 from distflow.plan_file import PlacedPlan
 from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
@@ -45,7 +46,7 @@ from planners.heterogeneous.problem import (
     shared,
     turns_of,
 )
-from planners.heterogeneous.search import MOST, groupings, sampled_groupings
+from planners.heterogeneous.search import BUDGET, MOST, Progress, groupings, sampled_groupings, search
 from planners.placement import can_leave_out, owner_of
 from planners.planner import plan as make_plan
 from planners.planner import roles_apart, roles_on_rollouts
@@ -55,15 +56,41 @@ _SLICES, _STAGES = (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16)
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 _SAMPLED = 4000  # groupings of many tasks of which those that runs have are taken
 _PLACES = 4  # kinds of devices in zones of which any part may be left out
+_REFUSALS, _ALL_REFUSALS = 20, 200
+"""After so many plans of a grouping that the launcher refuses, and none that it accepts, others of it are not asked
+for; and none is after so many of all groupings."""
+_THE_PLAN = "the plan"
 
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
     """Return the fastest plan that ranks can run; None if none fits memory, or if the mode has groups and the devices
     are too few. `found`, by a search, are considered too: without the machines that none of their tasks uses, or with
-    them if ranks cannot run the rest; both take what `as_ranks_run` says."""
+    them if ranks cannot run the rest; both take what `as_ranks_run` says. Raises InvalidInput with the reason most
+    often given if the launcher refuses all that fit."""
     ranks = ByRanks(spec, costed)
-    forms = sorted((form for each in dict.fromkeys(found) for form in ranks.forms(each)), key=lambda each: each.seconds)
-    return _enumerated(ranks, next(filter(ranks.accepts, forms), None))
+    best = _enumerated(ranks, ranks.fastest(found))
+    if best is None:
+        ranks.raise_refusals()
+    return best
+
+
+def search_runnable(spec: Spec, costed: CostedProblem, limited: CostedProblem, seed: int = 0, budget: int = BUDGET,
+                    stop: Callable[[], bool] = lambda: False, quality: float = 0.0,
+                    found: Iterable[Placement] = ()) -> Iterator[Progress]:
+    """Yield ever better plans that ranks can run: the one that `runnable` returns, then those of a search of the
+    problem `limited` to `run_freedom`; the rest is as of `search`. Raises InvalidInput as `runnable`."""
+    ranks = ByRanks(spec, costed)
+    begin = best = _enumerated(ranks, ranks.fastest(found))
+    groups = groupings(limited.problem)
+
+    def ended() -> bool:
+        return stop() or ranks.hopeless(*groups)
+
+    for progress in search(limited.problem, seed, budget, ended, quality, limited, ranks, begin):
+        best = progress.placement
+        yield progress
+    if best is None:
+        ranks.raise_refusals()
 
 
 class ByRanks:
@@ -72,6 +99,8 @@ class ByRanks:
 
     def __init__(self, spec: Spec, costed: CostedProblem):
         self.spec, self.costed = spec, costed
+        self._accepted: set[Grouping] = set()
+        self._refused, self._why = Counter[Grouping](), dict[str, list[Diagnostic]]()
 
     def forms(self, placement: Placement) -> list[Placement]:
         """Return a placement without the machines that none of its tasks uses, and with them, as `as_ranks_run` says;
@@ -81,8 +110,39 @@ class ByRanks:
         return sorted((each for each in made if each is not None), key=lambda each: each.seconds)
 
     def accepts(self, form: Placement) -> bool:
-        problem = self.costed.problem
-        return not refused(self.spec, written(problem, form, digests_of(self.spec, problem), "runnable", 0.0))
+        """Return whether the launcher accepts a form; False of a grouping that it has always refused."""
+        problem, grouping = self.costed.problem, form.grouping
+        if self.hopeless(grouping):
+            return False
+        why = refusal(self.spec, written(problem, form, digests_of(self.spec, problem), "runnable", 0.0))
+        if why is None:
+            self._accepted.add(grouping)
+            return True
+        self._refused[grouping] += 1
+        self._why.setdefault(why.what, []).append(why)
+        return False
+
+    def fastest(self, found: Iterable[Placement]) -> Placement | None:
+        """Return the fastest form of some placements that ranks can run; None if there is none."""
+        forms = (form for each in dict.fromkeys(found) for form in self.forms(each))
+        return next(filter(self.accepts, sorted(forms, key=lambda form: form.seconds)), None)
+
+    def hopeless(self, *groupings: Grouping) -> bool:
+        """Return whether so many plans were refused, and none accepted, that no other of these groupings is asked
+        for."""
+        enough = not self._accepted and self._refused.total() >= _ALL_REFUSALS
+        return enough or all(self._refused[each] >= _REFUSALS and each not in self._accepted for each in groupings)
+
+    def raise_refusals(self) -> None:
+        """Raise InvalidInput with the reason most often given, if plans were refused."""
+        if not self._why:
+            return
+        most = max(self._why.values(), key=len)
+        why, total = most[0], self._refused.total()
+        said = f"the launcher refuses all {total} plans that were tried, {len(most)} of them because {why.what}"
+        if why.where is not None and why.where.file == _THE_PLAN:  # which no user has seen
+            why = Diagnostic(said, None, "See which plans there are beside these:  without --runnable")
+        raise InvalidInput(replace(why, what=said))
 
 
 def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
@@ -185,14 +245,14 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
         for number in numbers))
 
 
-def refused(spec: Spec, plan: PlacedPlan) -> str:
-    """Return why ranks cannot run a plan; "" if they can."""
+def refusal(spec: Spec, plan: PlacedPlan) -> Diagnostic | None:
+    """Return why ranks cannot run a plan; None if they can."""
     own, ranks = replace(spec, run=spec.run.model_copy(update={"layouts": {}})), len(plan.ranks)
     try:
-        make_plan(apply_plan_file(own, parse(json.dumps(plan.model_dump(mode="json")), "the plan"), ranks), ranks)
+        make_plan(apply_plan_file(own, parse(json.dumps(plan.model_dump(mode="json")), _THE_PLAN), ranks), ranks)
     except InvalidInput as error:
-        return error.mistakes[0].what
-    return ""
+        return error.mistakes[0]
+    return None
 
 
 def _enumerated(ranks: ByRanks, best: Placement | None) -> Placement | None:
@@ -204,6 +264,8 @@ def _enumerated(ranks: ByRanks, best: Placement | None) -> Placement | None:
     for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if best and least > best.seconds:
             break
+        if ranks.hopeless(each[0]):
+            continue
         planned = layouts.placement(*each)
         placement = planned and as_ranks_run(spec, costed, planned)
         if placement and (best is None or placement.seconds < best.seconds) and ranks.accepts(placement):
@@ -231,7 +293,7 @@ def _run_groups(problem: Problem, roles: Sequence[str],
         if problem.mode == SYNC:
             yield (tuple(tasks),), (used,)
             continue
-        for first in _divisions(problem.hardware, used):
+        for first in _divisions(problem.hardware, used) if sampling and training else ():
             yield _sorted([(training, first), (sampling, _less(used, first))])
     everything = problem.hardware.all
     for role, second in ((role, second) for role in roles for second in _divisions(problem.hardware, everything)):

@@ -237,14 +237,16 @@ class Requirement(Protocol):
 
 def search(problem: Problem, seed: int = 0, budget: int = BUDGET, stop: Callable[[], bool] = lambda: False,
            quality: float = 0.0, costed: CostedProblem | None = None,
-           required: Requirement | None = None) -> Iterator[Progress]:
+           required: Requirement | None = None, begin: Placement | None = None) -> Iterator[Progress]:
     """Yield ever better placements, until the gap is at most `quality`, the budget is spent, or all placements were
-    gone through; if something is `required`, only forms that it accepts, in their seconds. `stop` is asked between
-    steps: planners have no clock, callers have."""
+    gone through; if something is `required`, only forms that it accepts, in their seconds. None is worse than `begin`,
+    which has what is required, and near which the search looks too. `stop` is asked between steps: planners have no
+    clock, callers have."""
     costed = costed or CostedProblem(problem)
-    run, bound, begin = _Search(costed, np.random.default_rng(seed), required), costed.bound(), costed.evaluations
+    run = _Search(costed, np.random.default_rng(seed), required, begin)
+    bound, before = costed.bound(), costed.evaluations
     for best in run.steps():
-        found = Progress(best, bound, costed.evaluations - begin)
+        found = Progress(best, bound, costed.evaluations - before)
         yield found
         if best is not None and found.gap <= quality or found.evaluations >= budget or stop():
             return
@@ -261,10 +263,11 @@ class _Arm:
 
 
 class _Search:
-    def __init__(self, costed: CostedProblem, random: np.random.Generator, required: Requirement | None = None):
+    def __init__(self, costed: CostedProblem, random: np.random.Generator, required: Requirement | None = None,
+                 begin: Placement | None = None):
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.required = required
-        self.best: Placement | None = None
+        self.begin = self.best = begin
         self.best_at: tuple[Grouping, Split] | None = None  # where the search was as it found the best
         self.free = costed.problem.freedom.assignment
         self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
@@ -283,7 +286,9 @@ class _Search:
 
     def _taking_turns(self, waiting: list[_Arm]) -> Iterator[None]:
         """Have a look at one grouping after the other, and in between let the better ones go on."""
-        begun: list[_Arm] = []
+        begun = [_Arm(each.grouping, each.seconds, [each.subsets], iter(())) for each in (self.begin,) if each]
+        for arm in begun:
+            arm.walk = self._polished(arm, arm.splits[0])
         while waiting or begun:
             for arm in waiting[:1]:
                 arm.value, arm.walk = self.costed.rough(arm.grouping, arm.splits[0]), self._polished(arm, arm.splits[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distflow.config.groups import Groups
 from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS, Shape
 from distflow.config.run import RoleRun
@@ -27,8 +28,7 @@ def problem_of(spec: Spec) -> Problem:
         where = spec.cluster_source.location(()) if spec.cluster_source else None
         raise InvalidInput(Diagnostic("mixed hardware is planned for a cluster with `machines`", where,
                                       "Name one with  --cluster FILE  , as  --cluster h200_a100"))
-    single_rank_spec = replace(spec, run=spec.run.model_copy(update={"mode": SYNC, "layouts": {}, "faults": []}),
-                               cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
+    single_rank_spec = _of_a_rank(spec)
     single_rank_plan = plan(single_rank_spec, 1)
     tasks = [task for task in single_rank_plan.tasks if task.type != "COMPUTE"]
     models = _models(spec, tasks)
@@ -43,6 +43,14 @@ def problem_of(spec: Spec) -> Problem:
     dtype = "float32" if all(model_task.width == 4 for model_task in model_tasks) else "bfloat16"
     return Problem(hardware_of(spec.cluster, dtype), model_tasks, _edges(single_rank_spec, single_rank_plan, tasks),
                    _syncs(model_tasks), mode)
+
+
+def _of_a_rank(spec: Spec) -> Spec:
+    """Return a run of the same work by one rank, without what it says of several: groups, splits and replicas."""
+    roles = {name: role.model_copy(update={"replicas": 1}) for name, role in spec.run.roles.items()}
+    alone = {"mode": SYNC, "layouts": {}, "faults": [], "groups": Groups(), "roles": roles}
+    return replace(spec, run=spec.run.model_copy(update=alone),
+                   cluster=spec.cluster.model_copy(update={"machines": {}, "devices": {}}))
 
 
 def _models(spec: Spec, tasks: list[Task]) -> dict[str, tuple[RoleRun, Shape]]:

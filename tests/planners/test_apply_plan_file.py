@@ -26,10 +26,11 @@ from planners.heterogeneous.runnable import (
     ByRanks,
     EngineLayouts,
     as_ranks_run,
-    refused,
+    refusal,
     run_freedom,
     run_groups,
     runnable,
+    search_runnable,
 )
 from planners.heterogeneous.search import groupings, search
 from planners.heterogeneous.workload import problem_of
@@ -291,7 +292,7 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     enumerated = runnable(spec, costed)
     answers = [each.placement for each in search(costed.problem, 0, 2000, costed=costed) if each.placement]
     made = [written(costed.problem, each, digests_of(spec, costed.problem), "hybrid", 0.0) for each in answers]
-    able = [each for each, plan_file in zip(answers, made) if not refused(spec, plan_file)]
+    able = [each for each, plan_file in zip(answers, made) if not refusal(spec, plan_file)]
     assert 0 < len(able) < len(answers)
     faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
     unable = [replace(each, seconds=1e-9) for each in answers if each not in able]
@@ -323,14 +324,53 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
     assert [{tp for tp, _ in cuts} for cuts in freedom.cuts] == [{1}, *[{1, 2, 4}] * 4]
     assert 1 < len(freedom.groupings) < len(groupings(problem))
     answers = {each.placement for each in search(replace(problem, freedom=freedom), 0, 3000) if each.placement}
-    why = [refused(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
-    assert "" in why
+    why = [refusal(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
+    assert None in why
     costed = CostedProblem(problem)
     assert all(as_ranks_run(spec, costed, each).seconds == each.seconds for each in answers), "as it is predicted"
-    assert all(not each or "follow each other" in each for each in why), "where devices stand is left to check"
+    assert all(not each or "follow each other" in each.what for each in why), "where devices stand is left to check"
     for group, layouts in ((group, each.layouts) for each in answers for group in each.grouping):
         splits = {(problem.tasks[task].memory_item, cut_of(layouts[task])) for task in group}
         assert len(splits) == len({memory_item for memory_item, _ in splits}), "tasks of an engine are split alike"
+
+
+def limited_to_runs(spec: Spec) -> tuple[CostedProblem, CostedProblem]:
+    """Return all plans of a run's problem, and those in the groups and splits that runs have."""
+    problem = problem_of(spec)
+    return CostedProblem(problem), CostedProblem(replace(problem, freedom=run_freedom(spec, problem)))
+
+
+def test_where_the_launcher_refuses_every_plan_a_search_ends_and_says_why(spec_of: Callable) -> None:
+    spec = spec_of("mode=async", "roles.actor.replicas=5", dag="ppo")
+    costed, limited = limited_to_runs(spec)
+    why = r"refuses all \d+ plans that were tried, \d+ of them because role `actor` wants 5 replicas, which do not"
+    with pytest.raises(InvalidInput, match=why):
+        list(search_runnable(spec, costed, limited))
+    assert limited.evaluations < 20_000, "of a budget of 40,000"
+    with pytest.raises(InvalidInput, match=why):
+        runnable(spec, costed)
+
+
+def test_of_a_grouping_that_the_launcher_always_refuses_only_some_plans_are_asked_for(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are faster than what it accepts, all in one group, and each takes as long as planning a run."""
+    spec, asked = load("solver_reviser", None, [*MODEL, "mode=async"], "h200_a100"), []
+    monkeypatch.setattr("planners.heterogeneous.runnable.refusal",
+                        lambda *given: asked.append(refusal(*given)) or asked[-1])
+    *_, found = search_runnable(spec, *limited_to_runs(spec), budget=4000)
+    assert len(found.placement.grouping) == 1
+    assert 20 <= len(asked) < 30
+    assert all("node `revise` samples, but needs node `ask`" in why.what for why in asked[:19])
+
+
+def test_a_search_for_plans_that_run_begins_with_the_best_that_is_known(spec_of: Callable) -> None:
+    spec = spec_of("mode=async", dag="ppo")
+    costed, limited = limited_to_runs(spec)
+    first, *_ = search_runnable(spec, costed, limited, budget=1)
+    assert first.placement.seconds <= runnable(spec, costed).seconds
+    *_, best = search_runnable(spec, costed, limited, budget=4000)
+    known, *_ = search_runnable(spec, costed, limited, budget=1, found=[best.placement])
+    assert known.placement == best.placement
 
 
 @pytest.fixture
@@ -422,7 +462,7 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
     tight = CostedProblem(replace(costed.problem, hardware=replace(costed.problem.hardware, device_groups=small)))
     assert tight.costs.layout(0, *found.layouts[0][:2]) is not None
     assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
-    assert not refused(spec, written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0))
+    assert not refusal(spec, written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0))
 
 
 def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Callable) -> None:

@@ -204,3 +204,10 @@ def test_sizes_of_the_models_are_those_of_their_names(tmp_path) -> None:
     for size, parameters in (("4B", 4.0e9), ("8B", 8.2e9), ("14B", 14.8e9), ("32B", 32.8e9)):
         spec = load("grpo", None, [f"roles.actor.model={folder(size, tmp_path)}"], "h200")
         assert problem_of(spec).tasks[0].parameters == pytest.approx(parameters, rel=0.02)
+
+
+@pytest.mark.parametrize("setting", ["roles.actor.replicas=2", "groups.trainers={critic: 8}",
+                                     "groups.inference={reference: 4}"])
+def test_what_a_run_says_of_several_ranks_is_no_matter_of_its_works(mixed_spec: Callable, setting: str) -> None:
+    """They are chosen by a plan, and one rank alone could not have them."""
+    assert problem_of(mixed_spec("ppo", "h200_a100", setting)) == problem_of(mixed_spec("ppo", "h200_a100"))
