@@ -123,9 +123,8 @@ def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp
                                "@node(writes='advantages')\ndef half(rewards): ...\n\n@loss\ndef soft(logprobs): "
                                "...\n\ndef plain(completion): ...\n")
     for given, said in (
-            ("nodes.reward.with.reward=near_by", "mine.py has it. A reward is named alone, and the DAG imports its "
-             "module:  imports: [mine]  and  reward: near_by"),
-            ("nodes.reward.with.reward=mine:near_by", "imports: [mine]  and  reward: near_by"),
+            ("nodes.reward.with.reward=near_by", "mine.py has it. Name its module:  reward: mine:near_by"),
+            ("nodes.reward.with.reward=mine.near_by", "imports: [mine]"),
             ("nodes.reward.with.reward=plain", "mine.py:12 has `plain`, without  @reward  above it"),
             ("nodes.advantage.function=half", "mine.py has it. Instead:  function: mine:half"),
             ("nodes.advantage.function=mine.half", "Instead:  function: mine:half"),
