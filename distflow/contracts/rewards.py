@@ -270,8 +270,8 @@ def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
             yield Invalid(term.path, f"module `{term.module}` has no reward `{term.name}`", hint, term.named_by_key)
         elif contract is None:
             named = ", ".join(dict.fromkeys([*filter(module_file, spec.dag.imports), "MODULE"]))
-            hint = where_defined(term.name, "reward", spec.dag.imports, "Name its module:  reward: MODULE:NAME  , or let "
-                                 f"the DAG import it:  imports: [{named}]")
+            hint = where_defined(term.name, "reward", spec.dag.imports, "Name its module:  reward: MODULE:NAME  , or "
+                                 f"let the DAG import it:  imports: [{named}]")
             yield Invalid(term.path, f"there is no reward `{term.name}`", hint or did_you_mean(
                 term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
         else:
