@@ -322,7 +322,7 @@ def _check_module(setting: _RewardSetting, term: Term) -> list[Diagnostic]:
     try:
         check_syntax(term.module)
     except InvalidInput as error:
-        return error.mistakes
+        return [*error.mistakes]
     return check_imports(term.module, file)
 
 
