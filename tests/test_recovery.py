@@ -19,7 +19,7 @@ from ready import Ready
 from test_conversations import DAG, TOOLS
 
 from benchmarks.control_group import control_group, joining, limit_memory
-from distflow.recovery.out_of_memory import available, limit
+from distflow.config.memory_limit import available
 
 STEPS = 12
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
@@ -384,11 +384,3 @@ def test_the_kernel_ends_workers_that_take_too_much_and_their_seats_stay(launch,
     said = [event["what"] for event in lines_of(stormy, "events") if event["event"] == "failure"]
     assert len(said) == 2
     assert all("The kernel probably ended it because memory was full" in each for each in said)
-
-
-def test_without_a_limit_no_fault_takes_the_memory_of_the_machine(launch, write, left):
-    if limit():
-        pytest.skip("this process has a limit")
-    done = launch(1, *GRPO, *write("ended", [{"kind": "oom", "step": 2, "phase": "training"}], "robust.restarts=0"),
-                  code=None)
-    require_ended(done, left, "start the run in a control group with a limit", "fault `oom`")

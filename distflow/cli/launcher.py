@@ -20,10 +20,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.config.memory_limit import limit
 from distflow.config.run import Robust
 from distflow.errors import InvalidInput
 from distflow.launch import ROOT
-from distflow.recovery.out_of_memory import limit
 from distflow.telemetry.events import show
 from distflow.telemetry.processes import Child, spawn
 

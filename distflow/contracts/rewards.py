@@ -2,7 +2,7 @@
 
 A recipe says which rewards make up a sample's reward; contracts are read from source, as those of node functions.
 
-reward: math                                        one
+reward: math                                        one; my_rewards:near is `near` of the module my_rewards
 reward: [math, format]                              their sum
 reward: {math: 1.0, length: 0.2}                    a weighted sum
 reward: {format: {weight: 0.5, tags: [answer]}}     with settings of the reward, or its `timeout`, `retries`
@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
-from distflow.contracts.modules import Definition, definitions, module_file, where_defined
+from distflow.contracts.modules import (
+    Definition,
+    check_imports,
+    check_syntax,
+    definitions,
+    module_file,
+    where_defined,
+    where_looked_for,
+)
 from distflow.contracts.settings import Invalid, check_given
 from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
@@ -37,7 +45,7 @@ _BY = "As in  reward: {by: source, rewards: {gsm8k: math, mbpp: code}}"
 
 @dataclass(frozen=True)
 class Term:
-    """One reward of a sum. `path` is its path below the setting."""
+    """One reward of a sum. `path` is its path below the setting; `module` has it, "" where the name stands alone."""
 
     name: str
     weight: float = 1.0
@@ -46,6 +54,7 @@ class Term:
     settings: dict[str, Any] = field(default_factory=dict)
     path: KeyPath = ()
     named_by_key: bool = False
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ def _read_branches(value: dict[str, Any], invalid: list[Invalid]) -> Recipe:
 
 def _read_terms(value: Any, path: KeyPath, invalid: list[Invalid]) -> tuple[Term, ...]:
     if isinstance(value, str):
-        return (Term(value, path=path),)
+        return (_named(value, path=path),)
     if isinstance(value, dict) and "by" in value:
         invalid.append(Invalid(path, "`by` cannot stand inside another `by`", _BY))
     elif isinstance(value, dict) and value:
@@ -112,7 +121,7 @@ def _read_listed(names: list[Any], path: KeyPath, invalid: list[Invalid]) -> Ite
             invalid.append(Invalid(own_path, f"reward `{name}` stands twice",
                                    f"To count it more:  reward: {{{name}: 2.0}}"))
         else:
-            yield Term(name, path=own_path)
+            yield _named(name, path=own_path)
 
 
 def _read_term(name: str, value: Any, path: KeyPath, invalid: list[Invalid]) -> Term:
@@ -126,7 +135,13 @@ def _read_term(name: str, value: Any, path: KeyPath, invalid: list[Invalid]) -> 
         hint = "" if isinstance(value, dict) else f"Or a mapping of its settings:  {name}: {{weight: 1.0, …}}"
         invalid.append(Invalid(own_path, f"the {key} of reward `{name}` must be {must[key]}, not {own.pop(key)!r}",
                                hint))
-    return Term(name, **own, settings=given, path=path, named_by_key=True)
+    return _named(name, **own, settings=given, path=path, named_by_key=True)
+
+
+def _named(name: str, **facts: Any) -> Term:
+    """Return the term of `NAME` or `MODULE:NAME`."""
+    module, _, own = name.rpartition(":")
+    return Term(own, module=module, **facts)
 
 
 def _is_number(value: Any) -> bool:
@@ -169,9 +184,11 @@ class _RewardSetting:
 def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
     """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
     named = [(setting, *read_recipe(setting.value)) for setting in _reward_settings(spec)]
-    wanted = {term.name for _, recipe, _ in named for term in recipe.terms}
-    mistakes: list[Diagnostic] = []
-    spec.rewards.update(_find(spec, wanted, mistakes))
+    terms = [(setting, term) for setting, recipe, _ in named for term in recipe.terms]
+    mistakes = [mistake for setting, term in terms for mistake in _check_module(setting, term)]
+    if mistakes:
+        return [*dict.fromkeys(mistakes)]
+    spec.rewards.update(_find(spec, [term for _, term in terms], mistakes))
     if mistakes:
         return mistakes
     for setting, recipe, invalid in named:
@@ -246,10 +263,15 @@ def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterato
 def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
-        if contract is None:
+        if term.module and (contract is None or contract.module.split(".")[0] != term.module.split(".")[0]):
+            hint = where_defined(f"{term.module}:{term.name}", "reward", (), "") or did_you_mean(
+                term.name, [name for name, each in spec.rewards.items() if each.module == term.module],
+                "Rewards in it") or f"Write  @reward  above  def {term.name}(…)"
+            yield Invalid(term.path, f"module `{term.module}` has no reward `{term.name}`", hint, term.named_by_key)
+        elif contract is None:
             named = ", ".join(dict.fromkeys([*filter(module_file, spec.dag.imports), "MODULE"]))
-            hint = where_defined(term.name, "reward", spec.dag.imports, "A reward is named alone, and the DAG imports "
-                                 f"its module:  imports: [{named}]  and  reward: NAME")
+            hint = where_defined(term.name, "reward", spec.dag.imports, "Name its module:  reward: MODULE:NAME  , or "
+                                 f"let the DAG import it:  imports: [{named}]")
             yield Invalid(term.path, f"there is no reward `{term.name}`", hint or did_you_mean(
                 term.name, sorted(spec.rewards), "Rewards"), term.named_by_key)
         else:
@@ -290,11 +312,26 @@ def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 
 
-def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
+def _check_module(setting: _RewardSetting, term: Term) -> list[Diagnostic]:
+    """Return what keeps the module of `MODULE:NAME` from being read."""
+    if not term.module:
+        return []
+    if (file := module_file(term.module)) is None:
+        return [Diagnostic(f"{setting.label}: module `{term.module}` cannot be found",
+                           setting.location(term.path, term.named_by_key), where_looked_for(term.module))]
+    try:
+        check_syntax(term.module)
+    except InvalidInput as error:
+        return [*error.mistakes]
+    return check_imports(term.module, file)
+
+
+def _find(spec: CheckedSpec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
     """Return the contracts of all rewards that can be named; modules are imported only if one wanted is missing."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
+    users = dict.fromkeys([*spec.dag.imports, *(term.module for term in wanted if term.module)])
     found: dict[str, RewardContract] = {}
-    for module in dict.fromkeys([*SHIPPED, *sorted(modules), *spec.dag.imports]):
+    for module in dict.fromkeys([*SHIPPED, *sorted(modules), *users]):
         for definition in definitions(module, "reward"):
             if other := found.get(definition.name):
                 what = f"reward `{definition.name}` has the name of another one ({other.where})"
@@ -303,8 +340,8 @@ def _find(spec: CheckedSpec, wanted: Iterable[str], mistakes: list[Diagnostic]) 
                 found[definition.name] = _of_definition(definition)
             except InvalidInput as error:
                 mistakes += error.mistakes
-    if not mistakes and not set(wanted) <= set(found):
-        for module in spec.dag.imports:
+    if not mistakes and not {term.name for term in wanted} <= set(found):
+        for module in users:
             if module_file(module) is not None:
                 decorators.load_module(module)
         found |= {name: reward_contract(function) for name, function in decorators.REWARDS.items() if name not in found}

@@ -19,7 +19,6 @@ import psutil
 
 from distflow.config.run import Fault, Phase, Run
 from distflow.errors import DistflowError
-from distflow.recovery.out_of_memory import limit
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import kill_tree, parent
 
@@ -62,12 +61,8 @@ def exhaust_memory() -> None:
 
 
 def take_memory() -> None:
-    """Allocate memory until the kernel kills this process; does not return. Raises UnboundedFault: no control group
-    bounds what this process can take, so that it would be the memory of all others too."""
-    if limit() is None:
-        raise UnboundedFault("the fault `oom` takes memory until the kernel ends the worker, which would be all that "
-                             "the machine has: start the run in a control group with a limit (systemd-run -p "
-                             "MemoryMax=8G, or a container with one), or take  kind: memory")
+    """Allocate memory until the kernel kills this process; does not return. Only where a control group bounds what it
+    can take, which every rank checks as it loads the run file."""
     taken = []
     while True:
         taken.append(b"\1" * _BLOCK)

@@ -6,11 +6,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import psutil
-
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 def kill_count() -> int | None:
@@ -41,21 +38,3 @@ def kill_cause(before: int | None) -> str:
         return "The kernel may have ended it because memory was full."
     return f"The kernel probably ended it because memory was full: it has ended {now - before} since this one began." \
         if now > before else "Another process sent it: the kernel has killed nothing for memory since."
-
-
-def limit() -> int | None:
-    """Return the memory limit of this process's control groups, in bytes; None if no lower than what is available."""
-    found, groups = [], Path("/proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        root, name = (_GROUPS, "memory.max") if not controllers else (_GROUPS / "memory", "memory.limit_in_bytes")
-        if not controllers or "memory" in controllers.split(","):
-            for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
-                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                    found.append(int((folder / name).read_text()))
-    most = available()
-    return min((each for each in found if each < most), default=None)
-
-
-def available() -> int:
-    return psutil.virtual_memory().available

@@ -64,7 +64,7 @@ class PeerReplica:
             current().maximum("peer_replica/seconds", self.seconds)
         self.late = 0 if idle else self.late + 1
         if self.late == _LATE:
-            self._warn("replica late", f"the copy of step {_step_of(self.sending)} has been on its way to another "
+            self._warn("replica_late", f"the copy of step {_step_of(self.sending)} has been on its way to another "
                        f"machine's memory for {_LATE} steps")
 
     def poll(self) -> bool:

@@ -8,12 +8,12 @@ import pytest
 
 from distflow.cli import launcher, main
 from distflow.cli.launcher import check_memory
+from distflow.config import memory_limit
 from distflow.errors import InvalidInput
-from distflow.recovery import out_of_memory
 
 
 def test_more_ranks_than_the_memory_has_room_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "_GROUPS", tmp_path)  # without limits
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)  # without limits
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       24683340 kB\nMemAvailable:   20971520 kB\n")
     check_memory(50, meminfo)
@@ -26,7 +26,7 @@ def test_more_ranks_than_the_memory_has_room_for_are_refused(tmp_path: Path, mon
 
 
 def test_more_ranks_than_the_control_group_allows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)
     (tmp_path / "memory").mkdir()
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version
         (tmp_path / name).write_text(f"{2**30}\n")

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distflow.cli import main
+from distflow.config import memory_limit
 from distflow.config.load import load, reload
+from distflow.config.shipped import SHIPPED
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -116,6 +119,21 @@ def test_a_node_that_is_not_there_is_not_begun_by_a_setting() -> None:
                                         "Did you mean `reward`?")
 
 
+def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)  # without limits
+    run = tmp_path / "run.yaml"
+    run.write_text((SHIPPED / "runs/embedded.yaml").read_text() + "faults:\n  - {kind: kill, step: 2}\n"
+                                                                  "  - {kind: oom, step: 3}\n")
+    assert main(["validate", "grpo", "--run", str(run)]) == 2
+    said, line = capsys.readouterr().err, len(run.read_text().splitlines())
+    assert f"run.yaml:{line}: fault 1: `oom` takes memory until the kernel ends the worker" in said
+    assert "Write  kind: memory" in said
+    (tmp_path / "memory").mkdir()
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second and the first version
+        (tmp_path / name).write_text(f"{2**20}\n")
+    assert main(["validate", "grpo", "--run", str(run)]) == 0
+
+
 def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -123,9 +141,8 @@ def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp
                                "@node(writes='advantages')\ndef half(rewards): ...\n\n@loss\ndef soft(logprobs): "
                                "...\n\ndef plain(completion): ...\n")
     for given, said in (
-            ("nodes.reward.with.reward=near_by", "mine.py has it. A reward is named alone, and the DAG imports its "
-             "module:  imports: [mine]  and  reward: near_by"),
-            ("nodes.reward.with.reward=mine:near_by", "imports: [mine]  and  reward: near_by"),
+            ("nodes.reward.with.reward=near_by", "mine.py has it. Name its module:  reward: mine:near_by"),
+            ("nodes.reward.with.reward=mine.near_by", "imports: [mine]"),
             ("nodes.reward.with.reward=plain", "mine.py:12 has `plain`, without  @reward  above it"),
             ("nodes.advantage.function=half", "mine.py has it. Instead:  function: mine:half"),
             ("nodes.advantage.function=mine.half", "Instead:  function: mine:half"),

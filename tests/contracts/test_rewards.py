@@ -106,6 +106,28 @@ def test_columns_of_rewards_become_reads_of_the_node(planned, monkeypatch) -> No
     assert "rewards_of_ones_own" not in sys.modules
 
 
+def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, "rewards_of_ones_own", raising=False)
+    reads = planned("{'rewards_of_ones_own:passes': {most: 1}}", "tests", "rewards_of_endings:ended", imports="")
+    assert reads["tests"] == ("source", "list[str]")
+    assert "rewards_of_ones_own" not in sys.modules
+
+
+@pytest.mark.parametrize(("reward", "what", "hint"), [
+    ("no_module:near", "node `reward`: module `no_module` cannot be found", "It was looked for in"),
+    ("rewards_of_ones_own:passed", "node `reward`: module `rewards_of_ones_own` has no reward `passed`", "`passes`?"),
+    ("rewards_of_ones_own:math", "node `reward`: module `rewards_of_ones_own` has no reward `math`", "Rewards in it"),
+    ("missing_imports:near", "module `missing_imports` imports ", "It was looked for in"),
+    ("broken_module:near", "module `broken_module` is not valid Python", "")])
+def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        planned(reward, imports="")
+    mistake = caught.value.mistakes[0]
+    assert mistake.what.startswith(what)
+    assert mistake.where.line
+    assert hint in mistake.hint
+
+
 def test_a_reward_reads_whether_an_answer_came_to_its_end(planned) -> None:
     assert planned("ended", imports="rewards_of_endings")["finished"] == ("rollout", "Tensor")
 
@@ -155,6 +177,7 @@ def test_rewards_that_cannot_be(planned, module, match) -> None:
 
 
 def test_forms_of_a_recipe() -> None:
+    assert read_recipe(["math", "my.rewards:near"])[0].terms[1] == Term("near", path=(1,), module="my.rewards")
     assert read_recipe("math") == (Recipe("", {"": (Term("math"),)}), [])
     recipe, flaws = read_recipe({"math": 1, "format": {"weight": 0.5, "timeout": 3, "retries": 0, "tags": ["a"]}})
     assert flaws == []

@@ -138,7 +138,7 @@ def test_no_step_waits_for_one_that_is_slow(rank, start, replicas, tmp_path, cap
     assert steps(rank.snapshots) == [1, 2, 6, 7]
     assert steps(replicas) == [1]
     assert rank.peer_replica.sending.shard.step == 2
-    assert happened(tmp_path) == ["replica late"]
+    assert happened(tmp_path) == ["replica_late"]
     assert "the copy of step 2 has been on its way" in capsys.readouterr().err
     replica_server.process.signal(signal.SIGCONT)
     rank.arrived()

@@ -219,12 +219,13 @@ class _PoolRun:
             raise EngineError(f"reward `{call.job.name}` cannot be computed: {message['impossible']}")
         self.results.metrics += message["metrics"]
         for index, value in enumerate(message["values"]):
-            self._record(call, index, FailedSample(*value) if isinstance(value, list) else value)
+            self._record(call, index, FailedSample(*value) if isinstance(value, list) else value,
+                         bool(message.get("final")))
 
-    def _record(self, call: RewardCall, index: int, found: float | FailedSample) -> None:
+    def _record(self, call: RewardCall, index: int, found: float | FailedSample, final: bool = False) -> None:
         failed = isinstance(found, FailedSample)
         self.results.timeouts += failed and found.reason.startswith("took longer")
-        if failed and call.attempt < call.job.retries:
+        if failed and not final and call.attempt < call.job.retries:
             self.results.retried += 1
             self.waiting.append(call.again(index))
         else:

@@ -49,7 +49,7 @@ class Scorer:
         self.recipe, problems = read_recipe(recipe)
         for problem in problems:
             raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
-        self.functions = {term.name: find_reward(term.name) for term in self.recipe.terms}
+        self.functions = {term.name: find_reward(term.name, term.module) for term in self.recipe.terms}
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct(self.recipe.terms)
         size = workers or _default_workers()
@@ -114,7 +114,10 @@ class Scorer:
                             f"{failed.reason}\n{users_part(failed.trace)[0]}".rstrip())
 
 
-def find_reward(name: str) -> Any:
+def find_reward(name: str, module: str = "") -> Any:
+    """Return the function under `@reward` of that name; `module` has it, where the recipe says so."""
+    if module:
+        load_module(module)
     if name not in REWARDS:
         for module in SHIPPED:
             load_module(module)

@@ -99,6 +99,10 @@ def short(completions, answers):
     return [1.0]
 
 @reward
+def one_for_all(completions, answers):
+    return 1.0
+
+@reward
 async def batch_async(completions, answers, *, add=0.0):
     return [float(text) + add for text in completions]
 
@@ -128,7 +132,7 @@ def run(pool: RewardPool, module):
     name = module(HOSTILE)
 
     def run(reward: str, completions: list[str], answer: str = "", limit: float = 60.0, **more) -> RewardResults:
-        batched = reward in ("batch", "short", "batch_async")
+        batched = reward in ("batch", "short", "one_for_all", "batch_async")
         rows = [[completions, [answer] * len(completions)]] if batched else [[text, answer] for text in completions]
         settings = {"timeout": 4.0, "retries": 0, "batched": batched, "coroutine": reward in COROUTINES}
         return pool.run([Job(reward, name, rows, list(range(len(completions))), **{**settings, **more})], limit)
@@ -364,7 +368,14 @@ def test_functions_of_lists(run):
     results = run("batch", ["1", "none", "3"])
     assert (results.values[0], reason(results.values[1])) == (1.0, "returned None, not a finite number")
     assert run("batch_async", ["1", "2"], settings={"add": 1.0}).values == {0: 2.0, 1: 3.0}
-    assert {reason(each) for each in run("short", ["1", "2"]).values.values()} == {"returned 1 values for 2 samples"}
+
+
+@pytest.mark.parametrize(("name", "returned"), [("short", "a list of 1"), ("one_for_all", "1.0")])
+def test_a_list_of_another_length_is_refused_and_its_samples_are_not_tried_alone(run, name, returned):
+    results = run(name, ["1", "2", "3"], retries=1)
+    said = f"returned {returned} for 3 samples, where it must return a list of 3 numbers"
+    assert [reason(each) for each in results.values.values()] == [said] * 3
+    assert results.retried == 0
 
 
 def test_a_batch_that_fails_is_repeated_sample_by_sample(run):
