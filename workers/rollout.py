@@ -40,7 +40,7 @@ from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
-from distflow.store.interface import StoreUnavailable, paused
+from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.role_engines import RoleEngines
@@ -198,7 +198,7 @@ class RolloutContext:
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
         self.functions, self.who, self.dedicated = functions, who, dedicated
         self.validation = validation
-        self.poll = _POLL_INTERVAL if dedicated else paused(_COLOCATED_INTERVAL, n_loops)
+        self.poll = _POLL_INTERVAL if dedicated else poll_interval(_COLOCATED_INTERVAL, n_loops)
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]

@@ -35,7 +35,7 @@ from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan, RowLineage, 
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store.interface import Store, paused
+from distflow.store.interface import Store, poll_interval
 from distflow.telemetry.metrics import Metrics
 from distflow.weights.puller import Puller
 
@@ -166,7 +166,7 @@ class RolloutChannel:
     def over(self) -> bool:
         """Whether nothing more is to be sampled; many ranks look less often than they ask."""
         if (now := time.monotonic()) >= self.look_at and not self.known_over:
-            self.known_over, self.look_at = self.store.has(_OVER), now + paused(0.0, self.ranks)
+            self.known_over, self.look_at = self.store.has(_OVER), now + poll_interval(0.0, self.ranks)
         return self.known_over
 
     def leave(self) -> None:

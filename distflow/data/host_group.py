@@ -37,7 +37,7 @@ from distflow.rpc.shared_memory import (
     machine_name,
     memory_name,
     open_memory,
-    open_proven,
+    open_verified,
 )
 
 _OWNER = struct.Struct("<III")
@@ -174,7 +174,7 @@ class HostGroup:
         owner, bell, pipe = owners.pop()
         if owners or owner != rank:
             raise OSError(f"process {first.process} is not rank {rank}: two machines have the same name")
-        bell = open_proven(first.process, bell, pipe, f"pipe:[{pipe}]", os.O_WRONLY)
+        bell = open_verified(first.process, bell, pipe, f"pipe:[{pipe}]", os.O_WRONLY)
         return HostPeer(rank, (one, other), self.descriptors.keep(bell),
                         self.descriptors.keep(os.pidfd_open(first.process)))
 

@@ -199,7 +199,7 @@ class DockClient:
         """Renew leases where another process has taken the place of their index: no request may be due before it gives
         the rows to others."""
         if [*self.held()]:
-            self.pool.follow(self._indexes)
+            self.pool.reconnect_if_moved(self._indexes)
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address
 from distflow.store.clients import open_store
-from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
+from distflow.store.interface import Deadline, Store, StoreUnavailable, poll_interval
 
 _ANSWER, _START = 3.0, 60.0
 """Seconds within which the store must answer: whoever waits for a shard has more to look after; and at a start, when it
@@ -73,7 +73,7 @@ class ShardDirectory:
     @property
     def seconds(self) -> float:
         """Seconds between two looks of a process at a shard's entry."""
-        return paused(_POLL_INTERVAL, self.clients)
+        return poll_interval(_POLL_INTERVAL, self.clients)
 
     def find(self, number: int) -> ShardEntry | None:
         """Return the present entry of a shard. Raises StoreUnavailable."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.telemetry.events import record
 from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion, version_of
@@ -304,7 +304,7 @@ class Directory:
 
     @property
     def _interval(self) -> float:
-        return paused(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
+        return poll_interval(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
 
     @property
     def _silence(self) -> float:

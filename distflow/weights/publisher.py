@@ -180,7 +180,7 @@ class SourceServer:
             if other is not None and other is not client:
                 if other.who != client.who and time.monotonic() - other.heard < self.timeout:
                     return {"busy": other.who}, []
-                other.connection.hang_up()
+                other.connection.shut_down()
             self.leaseholder, client.leaseholder, client.key = client, None, chunks.key
         self._announce(client.who)
         return self._have(client, chunks), []

@@ -190,7 +190,7 @@ class SourceClient:
     @property
     def streams(self) -> int:
         """How many connections to the source together may be faster than one."""
-        return self.puller_end.streams if self.connection.delay() > _FAR else 1
+        return self.puller_end.streams if self.connection.round_trip_seconds() > _FAR else 1
 
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""

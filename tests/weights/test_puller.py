@@ -134,7 +134,7 @@ def test_the_streams_of_one_puller_share_its_lease(store, token, monkeypatch):
             all_asked.wait()
         if connection.leaseholder is not None and lost.acquire(blocking=False):
             busy.append(_lease_of(other, source, header["key"]))
-            connection.connection.hang_up()
+            connection.connection.shut_down()
         send(self, connection, header)
 
     monkeypatch.setattr(SourceServer, "_send_chunks", send_chunks)
