@@ -334,7 +334,7 @@ class RolloutContext:
         buffer = self._buffer(metrics)
         buffer.start(batch)
         rollouts = PartialRollouts(
-            self.engines[self.head[-1].role], dock.saved(lease)[0] if begun else _NOTHING,
+            self.engines[self.head[-1].role], dock.fetch_saved(lease)[0] if begun else _NOTHING,
             self.spec.run.on_new_weights == "restart",
             partial(self.turns.save, turn=turn) if self.saves_partial else lambda rows: None)
         return Prompt(lease, metrics.step, buffer, metrics, rollouts, turn,

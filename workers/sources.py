@@ -105,7 +105,7 @@ class AsyncSource(Dataloader):
             self.colocated.sample(len(self.leases), partial(self._has, number, prompts * self.channel.rows))
 
     def _has(self, number: int, rows: int) -> bool:
-        return self.dock.try_look(self.consumer, rows, least=rows, step=number) is not None
+        return self.dock.try_peek(self.consumer, rows, least=rows, step=number) is not None
 
     def _enqueue_prompts(self, number: int) -> None:
         """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""

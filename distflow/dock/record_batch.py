@@ -64,7 +64,7 @@ def unpack(rows: int, schema: Schema, data: numpy.ndarray) -> Batch:
     """Return a message's batch: views of `data` [bytes] uint8. Raises `ColumnError`: schema and bytes do not fit."""
     ids, columns, whole = data[: 8 * rows].view(numpy.int64), {}, torch.from_numpy(data)
     for name, extents in read_payload(rows, schema, data).items():
-        form = _known(name, extents.form)
+        form = _check_form(name, extents.form)
         begins = [int(begin[0]) if rows else 0 for begin in extents.begin]
         sizes = [int(count.sum()) for count in extents.count]
         lengths = [torch.from_numpy(extents.count[0])] if form.depth else []
@@ -93,7 +93,7 @@ def gather(ids: Tensor, parts: Sequence[ReadRows], take: Take) -> Batch:
 
 
 def _gather(name: str, rows: int, parts: Sequence[ReadRows], take: Take) -> ColumnData:
-    form = _known(name, parts[0].columns[name].form)
+    form = _check_form(name, parts[0].columns[name].form)
     for part in parts:
         part.columns[name].check_form(name, form)
     lengths, values = list[Tensor](), torch.empty(0)
@@ -122,7 +122,7 @@ def _copy(name: str, part: ReadRows, number: int, width: int, at: Ids, target: n
         raise ColumnError(f"column `{name}`: {error}") from None
 
 
-def _known(name: str, form: ElementForm) -> ElementForm:
+def _check_form(name: str, form: ElementForm) -> ElementForm:
     kind = _DTYPES.get(form.dtype)
     if kind is None:
         raise ColumnError(f"column `{name}` is of type {form.dtype}, which torch {torch.__version__} does not have")
