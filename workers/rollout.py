@@ -34,7 +34,7 @@ from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader
-from distflow.data.row_filter import joined
+from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
@@ -491,4 +491,4 @@ class RolloutExecutor(Executor):
 
 
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:
-    return {key: joined(first[key], batch) for key, batch in second.items()}
+    return {key: concat_non_empty(first[key], batch) for key, batch in second.items()}

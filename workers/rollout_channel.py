@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.assignment import assign, assign_near
-from distflow.data.batch import Batch, ColumnData, Ragged, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, Ragged, from_levels, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, TimedOut
@@ -317,7 +317,7 @@ def columns_of(task: Task, written: Batch, names: Iterable[str], ids: Tensor, ti
     wanted = ids // times
     if torch.equal(written.ids, wanted):
         return {name: written[name] for name in names}
-    missing = ~(torch.isin(wanted, written.ids) | buffer.dropped(wanted, task.out_fan))
+    missing = ~(torch.isin(wanted, written.ids) | buffer.is_dropped(wanted, task.out_fan))
     if missing.any():
         raise ColumnError(f"node `{task.node}` has not written {', '.join(names)} of the rows "
                           f"{torch.unique(wanted[missing])[:5].tolist()}, which other ranks read and no node has "
@@ -332,7 +332,7 @@ def _blank(column: ColumnData, rows: int) -> ColumnData:
     """Return so many rows in the form of a column that has none."""
     lengths, values = levels(column)
     blank = torch.zeros(rows, dtype=torch.int64)
-    return of_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
+    return from_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
 
 
 def report_column(reports: list[bytes], rows: int) -> Ragged:

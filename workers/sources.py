@@ -154,7 +154,7 @@ class AsyncSource(Dataloader):
         if buffer.drawn is not None:
             return self.rows.ids
         finest = max((self.lineage.of(move.producer) for move in self.plan.dock), key=len)
-        return self.rows.ids[buffer.kept.among(self.lineage, self.rows.ids, finest)]
+        return self.rows.ids[buffer.kept.is_kept(self.lineage, self.rows.ids, finest)]
 
     def receive_from(self, node: str, buffer: Databuffer) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what a node of another group writes for this rank's rows, once it is there for all rows."""

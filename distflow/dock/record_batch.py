@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, dtype_name, from_levels, levels
 from distflow.data.column_buffers import buffers_of, form_of
-from distflow.data.row_copies import ScatteredRuns, copy_runs, raw
+from distflow.data.row_copies import ScatteredRuns, as_bytes, copy_runs
 from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
 from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
@@ -56,7 +56,7 @@ def _raw_column(column: ColumnData) -> tuple[ElementForm, list[tuple[numpy.ndarr
     form = form_of(column)
     buffers = [(each.data, width, each.bounds) for each, width in zip(buffers_of(column), form.widths, strict=True)]
     if form.depth:
-        buffers.insert(0, (raw(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
+        buffers.insert(0, (as_bytes(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
     return ElementForm(form.depth, form.dtype, form.shape, form.widths[-1]), buffers
 
 
@@ -70,7 +70,7 @@ def unpack(rows: int, schema: Schema, data: numpy.ndarray) -> Batch:
         lengths = [torch.from_numpy(extents.count[0])] if form.depth else []
         lengths += [torch.from_numpy(data[begin : begin + 8 * size].view(numpy.int64))
                     for begin, size in zip(begins, sizes[:-1])]
-        columns[name] = of_levels(lengths, _elements(whole[begins[-1] :][: sizes[-1] * form.width], form, sizes[-1]))
+        columns[name] = from_levels(lengths, _elements(whole[begins[-1] :][: sizes[-1] * form.width], form, sizes[-1]))
     return Batch(torch.from_numpy(ids), columns)
 
 
@@ -111,7 +111,7 @@ def _gather(name: str, rows: int, parts: Sequence[ReadRows], take: Take) -> Colu
             lengths.append(torch.from_numpy(target.view(numpy.int64)))
         else:
             values = _elements(torch.from_numpy(target), form, int(ends[-1]))
-    return of_levels(lengths, values)
+    return from_levels(lengths, values)
 
 
 def _copy(name: str, part: ReadRows, number: int, width: int, at: Ids, target: numpy.ndarray) -> None:
