@@ -266,7 +266,7 @@ class FakePublisher(Publisher):
 
 
 def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> None:
-    attempts[number] = FakePublisher(client, number, ranks)._meet(LIMIT)
+    attempts[number] = FakePublisher(client, number, ranks)._agree_on_attempt(LIMIT)
 
 
 def fake_relay(client: Store, number: int) -> Directory:
@@ -281,7 +281,7 @@ def publish(ranks: int, attempt: str, version: int, number: int, client: Store) 
     made._withdraw()
     held = HeldChunks(version, key(version, attempt), 1, 1)
     made.directory.update(held=(held,))
-    made._count_in(version, ManifestDigest("f" * 32, 1, 1))
+    made._report_part(version, ManifestDigest("f" * 32, 1, 1))
 
 
 def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
@@ -290,7 +290,7 @@ def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> 
     mine.update()
     sought = key(version, attempt)
     assert mine.newest() == sought
-    head = mine.heads()[0]
+    head = mine.newest_versions()[0]
     assert head.key == sought
     assert mine.elect(sought, mine.holders(range(ranks)))
     mine.update(held=(HeldChunks(version, sought, 0, 1),))

@@ -78,7 +78,7 @@ def buffers_of(column: ColumnData) -> list[ColumnBuffer]:
     """Return the buffers of a column; a level that is contiguous and on the CPU is not copied."""
     lengths, values = levels(column)
     return [ColumnBuffer(as_bytes(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column),
-                                                                    strict=True)]
+                                                                         strict=True)]
 
 
 def column_of(form: ColumnForm, buffers: list[tuple[Tensor, np.ndarray]]) -> ColumnData:

@@ -255,7 +255,7 @@ def test_rows_as_a_person_reads_them():
     buffer.put(rollout, {"t_completion": encode_text("uvwxyz"), "r_tokens": Ragged.from_rows(list(ids[:, None]))}, ids)
     names = ("t_question", "t_completion", "r_tokens", "d_reward")
     assert buffer.sample_rows(names, 3) == {"t_question": ["a", "b", "c"], "t_completion": ["u", "w", "y"],
-                                         "r_tokens": [[0], [2], [4]]}
+                                            "r_tokens": [[0], [2], [4]]}
     buffer.put(reward, {"d_reward": torch.arange(12.0)}, torch.arange(12))
     assert buffer.sample_rows(names, 2)["d_reward"] == [0.0, 3.0]
     assert set(buffer.sample_rows(names, 2)) == set(names)

@@ -167,5 +167,5 @@ def test_a_link_without_delay_has_one_connection_and_a_far_one_several(store, to
 def _lease_of(puller, source, key):
     """Return who has the lease that a puller asks for."""
     (entry,) = (each for each in puller.directory.holders([0]).values() if each.who == source.who)
-    with contextlib.closing(puller.connections.take(entry, puller.directory.heads()[0])) as asking:
+    with contextlib.closing(puller.connections.take(entry, puller.directory.newest_versions()[0])) as asking:
         return asking.lease()
