@@ -46,7 +46,7 @@ from distflow.recovery.rank_status import RankStatus  # noqa: E402
 from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup  # noqa: E402
 from distflow.recovery.store import RunStore  # noqa: E402
 from distflow.store.etcd import EtcdStore  # noqa: E402
-from distflow.store.interface import Store, paused  # noqa: E402
+from distflow.store.interface import Store, poll_interval  # noqa: E402
 from distflow.store.tcp import TCPStoreClient, _Connection  # noqa: E402
 from distflow.telemetry.heartbeat import Silence  # noqa: E402
 from distflow.weights import directory as directories  # noqa: E402
@@ -266,7 +266,7 @@ class FakePublisher(Publisher):
 
 
 def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> None:
-    attempts[number] = FakePublisher(client, number, ranks)._meet(LIMIT)
+    attempts[number] = FakePublisher(client, number, ranks)._agree_on_attempt(LIMIT)
 
 
 def fake_relay(client: Store, number: int) -> Directory:
@@ -281,7 +281,7 @@ def publish(ranks: int, attempt: str, version: int, number: int, client: Store) 
     made._withdraw()
     held = HeldChunks(version, key(version, attempt), 1, 1)
     made.directory.update(held=(held,))
-    made._count_in(version, ManifestDigest("f" * 32, 1, 1))
+    made._report_part(version, ManifestDigest("f" * 32, 1, 1))
 
 
 def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
@@ -290,7 +290,7 @@ def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> 
     mine.update()
     sought = key(version, attempt)
     assert mine.newest() == sought
-    head = mine.heads()[0]
+    head = mine.newest_versions()[0]
     assert head.key == sought
     assert mine.elect(sought, mine.holders(range(ranks)))
     mine.update(held=(HeldChunks(version, sought, 0, 1),))
@@ -352,10 +352,10 @@ def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
         mine.newest()
         mine.store.wait(["next/of another"], 0.001)
 
-    measured(1 / paused(supervisor._POLL, ranks), supervise)
+    measured(1 / poll_interval(supervisor._POLL, ranks), supervise)
     few = clients[: min(SAMPLED, machines)]
     measured(1 / HEARTBEAT_SECONDS / LOCAL, beat)
-    few, interval = clients[:SAMPLED], paused(directories.HEARTBEAT_SECONDS, ranks // 2)
+    few, interval = clients[:SAMPLED], poll_interval(directories.HEARTBEAT_SECONDS, ranks // 2)
     measured(1 / interval, hold)
     measured(0.5 / interval, look)
     total = [sum(rate * getattr(cost, name) for rate, cost in costs)

@@ -220,9 +220,9 @@ def swap(bench: Bench, name: str, tensors: Callable[[], Iterable[Tensor]]) -> Pa
                     f"on each rank, of {shown(room)}")
     attic, size, out, back = HostOffload(tensors), held(tensors()), [], []
     for _ in range(bench.repeats + 1):
-        out.append(bench.seconds(attic.out))
+        out.append(bench.seconds(attic.offload))
         gone = size - held(tensors())
-        back.append(bench.seconds(lambda: (attic.back(), attic.ready())))
+        back.append(bench.seconds(lambda: (attic.reload(), attic.wait())))
     return Part(f"swap {name}", f"{name} to host memory: {shown(gone)} given back in {_ms(out[1:])}, there again in "
                 f"{_ms(back[1:])}", {"released_bytes": [gone], "out_seconds": out[1:], "back_seconds": back[1:]})
 

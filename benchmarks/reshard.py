@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from benchmarks.group import on_ranks, peak_over, timed
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed
 from distflow.weights.offload import HostOffload
-from distflow.weights.reshard import all_gather, gathered
+from distflow.weights.reshard import all_gather, gather_tensors
 
 RANKS, BUCKET = 4, 32 * 1024**2
 GOAL = 0.7
@@ -107,12 +107,12 @@ class Side:
 
     def gather(self) -> None:
         into = self.slices if self.parts == 1 else None
-        for name, whole in gathered(self.shards, into=into, bucket_bytes=BUCKET):
+        for name, whole in gather_tensors(self.shards, into=into, bucket_bytes=BUCKET):
             self.place(name, whole)
 
     def ours(self) -> None:
         self.gather()
-        self.attic.out()
+        self.attic.offload()
 
     def naive(self) -> None:
         for name, whole in {name: shard.full_tensor() for name, shard in self.shards.items()}.items():
@@ -147,7 +147,7 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
     """Bytes and seconds, the worst of all ranks."""
     side = Side(case, mib)
     copies = side.copies()
-    for way in (side.ours, side.attic.back, side.naive, copies):  # first use, and what arrives
+    for way in (side.ours, side.attic.reload, side.naive, copies):  # first use, and what arrives
         way()
         if way in (side.ours, side.naive):
             side.verify()
@@ -158,7 +158,7 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
     side.ours()
     left = sum(shard.to_local().untyped_storage().nbytes() for shard in side.shards.values())
     swapped = side.attic.bytes
-    side.attic.back()
+    side.attic.reload()
     pairs = interleaved({"ours": lambda _: _and_back(side), "copies": lambda _: timed(copies)}, repeats)
     worst = torch.tensor([peaks["ours"], peaks["naive"], left, shards + slices, swapped], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -167,7 +167,7 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
 
 def _and_back(side: Side) -> float:
     seconds = timed(side.ours)
-    side.attic.back()
+    side.attic.reload()
     return seconds
 
 

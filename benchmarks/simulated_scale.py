@@ -40,7 +40,7 @@ from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from benchmarks.rows import PER_TOKEN, Case  # noqa: E402
 from distflow.data.assignment import RowCounts  # noqa: E402
 from distflow.data.batch import Batch, Ragged  # noqa: E402
-from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree, announce  # noqa: E402
+from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree_on_forms, announce  # noqa: E402
 from distflow.plan import SOURCE, Column, Layout, RowLineage, Task  # noqa: E402
 from distflow.telemetry.metrics import Metrics  # noqa: E402
 
@@ -106,10 +106,10 @@ def _route(ranks: int, rows: int, repeat: int) -> float:
     begin = time.process_time()
     found = RowNotices(notices)
     assignment, _ = RowCounts(lineage, layout).assign(found.payloads(), machines)
-    route = Route(found, agree(found), assignment.destinations(lineage, SOURCE, layout), ranks)
+    route = Route(found, agree_on_forms(found), assignment.destinations(lineage, SOURCE, layout), ranks)
     route.sent(0)
     route.received(0, ranks)
-    route.crosses(np.array(machines), receivers)
+    route.crosses_machines(np.array(machines), receivers)
     return time.process_time() - begin
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
-from distflow.weights.reshard import gathered
+from distflow.weights.reshard import gather_tensors
 from workers.engines import fsdp
 from workers.engines.embedded import build_model
 from workers.engines.value import with_value_head
@@ -97,7 +97,7 @@ def trained_by(engine: fsdp.FSDPEngine, mine: Batch) -> Trained:
     found = Trained()
 
     def look(*_):
-        gradients = gathered({name: shard.grad for name, shard in engine.shards().items()})
+        gradients = gather_tensors({name: shard.grad for name, shard in engine.shards().items()})
         found.gradients = found.gradients or {name: tensor.clone().numpy() for name, tensor in gradients}
 
     engine.optimizer.register_step_pre_hook(look)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from distflow.config.load import Spec
-from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, dtype_name, from_levels, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather, gather_values
 from distflow.errors import CheckpointError
@@ -100,7 +100,7 @@ class TrainerBuffer(Databuffer):
         mine = {name: (len(lengths), dtype_name(values.dtype), values.shape[1:])
                 for name, column in part.columns.items() for lengths, values in [levels(column)]}
         forms = next(filter(None, gather_values(mine if len(part) else {})), mine)
-        return part if len(part) else Batch(part.ids, {name: of_levels(
+        return part if len(part) else Batch(part.ids, {name: from_levels(
             [torch.zeros(0, dtype=torch.int64)] * depth, torch.zeros((0, *shape), dtype=getattr(torch, dtype)))
             for name, (depth, dtype, shape) in forms.items()})
 

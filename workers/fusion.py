@@ -15,7 +15,7 @@ from torch import Tensor
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
-from distflow.data.row_filter import joined
+from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, TimedOut
 from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import current
@@ -76,7 +76,7 @@ class Fusion:
     def _seen(self, dock: DockClient, draw: int, least: int, timeout: SampleTimeout) -> bytes:
         """Return the rows that are there; nothing if they are too few so far, as the other ranks wait for an answer."""
         try:
-            seen = dock.look(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=timeout.wait)
+            seen = dock.peek(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=timeout.wait)
         except TimedOut as error:
             timeout.check(error)
             return b""
@@ -89,6 +89,6 @@ class Fusion:
         run_chain(self.tasks, self.arrived.buffer, self.executor)
         for task in self.tasks:
             batch = self.arrived.buffer.step_columns[task.node, task.layout]
-            batch = joined(self.written[task.node], batch) if task.node in self.written else batch
+            batch = concat_non_empty(self.written[task.node], batch) if task.node in self.written else batch
             self.written[task.node] = batch.select(batch.ids.argsort())
         return {task.node: self.executor.seconds[task.node] - before[task.node] for task in self.tasks}

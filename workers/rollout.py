@@ -34,13 +34,13 @@ from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader
-from distflow.data.row_filter import joined
+from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, DockError, LeaseLost
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
 from distflow.rpc.errors import RpcError
-from distflow.store.interface import StoreUnavailable, paused
+from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, current, recording
 from workers.engines.role_engines import RoleEngines
@@ -198,7 +198,7 @@ class RolloutContext:
         self.spec, self.plan, self.roles, self.loader, self.channel = spec, plan, roles, loader, channel
         self.functions, self.who, self.dedicated = functions, who, dedicated
         self.validation = validation
-        self.poll = _POLL_INTERVAL if dedicated else paused(_COLOCATED_INTERVAL, n_loops)
+        self.poll = _POLL_INTERVAL if dedicated else poll_interval(_COLOCATED_INTERVAL, n_loops)
         last = max(index for index, task in enumerate(plan.tasks) if task.samples)
         # The trainer drops rows, as in other modes, so that they are counted once.
         chain = [replace(task, writes=tuple(name for name in task.writes if name != KEEP)) for task in plan.tasks]
@@ -334,7 +334,7 @@ class RolloutContext:
         buffer = self._buffer(metrics)
         buffer.start(batch)
         rollouts = PartialRollouts(
-            self.engines[self.head[-1].role], dock.saved(lease)[0] if begun else _NOTHING,
+            self.engines[self.head[-1].role], dock.fetch_saved(lease)[0] if begun else _NOTHING,
             self.spec.run.on_new_weights == "restart",
             partial(self.turns.save, turn=turn) if self.saves_partial else lambda rows: None)
         return Prompt(lease, metrics.step, buffer, metrics, rollouts, turn,
@@ -491,4 +491,4 @@ class RolloutExecutor(Executor):
 
 
 def _joined(first: StepColumns, second: StepColumns) -> StepColumns:
-    return {key: joined(first[key], batch) for key, batch in second.items()}
+    return {key: concat_non_empty(first[key], batch) for key, batch in second.items()}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.assignment import assign, assign_near
-from distflow.data.batch import Batch, ColumnData, Ragged, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, Ragged, from_levels, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, TimedOut
@@ -35,7 +35,7 @@ from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan, RowLineage, 
 from distflow.recovery.store import RunStore
 from distflow.rpc.connection import Address
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
-from distflow.store.interface import Store, paused
+from distflow.store.interface import Store, poll_interval
 from distflow.telemetry.metrics import Metrics
 from distflow.weights.puller import Puller
 
@@ -166,7 +166,7 @@ class RolloutChannel:
     def over(self) -> bool:
         """Whether nothing more is to be sampled; many ranks look less often than they ask."""
         if (now := time.monotonic()) >= self.look_at and not self.known_over:
-            self.known_over, self.look_at = self.store.has(_OVER), now + paused(0.0, self.ranks)
+            self.known_over, self.look_at = self.store.has(_OVER), now + poll_interval(0.0, self.ranks)
         return self.known_over
 
     def leave(self) -> None:
@@ -317,7 +317,7 @@ def columns_of(task: Task, written: Batch, names: Iterable[str], ids: Tensor, ti
     wanted = ids // times
     if torch.equal(written.ids, wanted):
         return {name: written[name] for name in names}
-    missing = ~(torch.isin(wanted, written.ids) | buffer.dropped(wanted, task.out_fan))
+    missing = ~(torch.isin(wanted, written.ids) | buffer.is_dropped(wanted, task.out_fan))
     if missing.any():
         raise ColumnError(f"node `{task.node}` has not written {', '.join(names)} of the rows "
                           f"{torch.unique(wanted[missing])[:5].tolist()}, which other ranks read and no node has "
@@ -332,7 +332,7 @@ def _blank(column: ColumnData, rows: int) -> ColumnData:
     """Return so many rows in the form of a column that has none."""
     lengths, values = levels(column)
     blank = torch.zeros(rows, dtype=torch.int64)
-    return of_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
+    return from_levels([blank, *lengths[1:]], values) if lengths else values.new_zeros((rows, *values.shape[1:]))
 
 
 def report_column(reports: list[bytes], rows: int) -> Ragged:

@@ -28,7 +28,7 @@ from distflow.dock import DockClient, LeaseLost, TimedOut
 from distflow.dock.index import Lease
 from distflow.errors import EngineError
 from distflow.plan import Layout, Plan
-from distflow.store.interface import paused
+from distflow.store.interface import poll_interval
 from distflow.telemetry import events
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.run_reader import Row, RunReader, is_validation
@@ -249,7 +249,7 @@ class RolloutValidation:
     def _has_weights(self, lease: Lease) -> bool:
         """Wait for the weights of a request. Return whether they have come: a trainer that has died may have been the
         only one that had them, and the one that restarts asks for others."""
-        look = paused(_POLL_INTERVAL, self.channel.ranks)
+        look = poll_interval(_POLL_INTERVAL, self.channel.ranks)
         while not self.engine.wait(int(lease.versions[0]), look):
             if self.channel.validation_of(lease) not in self.channel.validations():
                 return False

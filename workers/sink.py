@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.config.loggers import loggers_of
-from distflow.data.batch import Ragged, plain
+from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.plan import REWARD_PARTS, ROW, Plan
@@ -309,7 +309,7 @@ def _all_samples(buffer: Databuffer, own: Sequence[str]) -> list[dict[str, Any]]
     sample side by side, each row says its `node`."""
     found, rows = buffer.all_rows((*_SHOWN, *_WHOLE, *own)), []
     for node, columns in found.items():
-        values = {name: plain(column) for name, column in columns.items() if name not in ("responses", "advantages")}
+        values = {name: to_list(column) for name, column in columns.items() if name not in ("responses", "advantages")}
         if isinstance(responses := columns.get("responses"), Ragged):
             values["length"] = responses.lengths.tolist()
         if isinstance(each := columns.get("advantages"), Ragged):
@@ -327,7 +327,7 @@ def _all_samples(buffer: Databuffer, own: Sequence[str]) -> list[dict[str, Any]]
 def _samples(buffer: Databuffer, count: int, own: Sequence[str],
              tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
     """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
-    columns = buffer.readable(_SHOWN, count, (*_BESIDE, *own))
+    columns = buffer.sample_rows(_SHOWN, count, (*_BESIDE, *own))
     names = [name for name in (ROW, "group", *_SHOWN, *_BESIDE[2:]) if name in columns]
     rows = [_as_sample(dict(zip(names, values)), tokenizer) for values in zip(*(columns[name] for name in names))]
     for name in (name for name in own if name in columns):

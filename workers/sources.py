@@ -105,7 +105,7 @@ class AsyncSource(Dataloader):
             self.colocated.sample(len(self.leases), partial(self._has, number, prompts * self.channel.rows))
 
     def _has(self, number: int, rows: int) -> bool:
-        return self.dock.try_look(self.consumer, rows, least=rows, step=number) is not None
+        return self.dock.try_peek(self.consumer, rows, least=rows, step=number) is not None
 
     def _enqueue_prompts(self, number: int) -> None:
         """Let rollouts sample draw `number`, and the draws that may follow so soon if the dock has room for them."""
@@ -154,7 +154,7 @@ class AsyncSource(Dataloader):
         if buffer.drawn is not None:
             return self.rows.ids
         finest = max((self.lineage.of(move.producer) for move in self.plan.dock), key=len)
-        return self.rows.ids[buffer.kept.among(self.lineage, self.rows.ids, finest)]
+        return self.rows.ids[buffer.kept.is_kept(self.lineage, self.rows.ids, finest)]
 
     def receive_from(self, node: str, buffer: Databuffer) -> Iterator[tuple[Task, Mapping[str, ColumnData], Tensor]]:
         """Yield what a node of another group writes for this rank's rows, once it is there for all rows."""

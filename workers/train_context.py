@@ -194,7 +194,7 @@ class TrainContext:
 
     def draw_more(self, task: Task) -> bool:
         """Draw further prompts if the filter `task` has left too few. Return whether it was so."""
-        if self.buffer.full(task, self.source.batch):
+        if self.buffer.finish_draw(task, self.source.batch):
             return False
         self._draw(self.buffer.draw_again)
         return True
@@ -252,7 +252,7 @@ class TrainContext:
     def divide_rows(self) -> None:
         """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""
         if self.balance.record([rank.get(SAMPLED, (0.0, 0.0)) for rank in current().of_ranks]) and not self.rank:
-            events.record("rows_rebalanced", rows=[self.balance.current(each).rows for each in self.balance.layouts])
+            events.record("rows_rebalanced", rows=[self.balance.rebalanced(each).rows for each in self.balance.layouts])
 
     def follow(self, step: int) -> None:
         """Move the roles that follow a trained one. Snapshots of the step before are complete: weights have changed."""

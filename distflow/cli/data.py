@@ -22,7 +22,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _described(spec: Spec) -> Iterator[str]:
     from distflow.data.checks import open_validation_sets
-    from distflow.data.dataset import filtered, open_training_sets
+    from distflow.data.dataset import filters_of, open_training_sets
     from distflow.data.duplicates import NEAR, overlaps, repeated
 
     field, turns = spec.run.data.question, spec.run.data.turns
@@ -31,15 +31,15 @@ def _described(spec: Spec) -> Iterator[str]:
     rows += [[name, f"{len(records):,}", f"{count / sum(turns):.1%}", f"{repeated(records, field):,}"]
              for (name, records), count in zip(training.items(), turns)]
     yield from table(rows)
-    for name, found in ((name, filtered(records)) for name, records in training.items()):
+    for name, found in ((name, filters_of(records)) for name, records in training.items()):
         if found:
             yield f"{name}: {len(found):,} of {len(found.records):,} records are kept; {found.describe()}"
     for name, other, found in overlaps(training, tested, field):
         yield (f"\n{other} ({len(tested[other]):,} questions): {found.exact:,} are in {name}, and {found.near:,} "
                f"others nearly so (at least {NEAR:.0%} of their runs of eight letters are the same)")
         for here, there in found.examples:
-            yield f"  {tested[other].where(there)}  {_shown(tested[other].get([there])[0][field])}"
-            yield f"  {training[name].where(here)}  {_shown(training[name].get([here])[0][field])}"
+            yield f"  {tested[other].location(there)}  {_shown(tested[other].get([there])[0][field])}"
+            yield f"  {training[name].location(here)}  {_shown(training[name].get([here])[0][field])}"
 
 
 def _shown(question: object) -> str:

@@ -107,7 +107,7 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
         return found, len(records), 0
     if data.images:
         raise InvalidInput(Diagnostic(f"a field of {len(empty)} records is empty, and records with images cannot be "
-                                      "left out", records.where(min(empty)), "Take them out of the data."))
+                                      "left out", records.location(min(empty)), "Take them out of the data."))
     with (folder / "problems.jsonl").open("w", encoding="utf-8") as file:
         for index in (index for index in range(len(records)) if index not in empty):
             file.write(json.dumps(records.get([index])[0], default=str) + "\n")

@@ -73,12 +73,13 @@ def _lightest_first(sizes: np.ndarray, loads: np.ndarray, counts: np.ndarray) ->
         keys = [(load * most + count) * shares + share
                 for share, (load, count) in enumerate(zip(loads.tolist(), counts.tolist()))]
         heapq.heapify(keys)
-        return np.array(_one_by_one(keys, [(size * most + 1) * shares for size in sizes.tolist()], shares), np.int64)
+        steps = [(size * most + 1) * shares for size in sizes.tolist()]
+        return np.array(_assign_by_heap(keys, steps, shares), np.int64)
     keys = np.sort((loads * most + counts) * shares + np.arange(shares))
-    return _in_waves(keys, (sizes * most + 1) * shares, shares)
+    return _assign_in_waves(keys, (sizes * most + 1) * shares, shares)
 
 
-def _one_by_one(heap: list[int], steps: Sequence[int], shares: int) -> list[int]:
+def _assign_by_heap(heap: list[int], steps: Sequence[int], shares: int) -> list[int]:
     """Return the share of each unit. `heap`: a number for each share, which begins with its load and ends with the
     share's own; `steps`: by how much a unit raises it."""
     chosen = []
@@ -88,8 +89,8 @@ def _one_by_one(heap: list[int], steps: Sequence[int], shares: int) -> list[int]
     return chosen
 
 
-def _in_waves(keys: np.ndarray, steps: np.ndarray, shares: int) -> np.ndarray:
-    """Return what `_one_by_one` does, many units at a time. `keys` ascend: the next units go to one share after the
+def _assign_in_waves(keys: np.ndarray, steps: np.ndarray, shares: int) -> np.ndarray:
+    """Return what `_assign_by_heap` does, many units at a time. `keys` ascend: the next units go to one share after the
     other, as long as the next share is lighter than all that have just got one."""
     chosen, done = np.empty(len(steps), np.int64), 0
     while done < len(steps):
@@ -98,7 +99,7 @@ def _in_waves(keys: np.ndarray, steps: np.ndarray, shares: int) -> np.ndarray:
         wave = int(heavier.argmax()) + 1 if heavier.any() else len(after)
         if wave < len(after) // _AT_ONCE:  # few shares are much lighter than all others
             heap, wave = keys.tolist(), len(after)
-            chosen[done : done + wave] = _one_by_one(heap, steps[done : done + wave].tolist(), shares)
+            chosen[done : done + wave] = _assign_by_heap(heap, steps[done : done + wave].tolist(), shares)
             keys = np.array(heap)
         else:
             chosen[done : done + wave] = keys[:wave] % shares
@@ -156,7 +157,7 @@ def assign_near(weights: Tensor, machines: Sequence[int], at: Tensor, fixed: Ten
 def _assign_near(sizes: np.ndarray, machine_of: np.ndarray, located: np.ndarray, near: np.ndarray,
                  parts: Sequence[int]) -> np.ndarray:
     if parts:
-        return _uneven(sizes, machine_of, located, near, np.array(parts))
+        return _assign_to_unlike_shares(sizes, machine_of, located, near, np.array(parts))
     shares, anywhere = len(machine_of), _assign(sizes, len(machine_of), near)
     if (machine_of == machine_of[0]).all():
         return anywhere
@@ -198,14 +199,14 @@ def _fill_machines(machines: _Machines, sizes: np.ndarray, near: np.ndarray, hea
     for machine in np.flatnonzero(runs).tolist():
         own = machines.of_units[slice(*machines.units[machine : machine + 2])]
         there = machines.of_shares[slice(*machines.shares[machine : machine + 2])]
-        near[own] = _near(sizes[own], list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist())),
-                          heaviest, bound)
+        taken = list(zip(loads[there].tolist(), counts[there].tolist(), there.tolist()))
+        near[own] = _fit_on_own_machine(sizes[own], taken, heaviest, bound)
 
 
 def _fill_at_once(machines: _Machines, chosen: np.ndarray, sizes: np.ndarray, near: np.ndarray,
                   taken: tuple[np.ndarray, np.ndarray], bound: int) -> bool:
-    """Place the next unit of each machine at a time, with the result of `_near`. Return False, with nothing placed, if
-    the keys would exceed int64."""
+    """Place the next unit of each machine at a time, with the result of `_fit_on_own_machine`. Return False, with
+    nothing placed, if the keys would exceed int64."""
     units, shares = np.diff(machines.units)[chosen], np.diff(machines.shares)[chosen]
     longest, widest, (loads, counts) = int(units.max()), int(shares.max()), taken
     most = int(counts.max()) + longest + 1
@@ -235,7 +236,7 @@ def _rectangle(begins: np.ndarray, counts: np.ndarray, longest: int) -> tuple[np
     return np.where(within, begins + np.arange(longest)[:, None], 0), within
 
 
-def _near(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
+def _fit_on_own_machine(sizes: np.ndarray, taken: list[tuple[int, int, int]], heaviest: int, bound: int) -> np.ndarray:
     """Return the shares of a machine's units; -1: does not fit. `taken`: (load, units, share)."""
     result = np.full(len(sizes), -1)
     if not any(count for _, count, _ in taken):
@@ -296,8 +297,8 @@ def imbalance(sizes: np.ndarray, shares_of: np.ndarray, shares: int, parts: Sequ
     return most * int(due.sum()) / total if total else 1.0
 
 
-def _uneven(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: np.ndarray, parts: np.ndarray) -> \
-        np.ndarray:
+def _assign_to_unlike_shares(sizes: np.ndarray, machines: np.ndarray, located: np.ndarray, near: np.ndarray,
+                             parts: np.ndarray) -> np.ndarray:
     """Assign units to unlike shares: each to the one that then finishes its load first (Gonzalez, Ibarra and Sahni
     1977), preferring one on the unit's machine that finishes before the last one anyway."""
     on_one_machine, by_size = (machines == machines[0]).all(), _heaviest_first(sizes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from distflow.data.row_copies import copy_runs, raw
+from distflow.data.row_copies import as_bytes, copy_runs
 from distflow.errors import ColumnError, InvalidInput
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Ragged:
     def from_rows(cls, rows: Sequence[Tensor | Ragged], dtype: torch.dtype = torch.int64) -> Ragged:
         """Make a column of one tensor [length, …] or one Ragged a row; `dtype` is that of a column without rows."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        return cls(_join(rows) if rows else torch.empty(0, dtype=dtype), lengths)
+        return cls(_concat_columns(rows) if rows else torch.empty(0, dtype=dtype), lengths)
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor) -> Ragged:
@@ -247,12 +247,12 @@ class Batch:
         return _with_ids(columns, table.num_rows)
 
 
-def plain(column: ColumnData) -> list[Any]:
+def to_list(column: ColumnData) -> list[Any]:
     """Return a column as Python values, one for each row; of text, strings."""
     if not isinstance(column, Ragged):
         return column.tolist()
     is_text = isinstance(column.values, Tensor) and column.values.dtype == torch.uint8
-    return decode_text(column) if is_text else [plain(row) for row in column.rows]
+    return decode_text(column) if is_text else [to_list(row) for row in column.rows]
 
 
 def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
@@ -264,7 +264,7 @@ def levels(column: ColumnData) -> tuple[list[Tensor], Tensor]:
     return lengths, column
 
 
-def of_levels(lengths: Sequence[Tensor], values: Tensor) -> ColumnData:
+def from_levels(lengths: Sequence[Tensor], values: Tensor) -> ColumnData:
     """Return the column that has these `levels`. Raises `ColumnError` if they do not fit together."""
     column: ColumnData = values
     for level in reversed(lengths):
@@ -292,15 +292,15 @@ def _concat(name: str, columns: list[ColumnData]) -> ColumnData:
         kinds = ["Tensor" if depth == 0 else "Ragged" if depth == 1 else f"{depth}-fold Ragged" for depth in depths]
         raise ColumnError(f"the parts of column `{name}` do not fit together: {' and '.join(sorted(kinds))} with "
                           f"elements of shape {' and '.join(str(list(shape)) for shape in shapes)}")
-    return _join(filled)
+    return _concat_columns(filled)
 
 
-def _join(parts: Sequence[ColumnData]) -> ColumnData:
+def _concat_columns(parts: Sequence[ColumnData]) -> ColumnData:
     """Concatenate columns. An empty part does not affect the result's type: `torch.tensor([])` is float32."""
     parts = [part for part in parts if len(part)] or [parts[0]]
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if ragged:
-        return Ragged(_join([part.values for part in ragged]), torch.cat([part.lengths for part in ragged]))
+        return Ragged(_concat_columns([part.values for part in ragged]), torch.cat([part.lengths for part in ragged]))
     return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
@@ -329,7 +329,7 @@ def _gather_ragged(parts: Sequence[Ragged], index: Tensor, allocate: Allocate = 
     row = element = 0
     for part in parts:
         there = ((index >= row) & (index < row + len(part))).nonzero().flatten() if len(parts) > 1 else slice(None)
-        copy_runs(raw(part.values), raw(gathered), (begin[there] - element).numpy(), at[there].numpy(),
+        copy_runs(as_bytes(part.values), as_bytes(gathered), (begin[there] - element).numpy(), at[there].numpy(),
                   lengths[there].numpy(), width)
         row, element = row + len(part), element + len(part.values)
     return Ragged(gathered, lengths)

@@ -11,7 +11,7 @@ from distflow.data.dataset import (
     check_images,
     check_records,
     fields_of,
-    filtered,
+    filters_of,
     open_records,
     open_training_sets,
 )
@@ -37,7 +37,7 @@ def check_data(spec: Spec) -> list[str]:
                               branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
-              for name, records in training.items() if (found := filtered(records))]
+              for name, records in training.items() if (found := filters_of(records))]
     tested = open_validation_sets(spec)
     for name, records in tested.items():
         empty = check_records(records, fields_of(spec.run.data, validation_fields(spec)), _nth(records),
@@ -70,7 +70,7 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
         return []
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
-            f"{records.where(empty[0])}: {instead}. --set data.strict=true refuses them"]
+            f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import ColumnData, Ragged, dtype_name, levels, of_levels
-from distflow.data.row_copies import raw
+from distflow.data.batch import ColumnData, Ragged, dtype_name, from_levels, levels
+from distflow.data.row_copies import as_bytes
 
 
 class ColumnForm(NamedTuple):
@@ -77,8 +77,8 @@ def elements_of(column: ColumnData) -> np.ndarray:
 def buffers_of(column: ColumnData) -> list[ColumnBuffer]:
     """Return the buffers of a column; a level that is contiguous and on the CPU is not copied."""
     lengths, values = levels(column)
-    return [ColumnBuffer(raw(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column),
-                                                                    strict=True)]
+    return [ColumnBuffer(as_bytes(data), bounds) for data, bounds in zip([*lengths[1:], values], bounds_of(column),
+                                                                         strict=True)]
 
 
 def column_of(form: ColumnForm, buffers: list[tuple[Tensor, np.ndarray]]) -> ColumnData:
@@ -87,4 +87,4 @@ def column_of(form: ColumnForm, buffers: list[tuple[Tensor, np.ndarray]]) -> Col
     values.append(buffers[-1][0].view(getattr(torch, form.dtype)).reshape(-1, *form.shape)
                   if math.prod(form.shape) else torch.empty(int(buffers[-1][1].sum()), *form.shape,
                                                             dtype=getattr(torch, form.dtype)))
-    return of_levels([torch.from_numpy(buffers[0][1]), *values[:-1]] if form.depth else [], values[-1])
+    return from_levels([torch.from_numpy(buffers[0][1]), *values[:-1]] if form.depth else [], values[-1])

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
-from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, plain
+from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, to_list
 from distflow.data.load_balance import LoadBalance
 from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
-from distflow.data.row_filter import KeptRows, joined
+from distflow.data.row_filter import KeptRows, concat_non_empty
 from distflow.errors import ColumnError, RankMissing
 from distflow.plan import KEEP, ROW, SOURCE, Layout, Lineage, Plan, RowLineage, Task, Transfer
 from distflow.telemetry import timeline
@@ -94,7 +94,7 @@ class Databuffer:
         for task in (task for task, *_ in arrived if KEEP in task.writes):
             self._drop(task)
 
-    def full(self, task: Task, prompts: int) -> bool:
+    def finish_draw(self, task: Task, prompts: int) -> bool:
         """Return whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
         More prompts than that are cut, latest first. The same on every rank."""
         left = self.kept.ancestors(self.lineage, 0)
@@ -106,10 +106,10 @@ class Databuffer:
         self.metrics.maximum(f"filter/{task.node}/prompts_short", max(0, prompts - len(left)))
         return True
 
-    def dropped(self, ids: Tensor, fan: Lineage) -> Tensor:
+    def is_dropped(self, ids: Tensor, fan: Lineage) -> Tensor:
         """Return which of the rows `ids` [rows] that the nodes `fan` repeated have left the step, [rows] bool."""
         return torch.zeros(len(ids), dtype=torch.bool) if self.kept is _ALL else \
-            ~self.kept.among(self.lineage, ids, fan)
+            ~self.kept.is_kept(self.lineage, ids, fan)
 
     def take(self, task: Task) -> Batch:
         """Return the columns that a task reads, in its layout and repeated to its rows. Every rank must call it.
@@ -126,7 +126,7 @@ class Databuffer:
         return Batch(ids, {column.parameter: found[key] if (key := (column.producer, column.name)) in found
                            else _empty(column.form) for column in task.reads})
 
-    def readable(self, names: Iterable[str], count: int, more: Iterable[str] = ()) -> dict[str, list[Any]]:
+    def sample_rows(self, names: Iterable[str], count: int, more: Iterable[str] = ()) -> dict[str, list[Any]]:
         """Return up to `count` of this rank's rows, spread over the step, as Python values by column: of the layout
         with most of the columns `names`, and then with most rows; columns of `more` are added where they are there."""
         names = set(names)
@@ -135,7 +135,7 @@ class Databuffer:
         best: dict[str, list[Any]] = {}
         for fan, batch in (pair for pairs in held.values() for pair in pairs if len(pair[0]) == deepest):
             ids = batch.ids[:: max(1, len(batch) // max(count, 1))][:count]
-            found = {name: plain(column) for name, column in self._columns_of(held, fan, ids).items()}
+            found = {name: to_list(column) for name, column in self._columns_of(held, fan, ids).items()}
             found = {ROW: ids.tolist(), **found} if ROW in held else found
             best = max(best, found, key=lambda columns: (
                 len(names & columns.keys()), max(map(len, columns.values()), default=0), len(columns)))
@@ -180,9 +180,9 @@ class Databuffer:
             if new:
                 self._redistribute(transfer.producer, new, task)
                 self.moved.update((transfer.producer, name, layout) for name in new)
-        return self._held(transfer.producer, layout, transfer.columns)
+        return self._columns_held(transfer.producer, layout, transfer.columns)
 
-    def _held(self, producer: str, layout: Layout, names: Iterable[str]) -> Batch:
+    def _columns_held(self, producer: str, layout: Layout, names: Iterable[str]) -> Batch:
         batch = self.step_columns[producer, layout]
         lost = [name for name in names if name not in batch.columns]
         if lost and len(batch):
@@ -192,7 +192,7 @@ class Databuffer:
 
     def _redistribute(self, producer: str, names: list[str], task: Task) -> None:
         layout, origin = task.layout, self._origin(producer)
-        held = self._held(producer, origin, names) if origin.leads(self.rank) else _NOTHING
+        held = self._columns_held(producer, origin, names) if origin.leads(self.rank) else _NOTHING
         name, before = f"{producer} → {task.node}", self.redistributor.moved
         try:
             with timeline.current().span(timeline.TRANSFERS, name, columns=names) as facts:
@@ -204,7 +204,7 @@ class Databuffer:
                 facts["bytes"] = self.redistributor.moved - before
         except RankMissing as error:
             rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
-                                error.ranks, self.balance.current(origin))
+                                error.ranks, self.balance.rebalanced(origin))
             raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
                               f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
                               f"rows {rows}", error.ranks) from error
@@ -222,7 +222,7 @@ class Databuffer:
     def _assign(self, layout: Layout, counts: list[bytes]) -> ShardAssignment:
         if layout not in self.assignments:
             self.assignments[layout], uneven = RowCounts(self.lineage, layout).assign(
-                counts, self.redistributor.host_group.machines, self.balance.current(layout).proportion)
+                counts, self.redistributor.host_group.machines, self.balance.rebalanced(layout).proportion)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
         return self.assignments[layout]
@@ -263,7 +263,7 @@ class Databuffer:
 
     def _keep_only(self, kept: KeptRows) -> None:
         self.drawn = None
-        self.kept = KeptRows(self.kept.ids[kept.among(self.lineage, self.kept.ids, self.kept.fan)], self.kept.fan)
+        self.kept = KeptRows(self.kept.ids[kept.is_kept(self.lineage, self.kept.ids, self.kept.fan)], self.kept.fan)
         self.assignments = {layout: kept.of_assignment(self.lineage, assignment, self.lineage.unit(layout))
                             for layout, assignment in self.assignments.items()}
         for (producer, layout), batch in self.step_columns.items():
@@ -279,7 +279,8 @@ class Databuffer:
         if self.earlier is None:
             return
         (step_columns, assignments, kept), self.drawn = self.earlier, None
-        self.step_columns = {key: joined(step_columns[key], batch) for key, batch in self.step_columns.items()}
+        self.step_columns = {key: concat_non_empty(step_columns[key], batch)
+                             for key, batch in self.step_columns.items()}
         self.assignments = {layout: assignments[layout].joined(later) for layout, later in self.assignments.items()}
         self.kept = KeptRows(torch.cat([kept.ids, self.kept.ids]), kept.fan)
         self.earlier = None

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
-from distflow.data.dataset import Fields, Record, Records
+from distflow.data.dataset import Record, Records, RequiredFields
 from distflow.data.load_balance import LoadBalance
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
@@ -48,7 +48,7 @@ class UsableRecords:
     """Records of which unusable ones, with an empty field or too long a prompt, are replaced by usable ones, found by
     steps of one length. Keeps no index, so that opening is quick, but judges no record twice."""
 
-    def __init__(self, records: Records, fields: Fields, too_long: Callable[[Record], bool] | None = None):
+    def __init__(self, records: Records, fields: RequiredFields, too_long: Callable[[Record], bool] | None = None):
         self.records, self.fields, self.too_long = records, fields, too_long
         self.unusable: dict[int, tuple[str, str]] = {}  # field, and why: of the records that were seen so far
         self.usable = bytearray(len(records))  # 1 for each that was seen
@@ -57,30 +57,30 @@ class UsableRecords:
     def __len__(self) -> int:
         return len(self.records)
 
-    def where(self, index: int) -> Location:
-        return self.records.where(index)
+    def location(self, index: int) -> Location:
+        return self.records.location(index)
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         wanted = [index for index in indices if index not in self.unusable]
         found = {index: record for index, record in zip(wanted, self.records.get(wanted))
-                 if not self._lack_of(index, record)}
-        return [found[index] if index in found else self._instead(index) for index in indices]
+                 if not self._unusable_field(index, record)}
+        return [found[index] if index in found else self._replacement(index) for index in indices]
 
-    def _instead(self, index: int) -> Record:
+    def _replacement(self, index: int) -> Record:
         """Return the first usable record by steps from one that is not: those of a block are not all the same."""
         for step in range(len(self.records)):
             number = (index + step * self.stride) % len(self.records)
             if number not in self.unusable:
                 record = self.records.get([number])[0]
-                if not self._lack_of(number, record):
+                if not self._unusable_field(number, record):
                     return record
             current().add("data/records_skipped", 1)
         field, reason = self.unusable[index]
         remedy = "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else ""
         what = f"no record can be used: field `{field}` of this one {reason}"
-        raise InvalidInput(Diagnostic(what, self.records.where(index), remedy))
+        raise InvalidInput(Diagnostic(what, self.records.location(index), remedy))
 
-    def _lack_of(self, index: int, record: Record) -> tuple[str, str] | None:
+    def _unusable_field(self, index: int, record: Record) -> tuple[str, str] | None:
         """Return the field by which a record cannot be used, and why; None if it can."""
         if self.usable[index] or index in self.unusable:
             return self.unusable.get(index)
@@ -92,7 +92,7 @@ class UsableRecords:
             self.usable[index] = 1
             return None
         field, reason = self.unusable[index]
-        events.record("record_skipped", field=field, reason=reason, where=str(self.records.where(index)))
+        events.record("record_skipped", field=field, reason=reason, where=str(self.records.location(index)))
         return field, reason
 
 
@@ -117,9 +117,9 @@ class Mixture:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def where(self, index: int) -> Location:
+    def location(self, index: int) -> Location:
         number = bisect.bisect_right(self.starts, index) - 1
-        return self.sets[number].where(index - self.starts[number])
+        return self.sets[number].location(index - self.starts[number])
 
     def get(self, indices: Sequence[int]) -> list[Record]:
         numbers = [bisect.bisect_right(self.starts, index) - 1 for index in indices]
@@ -193,7 +193,7 @@ class Dataloader:
                 current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
-        layout = self.balance.current(self.layout) if self.balance else self.layout
+        layout = self.balance.rebalanced(self.layout) if self.balance else self.layout
         mine = layout.cut(self.batch, self.share)
         return self.at(torch.arange(mine.start, mine.stop) + start) if mine else \
             Batch(torch.empty(0, dtype=torch.int64))

@@ -26,12 +26,12 @@ from distflow.config.run import Data
 from distflow.contracts.decorators import load_module
 from distflow.data.problems import (
     Record,
+    answer_error,
     answer_text,
     is_empty,
     is_empty_question,
-    wrong_answer,
-    wrong_question,
-    wrong_tools,
+    question_error,
+    tools_error,
 )
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
 
@@ -70,7 +70,7 @@ def check_images(records: Records, field: str, folder: Path, indices: Sequence[i
         try:
             open_images(records.get([index])[0], field, folder)
         except InvalidInput as error:
-            raise InvalidInput(Diagnostic(error.mistakes[0].what, records.where(index),
+            raise InvalidInput(Diagnostic(error.mistakes[0].what, records.location(index),
                                           error.mistakes[0].hint)) from None
 
 
@@ -89,7 +89,7 @@ class Records(Protocol):
 
     def get(self, indices: Sequence[int]) -> list[Record]: ...
 
-    def where(self, index: int) -> Location: ...
+    def location(self, index: int) -> Location: ...
 
 
 def open_records(path: Path) -> Records:
@@ -116,7 +116,7 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
     found: dict[str, Records] = {name: open_records(path) for name, path in paths.items()}
     if data.filter:
-        found = {name: _filtered(records, data.filter, paths[name]) for name, records in found.items()}
+        found = {name: _apply_filters(records, data.filter, paths[name]) for name, records in found.items()}
     if len(found) == 1:
         return found
     root = Path(os.path.commonpath([path.parent for path in paths.values()]))
@@ -128,7 +128,7 @@ def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dic
 _FILTER_FAILS = (TypeError, ValueError, LookupError, NameError, ArithmeticError, AttributeError)
 
 
-class Filtered:
+class FilteredRecords:
     """Records that all filters keep, by an index that is made when the set is opened, unless `index` has it, and how
     many records each filter drops. Raises InvalidInput: a filter fails, or keeps none."""
 
@@ -144,7 +144,7 @@ class Filtered:
         self.kept = numpy.fromiter(kept, numpy.int64)
         if not len(self.kept):
             raise InvalidInput(Diagnostic(f"`data.filter` keeps none of its {len(records):,} records "
-                                          f"({self.describe()})", records.where(0)))
+                                          f"({self.describe()})", records.location(0)))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -152,8 +152,8 @@ class Filtered:
     def get(self, indices: Sequence[int]) -> list[Record]:
         return self.records.get(self.kept[list(indices)].tolist())
 
-    def where(self, index: int) -> Location:
-        return self.records.where(int(self.kept[index]))
+    def location(self, index: int) -> Location:
+        return self.records.location(int(self.kept[index]))
 
     def describe(self) -> str:
         return ", ".join(f"`{text}` drops {count:,}" for text, count in self.dropped.items())
@@ -164,7 +164,7 @@ class Filtered:
             try:
                 kept = bool(keep(record))
             except fails as error:
-                raise _failed(text, error, record, self.records.where(index)) from error
+                raise _failed(text, error, record, self.records.location(index)) from error
             if not kept:
                 self.dropped[text] += 1
                 return False
@@ -174,10 +174,10 @@ class Filtered:
 _indices: dict[tuple[Any, ...], tuple[numpy.ndarray, dict[str, int]]] = {}  # which forked workers have too
 
 
-def _filtered(records: Records, filters: Sequence[str], path: Path) -> Filtered:
+def _apply_filters(records: Records, filters: Sequence[str], path: Path) -> FilteredRecords:
     state = path.stat()
     key = (path, state.st_size, state.st_mtime_ns, *filters)
-    found = Filtered(records, filters, _indices.get(key))
+    found = FilteredRecords(records, filters, _indices.get(key))
     _indices[key] = found.kept, found.dropped
     return found
 
@@ -185,7 +185,7 @@ def _filtered(records: Records, filters: Sequence[str], path: Path) -> Filtered:
 def filter_digest(data: Data, path_of: Callable[[str], Path | None]) -> str:
     """Return a digest of which records the filters of a run keep, in which all ranks must agree."""
     state = hashlib.sha256()
-    for found in filter(None, map(filtered, open_training_sets(data, path_of).values())):
+    for found in filter(None, map(filters_of, open_training_sets(data, path_of).values())):
         state.update(found.kept.tobytes())
     return state.hexdigest()[:16]
 
@@ -216,17 +216,17 @@ def read_blocks(records: Records) -> Iterator[tuple[int, Record]]:
         yield from zip(indices, records.get(indices))
 
 
-def filtered(records: Records) -> Filtered | None:
+def filters_of(records: Records) -> FilteredRecords | None:
     """Return the filters of a training set as `open_training_sets` opens it, if it has any."""
     inner = records.records if isinstance(records, LabelledRecords) else records
-    return inner if isinstance(inner, Filtered) else None
+    return inner if isinstance(inner, FilteredRecords) else None
 
 
 class LabelledRecords:
     """Records of one of several data sets: each has the set's name as `source`, unless it has such a field itself."""
 
     def __init__(self, records: Records, name: str):
-        self.records, self.where, self.name = records, records.where, name
+        self.records, self.location, self.name = records, records.location, name
 
     def __len__(self) -> int:
         return len(self.records)
@@ -236,7 +236,7 @@ class LabelledRecords:
 
 
 @dataclass(frozen=True)
-class Fields:
+class RequiredFields:
     """Fields that each record must have; of `texts`, text or numbers, as the answer. `tools` may be missing."""
 
     question: str
@@ -257,12 +257,12 @@ class Fields:
         return is_empty_question(value) if name == self.question else is_empty(value)
 
 
-def fields_of(data: Data, own: Iterable[str]) -> Fields:
+def fields_of(data: Data, own: Iterable[str]) -> RequiredFields:
     """Return the fields that a run needs of each record: question and answer, and `own` beside them."""
-    return Fields(data.question, (data.answer, *own), data.tools, data.strict)
+    return RequiredFields(data.question, (data.answer, *own), data.tools, data.strict)
 
 
-def check_records(records: Records, fields: Fields, nth: int = 1,
+def check_records(records: Records, fields: RequiredFields, nth: int = 1,
                   rewarded: dict[str, list[str]] | None = None) -> list[int]:
     """Require of every `nth` record that its fields can be used; return the indices of those with an empty field,
     unless the fields are strict. One field wrong in many records is one mistake. `rewarded`: by field, the values for
@@ -301,7 +301,7 @@ def _read_block(records: Records, indices: Sequence[int], mistakes: list[Diagnos
     return [pair for index in indices for pair in _read_block(records, [index], mistakes)]
 
 
-def _check_record(records: Records, index: int, record: Record, fields: Fields,
+def _check_record(records: Records, index: int, record: Record, fields: RequiredFields,
                   known: set[tuple[str, str]]) -> list[Diagnostic]:
     mistakes = []
     for name in (*fields.all, *([fields.tools] if fields.tools in record else ())):
@@ -314,7 +314,7 @@ def _check_record(records: Records, index: int, record: Record, fields: Fields,
         hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
             if kind == _FILLED and fields.strict else ""
         hint = hint if name in record else _remedy(name, record, fields)
-        mistakes.append(Diagnostic(what, records.where(index), hint))
+        mistakes.append(Diagnostic(what, records.location(index), hint))
     return mistakes
 
 
@@ -325,7 +325,7 @@ _SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
 
 
-def _remedy(name: str, record: Record, fields: Fields) -> str:
+def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     """Return what to write where a record lacks a field: for question and answer the fields that are probably meant."""
     taken = {"question": fields.question, "answer": next(iter(fields.texts), fields.question)}
     if name not in taken.values():
@@ -344,21 +344,21 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
                     known: set[tuple[str, str]]) -> Iterator[Diagnostic]:
     for name, values in rewarded.items():
         answer: Any = record.get(name)
-        value = "" if is_empty(answer) or wrong_answer(answer) else answer_text(answer)
+        value = "" if is_empty(answer) or answer_error(answer) else answer_text(answer)
         if value and value not in values and (name, value) not in known:
             known.add((name, value))
-            yield Diagnostic(f"field `{name}` is {value!r}, for which no reward is given", records.where(index),
+            yield Diagnostic(f"field `{name}` is {value!r}, for which no reward is given", records.location(index),
                              did_you_mean(value, values, "There are rewards for"))
 
 
-def _requirement(record: Record, name: str, fields: Fields) -> str:
+def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
     if name not in record:
         return "there"
     if name == fields.tools:
-        return wrong_tools(record[name])
+        return tools_error(record[name])
     if fields.is_empty_field(name, record[name]):
         return _FILLED
-    return (wrong_question if name == fields.question else wrong_answer)(record[name])
+    return (question_error if name == fields.question else answer_error)(record[name])
 
 
 def _python(program: str) -> str:
@@ -387,7 +387,7 @@ class JsonLines:
             program = f"import json; print(*map(json.dumps, json.load(open({str(path)!r}, encoding='utf-8')))," \
                       " sep='\\n')"
             raise InvalidInput(Diagnostic("this is one JSON list, and data is read as JSON lines: an object in each "
-                                          "line", self.where(0),
+                                          "line", self.location(0),
                                           f"Instead:  {_python(program)} > {shlex.quote(str(other))}"))
 
     def _is_document(self) -> bool:
@@ -401,7 +401,7 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def where(self, index: int) -> Location:
+    def location(self, index: int) -> Location:
         line, start, end = self.spans[index].tolist()
         with self.path.open("rb") as file:
             return Location(str(self.path), line, text=_text(file, start, end))
@@ -467,7 +467,7 @@ class Parquet:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def where(self, index: int) -> Location:
+    def location(self, index: int) -> Location:
         return Location(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:
@@ -500,7 +500,7 @@ class SavedFolder:
     def __len__(self) -> int:
         return len(self.data)
 
-    def where(self, index: int) -> Location:
+    def location(self, index: int) -> Location:
         return Location(f"{self.path}: row {index + 1}")
 
     def get(self, indices: Sequence[int]) -> list[Record]:

@@ -40,9 +40,9 @@ class HeldOut:
         self.bands: dict[tuple[int, bytes], list[int]] = {}
         self.near = near
         for index, record in read_blocks(records):
-            text = plain(record.get(question))
+            text = normalized(record.get(question))
             self.texts.setdefault(text, []).append(index)
-            self.runs.append(_runs(text) if near else numpy.empty(0))
+            self.runs.append(_shingles(text) if near else numpy.empty(0))
             for band in _bands(self.runs[index]) if near else ():
                 self.bands.setdefault(band, []).append(index)
 
@@ -50,7 +50,7 @@ class HeldOut:
         exact: dict[int, int] = {}
         near: dict[int, int] = {}
         for index, record in read_blocks(training):
-            text = plain(record.get(question))
+            text = normalized(record.get(question))
             exact.update((other, index) for other in self.texts.get(text, ()) if text and other not in exact)
             if self.near and text not in self.texts:
                 near.update((other, index) for other in self._near(text) if other not in near)
@@ -59,7 +59,7 @@ class HeldOut:
                                                for other, index in sorted(found.items())[:_SHOWN]])
 
     def _near(self, text: str) -> Iterator[int]:
-        runs = _runs(text)
+        runs = _shingles(text)
         for other in sorted({each for band in _bands(runs) for each in self.bands.get(band, ())}):
             both = len(numpy.intersect1d(runs, self.runs[other], assume_unique=True))
             if both >= NEAR * (len(runs) + len(self.runs[other]) - both):
@@ -68,11 +68,11 @@ class HeldOut:
 
 def repeated(records: Records, question: str) -> int:
     """Return how many records have a question that an earlier one has."""
-    seen = {hash(plain(record.get(question))) for _, record in read_blocks(records)}
+    seen = {hash(normalized(record.get(question))) for _, record in read_blocks(records)}
     return len(records) - len(seen)
 
 
-def plain(question: object) -> str:
+def normalized(question: object) -> str:
     """Return the letters and digits of a question in lower case; "" of what is none."""
     try:
         text = question_text(question) if isinstance(question, str | list) else ""
@@ -81,7 +81,7 @@ def plain(question: object) -> str:
     return "".join(each for each in unicodedata.normalize("NFKC", text).lower() if each.isalnum())
 
 
-def _runs(text: str) -> numpy.ndarray:
+def _shingles(text: str) -> numpy.ndarray:
     """Return the runs of eight bytes of a text, each once, as numbers; a shorter text is one of them."""
     data = numpy.frombuffer(text.encode().ljust(_RUN, b" "), dtype=numpy.uint8)
     windows = numpy.lib.stride_tricks.sliding_window_view(data, _RUN)

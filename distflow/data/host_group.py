@@ -37,7 +37,7 @@ from distflow.rpc.shared_memory import (
     machine_name,
     memory_name,
     open_memory,
-    open_proven,
+    open_verified,
 )
 
 _OWNER = struct.Struct("<III")
@@ -99,19 +99,19 @@ class HostGroup:
         """Return every rank's value, by rank: whatever msgpack knows."""
         return [unpack(message) for message in self.gather_bytes(pack(value))]
 
-    def gather_here(self, value: Any) -> dict[int, Any]:
+    def gather_on_host(self, value: Any) -> dict[int, Any]:
         """Return the value of each rank of this machine, all of which must call it: whatever msgpack knows."""
-        return {rank: unpack(message) for rank, message in sorted(self._gather_here(pack(value)).items())}
+        return {rank: unpack(message) for rank, message in sorted(self._gather_on_host(pack(value)).items())}
 
     def gather_bytes(self, message: bytes) -> list[bytes]:
         """Return every rank's message, by rank."""
-        messages = self._gather_here(message)
+        messages = self._gather_on_host(message)
         if self.on_one_machine:
             return [messages[rank] for rank in self.local_ranks]
         leader, combined = self.local_ranks[0], b""
         if self.rank == leader:
             combined = self._gather_leaders(messages)
-        error, everyone = unpack(self._gather_here(combined, self.limit + _EXTRA_SECONDS)[leader])
+        error, everyone = unpack(self._gather_on_host(combined, self.limit + _EXTRA_SECONDS)[leader])
         if error:
             raise RankMissing(error)
         return [everyone[rank] for rank in range(len(everyone))]
@@ -125,9 +125,9 @@ class HostGroup:
         return pack(["", {rank: message for part in parts for rank, message in part.items()}])
 
     def barrier(self) -> None:
-        self._gather_here(b"")
+        self._gather_on_host(b"")
 
-    def _gather_here(self, payload: bytes, limit: float | None = None) -> dict[int, bytes]:
+    def _gather_on_host(self, payload: bytes, limit: float | None = None) -> dict[int, bytes]:
         self.round += 1
         turn = self.round % 2  # the other mailbox may still be read, by ranks that have not finished the last round
         if payload and self.peers:
@@ -174,7 +174,7 @@ class HostGroup:
         owner, bell, pipe = owners.pop()
         if owners or owner != rank:
             raise OSError(f"process {first.process} is not rank {rank}: two machines have the same name")
-        bell = open_proven(first.process, bell, pipe, f"pipe:[{pipe}]", os.O_WRONLY)
+        bell = open_verified(first.process, bell, pipe, f"pipe:[{pipe}]", os.O_WRONLY)
         return HostPeer(rank, (one, other), self.descriptors.keep(bell),
                         self.descriptors.keep(os.pidfd_open(first.process)))
 

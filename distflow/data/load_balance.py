@@ -76,13 +76,13 @@ class LoadBalance:
         self.warm = False  # whether this worker has done a step: engines take longer for their first one
         self._known: dict[Layout, Layout] = {}
 
-    def current(self, layout: Layout) -> Layout:
+    def rebalanced(self, layout: Layout) -> Layout:
         """Return a layout with the rows that its shares have now; as it is if it is not measured."""
         if not layout.measured:
             return layout
         if layout not in self._known:
-            costs = _of_shares(layout, self.costs)
-            rows = divided(self.prompts, costs, self.slope) if max(costs) > min(costs) else ()
+            costs = _costs_of_shares(layout, self.costs)
+            rows = divide(self.prompts, costs, self.slope) if max(costs) > min(costs) else ()
             self._known[layout] = replace(layout, rows=rows)
         return self._known[layout]
 
@@ -165,14 +165,14 @@ class LoadBalance:
             far = seen.seconds[rank] / expected[rank] - 1
             if far * far * seen.steps > _CERTAIN * _CERTAIN * noise:
                 costs[rank] += _DAMPING * (measured[rank] * scale - costs[rank])
-        if costs == self.costs or not any(self._gains(layout, costs, slope) for layout in self.layouts):
+        if costs == self.costs or not any(self._is_worthwhile(layout, costs, slope) for layout in self.layouts):
             return False
-        before = list(map(self.current, self.layouts))
+        before = list(map(self.rebalanced, self.layouts))
         ranks = len(costs)
         self.evidence, self.trial = weights, [0.0, 0.0]
         self.costs, self.slope, self.before, self._known = costs, slope, [*seen], {}
         self.seconds, self.rows, self.latest, self.steps = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks, 0
-        return before != list(map(self.current, self.layouts))
+        return before != list(map(self.rebalanced, self.layouts))
 
     def _evidence(self, before: _Observed, now: _Observed, noise: float) -> list[float]:
         """Return the weighted sums of products and of squares whose quotient is the slope that a change of shares has
@@ -187,12 +187,12 @@ class LoadBalance:
         return [weight * math.fsum(one * other for one, other in pairs),
                 weight * math.fsum(one * one for one, _ in pairs)]
 
-    def _gains(self, layout: Layout, costs: Sequence[float], slope: float) -> bool:
+    def _is_worthwhile(self, layout: Layout, costs: Sequence[float], slope: float) -> bool:
         """Return whether a layout's slowest share would be quicker by enough with the rows that such costs give it."""
-        now = self.current(layout).proportion or _equal(self.prompts, layout.dp)
+        now = self.rebalanced(layout).proportion or _equal_shares(self.prompts, layout.dp)
         old, new = (max(cost * _factor(slope, rows * layout.dp / self.prompts)
-                        for cost, rows in zip(_of_shares(layout, costs), each))
-                    for each in (now, divided(self.prompts, _of_shares(layout, costs), slope)))
+                        for cost, rows in zip(_costs_of_shares(layout, costs), each))
+                    for each in (now, divide(self.prompts, _costs_of_shares(layout, costs), slope)))
         return new <= (1 - _GAIN) * old
 
     def _forget(self) -> None:
@@ -219,16 +219,16 @@ def _factor(slope: float, rows: float) -> float:
     return 1 - slope + slope * rows
 
 
-def _of_shares(layout: Layout, costs: Sequence[float]) -> list[float]:
+def _costs_of_shares(layout: Layout, costs: Sequence[float]) -> list[float]:
     """Return the cost of each share: its ranks go in step."""
     return [max(costs[rank] for rank in layout.ranks_of(share)) for share in range(layout.dp)]
 
 
-def _equal(count: int, shares: int) -> list[int]:
+def _equal_shares(count: int, shares: int) -> list[int]:
     return [len(Layout(shares).cut(count, share)) for share in range(shares)]
 
 
-def divided(count: int, costs: Sequence[float], slope: float = 1.0) -> tuple[int, ...]:
+def divide(count: int, costs: Sequence[float], slope: float = 1.0) -> tuple[int, ...]:
     """Return how many of `count` units each share gets: at least one and a quarter of an equal share, at most four
     times as many, and each further unit goes to the share that is done with it first. Ties go to lower shares."""
     shares = len(costs)

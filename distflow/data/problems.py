@@ -58,25 +58,25 @@ def is_empty(value: Any) -> bool:
 
 
 def is_empty_question(value: Any) -> bool:
-    """Return whether a question has no text and no parts. A wrong form is not empty: `wrong_question` reports it."""
+    """Return whether a question has no text and no parts. A wrong form is not empty: `question_error` reports it."""
     return not any(_has_content(each) for each in value) if isinstance(value, list) else is_empty(value)
 
 
-def wrong_question(value: Any) -> str:
+def question_error(value: Any) -> str:
     """Return the requirement that a question fails; "" if it is right."""
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
 
 
-def wrong_answer(value: Any) -> str:
+def answer_error(value: Any) -> str:
     """Return the requirement that an answer, or another text field, fails; "" if it is right."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
 
 
-def wrong_tools(value: Any) -> str:
+def tools_error(value: Any) -> str:
     """Return the requirement that a field of tools fails; "" if it is right."""
     try:
         value = json.loads(value or "null") if isinstance(value, str) else value

@@ -47,7 +47,7 @@ class PoolNotice(NamedTuple):
         return cls(*(tuple(MemoryAddress(*address) for address in addresses) for addresses in packed))
 
 
-def choose(notices: Mapping[int, PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
+def choose_buffers(notices: Mapping[int, PoolNotice], wanted: Mapping[int, int]) -> dict[int, MemoryAddress | None]:
     """Return for each owner its smallest spare buffer of the wanted bytes, or None; the same on every rank of a
     machine. `notices`: of all its ranks, which alone can use each other's memory."""
     read = {address for notice in notices.values() for address in notice.reads}
@@ -174,7 +174,7 @@ def read_forms(packed: bytes) -> ColumnForms:
                        {name: arrays for name, *_, arrays in found})
 
 
-def agree(notices: RowNotices) -> dict[str, ColumnForm]:
+def agree_on_forms(notices: RowNotices) -> dict[str, ColumnForm]:
     """Return the form of each column; ranks without elements are ignored. Raises `ColumnError` if they differ."""
     first, *others = notices.forms
     names = notices.forms[first].forms
@@ -287,7 +287,7 @@ class Route:
         pairs = self.all_pairs(share)
         return _sums(self.holder[pairs], self.sizes[pairs], ranks)
 
-    def crosses(self, machines: np.ndarray, receivers: ShareReceivers) -> bool:
+    def crosses_machines(self, machines: np.ndarray, receivers: ShareReceivers) -> bool:
         """Return whether any row goes to another machine; every rank finds the same. `machines` [ranks]."""
         machine, found = np.full(len(self.totals), -1), machines[receivers.ranks]
         machine[receivers.shares] = found
@@ -357,7 +357,7 @@ class Redistributor:
         """
         notice, buffers = announce(held, self.memory.notice(), payload)
         notices = RowNotices(self.host_group.gather_bytes(notice))
-        forms = agree(notices)
+        forms = agree_on_forms(notices)
         route = Route(notices, forms, find_destinations(notices.payloads()), layout.dp)
         machines, receivers = np.array(self.host_group.machines), self._receivers(layout)
         here = self._reserve(route, receivers, machines, notices)
@@ -367,7 +367,7 @@ class Redistributor:
                 copy_runs(buffer.data, _bytes_of(memory[target], part, target.share), *runs, part.width)
         sent = route.sent(self.rank)
         self._count(edge, route, sent, receivers, machines)
-        if not self.host_group.on_one_machine and route.crosses(machines, receivers):
+        if not self.host_group.on_one_machine and route.crosses_machines(machines, receivers):
             self._send(buffers, route, sent, receivers, machines, memory)
         self.host_group.barrier()
         return self._read(forms, route, layout.share(self.rank), here)
@@ -384,12 +384,12 @@ class Redistributor:
         here = machines[receivers.ranks] == machines[self.rank]
         owners = dict(zip(receivers.ranks[here].tolist(), receivers.shares[here].tolist()))
         wanted = {rank: int(route.totals[share]) for rank, share in owners.items()}
-        chosen = choose(notices.pools(self.host_group.local_ranks), wanted)
+        chosen = choose_buffers(notices.pools(self.host_group.local_ranks), wanted)
         if None in chosen.values():
             if self.rank in chosen and chosen[self.rank] is None:
                 self.memory.add(wanted[self.rank])
-            pools = self.host_group.gather_here(self.memory.notice())
-            chosen = choose({rank: PoolNotice.unpack(pool) for rank, pool in pools.items()}, wanted)
+            pools = self.host_group.gather_on_host(self.memory.notice())
+            chosen = choose_buffers({rank: PoolNotice.unpack(pool) for rank, pool in pools.items()}, wanted)
         return [Destination(share, rank, chosen.get(rank)) for rank, share in owners.items()]
 
     def _send(self, buffers: Buffers, route: Route, sent: np.ndarray, receivers: ShareReceivers, machines: np.ndarray,

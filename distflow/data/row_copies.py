@@ -75,7 +75,7 @@ def _copy_by_numpy(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at
     outside = (begin < 0) | (at < 0) | (sizes < 0) | (begin > here - sizes) | (at > there - sizes)
     if outside.any():
         return int(outside.argmax())
-    begin, at, sizes = _joined(begin, at, sizes)
+    begin, at, sizes = _merge_adjacent(begin, at, sizes)
     if len(sizes) < _MANY:
         _copy_singly(source, target, begin, at, sizes, width)
         return -1
@@ -91,7 +91,7 @@ def _copy_by_numpy(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at
     return -1
 
 
-def _joined(begin: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _merge_adjacent(begin: np.ndarray, at: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Join runs that lie side by side at both ends."""
     ends, there = begin + sizes, at + sizes
     edges = np.flatnonzero((begin[1:] != ends[:-1]) | (at[1:] != there[:-1])) + 1
@@ -120,7 +120,7 @@ def _copy_singly(source: np.ndarray, target: np.ndarray, begin: np.ndarray, at: 
         there[to : to + length] = here[start : start + length]
 
 
-def raw(tensor: Tensor) -> np.ndarray:
+def as_bytes(tensor: Tensor) -> np.ndarray:
     import torch  # whoever has a tensor has loaded it; shards of the dock handle bytes alone
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

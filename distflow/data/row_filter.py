@@ -23,21 +23,21 @@ class KeptRows:
         """Return the ids, ascending, of the rows that these stem from, after the first `level` repetitions."""
         return torch.unique(self.ids // lineage.times(self.fan[level:]))
 
-    def among(self, lineage: RowLineage, ids: Tensor, fan: Lineage) -> Tensor:
+    def is_kept(self, lineage: RowLineage, ids: Tensor, fan: Lineage) -> Tensor:
         """Return which of the rows `ids` remain, [rows] bool: with the row that they stem from, as long as any of their
         rows remains, or, of another branch, with the row that both stem from."""
         level = len(common([self.fan, fan]))
         return torch.isin(ids // lineage.times(fan[level:]), self.ancestors(lineage, level))
 
     def of(self, lineage: RowLineage, batch: Batch, fan: Lineage) -> Batch:
-        stay = self.among(lineage, batch.ids, fan)
+        stay = self.is_kept(lineage, batch.ids, fan)
         return batch if bool(stay.all()) else batch.select(stay.nonzero().squeeze(1))
 
     def of_assignment(self, lineage: RowLineage, assignment: ShardAssignment, unit: Lineage) -> ShardAssignment:
-        stay = self.among(lineage, torch.from_numpy(assignment.units), unit).numpy()
+        stay = self.is_kept(lineage, torch.from_numpy(assignment.units), unit).numpy()
         return ShardAssignment(assignment.units[stay], assignment.shares[stay])
 
 
-def joined(first: Batch, second: Batch) -> Batch:
+def concat_non_empty(first: Batch, second: Batch) -> Batch:
     filled = [batch for batch in (first, second) if len(batch)]
     return Batch.concat(filled) if filled else second  # a rank without rows may lack the columns too

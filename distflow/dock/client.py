@@ -54,7 +54,7 @@ class DockClient:
         self.who = f"{who} ({socket.gethostname()}:{os.getpid()})"
         self.directory = directory
         self.pool = ConnectionPool(token, self.who, timeout, error_from, self._locate, self._renew_all,
-                                   directory.seconds if directory else math.inf)
+                                   directory.poll_seconds if directory else math.inf)
         self.epochs: dict[int, int] = {}  # of the shards' processes that rows were fetched from last, by number
         self.held: Callable[[], Iterable[Lease]] = tuple  # leases to be renewed where a process takes another's place
         self.attempt = attempt
@@ -87,7 +87,7 @@ class DockClient:
         """Store rows, or columns of stored rows; return how many were new (a row that came again is dropped).
 
         Columns that are made together, and the rows of a group, must be put together. `turn` marks unfinished rows: the
-        process that leases them next gets them from `saved` and goes on; each turn replaces the one before.
+        process that leases them next gets them from `fetch_saved` and goes on; each turn replaces the one before.
 
         Args:
             version: [rows] int64, or one number for all; None leaves what is known of a row.
@@ -110,7 +110,7 @@ class DockClient:
         """Lease as `try_lease` does. Raises `TimedOut`: it names the missing columns and those that write them."""
         lease = self.try_lease(consumer, count, least=least, wait=wait, step=step, share=share, shares=shares)
         if lease is None:
-            raise self._timed_out(consumer, count if least is None else least, wait)
+            raise self._timeout_error(consumer, count if least is None else least, wait)
         return lease
 
     def try_lease(self, consumer: str, count: int, *, least: int | None = None, wait: float = 0.0,
@@ -132,18 +132,18 @@ class DockClient:
         return Lease(consumer, reply["lease"], step, reply["seconds"], ids, tokens, versions, turns,
                      _tensor(reply["all"]))
 
-    def look(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Look as `try_look` does. Raises `TimedOut`: it names the missing columns and those that write them."""
-        found = self.try_look(consumer, count, least=least, step=step, wait=wait)
+    def peek(self, consumer: str, count: int, *, least: int, step: int, wait: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Peek as `try_peek` does. Raises `TimedOut`: it names the missing columns and those that write them."""
+        found = self.try_peek(consumer, count, least=least, step=step, wait=wait)
         if found is None:
-            raise self._timed_out(consumer, least, wait)
+            raise self._timeout_error(consumer, least, wait)
         return found
 
-    def try_look(self, consumer: str, count: int, *, least: int, step: int,
+    def try_peek(self, consumer: str, count: int, *, least: int, step: int,
                  wait: float = 0.0) -> tuple[Tensor, Tensor] | None:
         """Return what a lease of all shares holds, or would hold: the rows' ids, ascending, and the tokens of each;
         None if there were not so many in `wait` seconds."""
-        reply = self._ask_index({"op": "look", "consumer": consumer, "count": count, "least": least, "wait": wait,
+        reply = self._ask_index({"op": "peek", "consumer": consumer, "count": count, "least": least, "wait": wait,
                                  "step": step}, wait)
         if reply["rows"] is None:
             return None
@@ -162,9 +162,9 @@ class DockClient:
             raise DockError("which columns? fetch(ids, columns=[…]); only a lease knows what its consumer reads")
         return self._gather(rows, {"op": "fetch", "columns": list(columns)})[0]
 
-    def saved(self, rows: Lease | Tensor) -> tuple[Batch, Tensor]:
+    def fetch_saved(self, rows: Lease | Tensor) -> tuple[Batch, Tensor]:
         """Fetch the rows that an earlier holder left unfinished, as it last saved them, and the turn of each."""
-        return self._gather(rows.ids if isinstance(rows, Lease) else rows, {"op": "saved"})
+        return self._gather(rows.ids if isinstance(rows, Lease) else rows, {"op": "fetch_saved"})
 
     def require(self, consumer: str, step: int) -> None:
         """Let rows up to those of this step be leased whatever room there is: others wait for their results."""
@@ -199,7 +199,7 @@ class DockClient:
         """Renew leases where another process has taken the place of their index: no request may be due before it gives
         the rows to others."""
         if [*self.held()]:
-            self.pool.follow(self._indexes)
+            self.pool.reconnect_if_moved(self._indexes)
 
     def status(self) -> list[dict[str, Any]]:
         """Return the figures of each process: rows, bytes moved, its indexes, its clients and their activity."""
@@ -248,14 +248,14 @@ class DockClient:
                                          for address, (_, positions) in zip(addresses, parted)])
             in_place = [address for address, (reply, _) in zip(addresses, replies) if "in_place" in reply]
             with HeldReplies(self.pool, in_place) as held:
-                found = self._read(numbers, addresses, [positions for _, positions in parted], replies)
+                found = self._merge_replies(numbers, addresses, [positions for _, positions in parted], replies)
             if held.valid:
                 break
         self.epochs |= {shard: reply["epoch"] for (shard, _), (reply, _) in zip(parted, replies) if "epoch" in reply}
         return found
 
-    def _read(self, ids: Ids, addresses: Sequence[Address], places: Sequence[Ids], replies: Sequence[Reply]) -> \
-            tuple[Batch, Tensor]:
+    def _merge_replies(self, ids: Ids, addresses: Sequence[Address], places: Sequence[Ids],
+                       replies: Sequence[Reply]) -> tuple[Batch, Tensor]:
         """Return the rows of replies in the order of `ids`, and the turns of saved ones. `places`: the positions among
         `ids` that each process was asked for; of saved rows it may have fewer."""
         there = [positions if "ids" not in reply else positions[numpy.isin(ids[positions], read_ids(reply["ids"]))]
@@ -269,10 +269,10 @@ class DockClient:
             if len(positions) == len(chosen) and "in_place" not in reply:
                 return unpack(len(chosen), reply["columns"], data), torch.from_numpy(turns)
             if len(positions):
-                parts.append(self._rows(address, positions, reply, data))
-        return gather(torch.from_numpy(ids[chosen]), parts, self._take), torch.from_numpy(turns)
+                parts.append(self._locate_rows(address, positions, reply, data))
+        return gather(torch.from_numpy(ids[chosen]), parts, self._allocate), torch.from_numpy(turns)
 
-    def _rows(self, address: Address, positions: Ids, reply: dict[str, Any], data: numpy.ndarray) -> ReadRows:
+    def _locate_rows(self, address: Address, positions: Ids, reply: dict[str, Any], data: numpy.ndarray) -> ReadRows:
         """Return where the rows of a reply lie: in its payload, or in the memory of the process."""
         if "in_place" not in reply:
             return ReadRows(data, read_payload(len(positions), reply["columns"], data), positions)
@@ -287,7 +287,7 @@ class DockClient:
             at += 2 * size
         return ReadRows(memory, columns, positions)
 
-    def _take(self, size: int) -> numpy.ndarray:
+    def _allocate(self, size: int) -> numpy.ndarray:
         """Return memory for rows that were read, [size] uint8: fresh memory costs many times what a copy does. A
         process forked from this one may change what it has of it."""
         if size >= LEAST:
@@ -296,7 +296,7 @@ class DockClient:
                 return self.heap.take(size)
         return numpy.empty(size, numpy.uint8)
 
-    def _timed_out(self, consumer: str, least: int, wait: float) -> TimedOut:
+    def _timeout_error(self, consumer: str, least: int, wait: float) -> TimedOut:
         """Return the error of a wait without rows; it also says what the writers of missing columns are doing."""
 
         def ask(consumer: str, ids: list[int]) -> list[str]:

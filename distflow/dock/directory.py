@@ -22,7 +22,7 @@ from typing import NamedTuple
 from distflow.errors import DistflowError
 from distflow.rpc.connection import Address
 from distflow.store.clients import open_store
-from distflow.store.interface import Deadline, Store, StoreUnavailable, paused
+from distflow.store.interface import Deadline, Store, StoreUnavailable, poll_interval
 
 _ANSWER, _START = 3.0, 60.0
 """Seconds within which the store must answer: whoever waits for a shard has more to look after; and at a start, when it
@@ -61,7 +61,7 @@ class ShardDirectory:
         self.lock, self.look_at = threading.Lock(), dict[int, float]()  # when `locate` looks again, by shard
 
     @classmethod
-    def opened(cls, url: str, prefix: str, clients: int, silence: float) -> ShardDirectory:
+    def from_plain(cls, url: str, prefix: str, clients: int, silence: float) -> ShardDirectory:
         """Return the directory that has the settings of `to_plain`."""
         store = open_store(url, _START)
         return cls(store.below(prefix.removesuffix("/")) if prefix else store, clients, silence)
@@ -71,9 +71,9 @@ class ShardDirectory:
                 "silence": self.silence}
 
     @property
-    def seconds(self) -> float:
+    def poll_seconds(self) -> float:
         """Seconds between two looks of a process at a shard's entry."""
-        return paused(_POLL_INTERVAL, self.clients)
+        return poll_interval(_POLL_INTERVAL, self.clients)
 
     def find(self, number: int) -> ShardEntry | None:
         """Return the present entry of a shard. Raises StoreUnavailable."""
@@ -86,11 +86,11 @@ class ShardDirectory:
         with self.lock:
             due = (now := time.monotonic()) >= self.look_at.get(number, 0.0)
             if due:
-                self.look_at[number] = now + _ANSWER + self.seconds  # no second thread looks meanwhile
+                self.look_at[number] = now + _ANSWER + self.poll_seconds  # no second thread looks meanwhile
         if due:
             with contextlib.suppress(StoreUnavailable):
                 self.find(number)
-            self.look_at[number] = time.monotonic() + self.seconds
+            self.look_at[number] = time.monotonic() + self.poll_seconds
         found = self.known.get(number)
         return found and found.address
 
@@ -121,8 +121,8 @@ def _entry(store: Store, number: int) -> ShardEntry | None:
 class Fence(threading.Thread):
     """Thread that calls `on_replaced` once if a shard's entry is no longer `entry`: another process has its place.
 
-    A process that was stopped does not know what has happened meanwhile: `holds` waits for a look that is not too old.
-    While the store does not answer nothing is decided, and the shard goes on.
+    A process that was stopped does not know what has happened meanwhile: `is_current` waits for a look that is not too
+    old. While the store does not answer nothing is decided, and the shard goes on.
     """
 
     def __init__(self, directory: ShardDirectory, number: int, entry: ShardEntry, on_replaced: Callable[[], None]):
@@ -148,7 +148,7 @@ class Fence(threading.Thread):
         self.over = True
         self.due.set()
 
-    def holds(self) -> bool:
+    def is_current(self) -> bool:
         """Return whether the shard is served here; waits for an answer if the last one is old."""
         if not self._is_fresh():
             with self.changed:
@@ -157,7 +157,7 @@ class Fence(threading.Thread):
         return not self.replaced
 
     def recheck(self) -> None:
-        """Have the next `holds` wait for a look that begins now or later."""
+        """Have the next `is_current` wait for a look that begins now or later."""
         self.recheck_since = time.monotonic()
 
     def _is_fresh(self) -> bool:

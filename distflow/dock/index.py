@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from distflow.dock.errors import DockError, LeaseLost
-from distflow.dock.selection import Consumer, ReadyRows, Room, deal
+from distflow.dock.selection import Consumer, ReadyRows, StorageBudget, split_groups
 from distflow.dock.slots import Ids, SlotTable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Intervals:
     def __len__(self) -> int:
         return sum(self.ends) - sum(self.starts)
 
-    def among(self, numbers: Ids) -> numpy.ndarray:
+    def contains_each(self, numbers: Ids) -> numpy.ndarray:
         """Return which of `numbers` are members, [numbers] bool."""
         if not self.starts:
             return numpy.zeros(len(numbers), bool)
@@ -175,14 +175,14 @@ class KnownRows(SlotTable):
     def set_columns(self, slots: Ids, names: frozenset[str]) -> None:
         self["columns"][slots] = self._number_of(names)
 
-    def complete(self, slots: Ids) -> numpy.ndarray:
+    def is_complete(self, slots: Ids) -> numpy.ndarray:
         """Return which rows have all columns that the consumer reads, [slots] bool."""
         return numpy.array([self.reads <= each for each in self.sets])[self["columns"][slots]]
 
     def columns_of(self, slot: int) -> frozenset[str]:
         return self.sets[self["columns"][slot]]
 
-    def same(self, ids: Ids, births: Ids) -> tuple[Ids, numpy.ndarray]:
+    def find_unchanged(self, ids: Ids, births: Ids) -> tuple[Ids, numpy.ndarray]:
         """Return the slots of rows, and which of them are here since they had these `births`, [rows] bool."""
         slots = self.find(ids)
         return slots, (slots >= 0) & (self["birth"][slots] == births if len(self) else False)
@@ -204,8 +204,8 @@ class ConsumerIndex:
         room: of the dock; shared with other indexes.
     """
 
-    def __init__(self, consumer: Consumer, epoch: int = 1, room: Room | None = None):
-        self.consumer, self.room = consumer, room or Room()
+    def __init__(self, consumer: Consumer, epoch: int = 1, room: StorageBudget | None = None):
+        self.consumer, self.room = consumer, room or StorageBudget()
         self.rows = KnownRows(consumer.reads)  # known and not committed
         self.ready = ReadyRows(consumer)
         self.done, self.finished, self.steps = Intervals(), Intervals(), Intervals()  # committed rows, leases and steps
@@ -221,33 +221,33 @@ class ConsumerIndex:
         self.required = 0  # others wait for rows of this step
         self.opens = 0.0  # before, rows of no step are not leased: whoever holds them may renew its lease first
 
-    def learn(self, table: Ids, columns: Iterable[str]) -> Ids:
+    def add_rows(self, table: Ids, columns: Iterable[str]) -> Ids:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
         first, end = self.consumer.ids
         table = table[:, (table[0] >= first) & (table[0] < end)]
-        committed = self.done.among(table[0])
+        committed = self.done.contains_each(table[0])
         ids, *metadata = table[:, ~committed]
-        rows, slots = self.rows, self.rows.ensure(ids)
+        rows, slots = self.rows, self.rows.find_or_add(ids)
         for name, values in zip(("tokens", "version", "turn"), metadata):
             rows[name][slots] = values
         rows.add_columns(slots, frozenset(columns))
-        self._make_ready(slots[(rows["held"][slots] == 0) & rows.complete(slots)])
+        self._make_ready(slots[(rows["held"][slots] == 0) & rows.is_complete(slots)])
         return table[0, committed]
 
     def rebuild(self, listed: Sequence[tuple[Iterable[str], Ids]], stored_there: Callable[[Ids], numpy.ndarray],
                 replaced: bool = True) -> None:
-        """Forget the rows that a shard does not list any more, ahead of `learn`. Committed rows whose results were lost
-        with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way may
-        lack results that have come since. `listed`: ids by the columns that they have."""
+        """Forget the rows that a shard does not list any more, ahead of `add_rows`. Committed rows whose results were
+        lost with a shard become ready again, but only if the shard was `replaced`: a listing that was long on its way
+        may lack results that have come since. `listed`: ids by the columns that they have."""
         known = self.rows["ids"][self.rows.all()]
         there = numpy.concatenate([numpy.empty(0, numpy.int64), *(ids for _, ids in listed)])
         self._forget(self.rows.find(known[stored_there(known) & ~numpy.isin(known, there)]))
         for names, ids in listed:
             if replaced and not set(self.consumer.writes) <= set(names):
-                self.done.remove_all(ids[self.done.among(ids)])
-            slots = self.rows.here(ids)
+                self.done.remove_all(ids[self.done.contains_each(ids)])
+            slots = self.rows.find_present(ids)
             self.rows.set_columns(slots, frozenset(names))
-            self._make_unready(slots[~self.rows.complete(slots)])
+            self._make_unready(slots[~self.rows.is_complete(slots)])
 
     def lease(self, count: int, now: float, session: str, *, least: int = 1, step: int | None = None, share: int = 0,
               shares: int = 1, request: int = 0, attempt: int = 0) -> GrantedLease | None:
@@ -262,33 +262,34 @@ class ConsumerIndex:
         self.expire(now)
         if not self.has_rows(least, step, attempt, request) or (step is None and now < self.opens):
             return None
-        granted = self._same(step, request)
+        granted = self._find_lease(step, request)
         if granted is None:
-            chosen = self._choose(count, step)
+            chosen = self._choose_groups(count, step)
             rows = numpy.sort(self._rows_of(chosen))
             if len(rows) < max(least, 1):
                 return None
             for each, groups in chosen:
                 self.ready.pop(each, len(groups))
             self.rows["ready"][slots := self.rows.find(rows)] = 0
-            dealt = deal(rows, self.rows["tokens"][slots], self.consumer.group_size, shares)
+            dealt = split_groups(rows, self.rows["tokens"][slots], self.consumer.group_size, shares)
             slots = slots[numpy.searchsorted(rows, numpy.concatenate(dealt))] if shares > 1 else slots
             self.number += 1
-            granted = self._hold(GrantedLease(self.number, dealt, self.rows["birth"][slots], step, now, request), slots)
+            granted = self._add_lease(GrantedLease(self.number, dealt, self.rows["birth"][slots], step, now, request),
+                                      slots)
         if len(granted.shares) != shares:
             raise DockError(f"step {step} of `{self.consumer.name}` was leased in {len(granted.shares)} shares; share "
                             f"{share} of {shares} does not exist. Wait until that lease runs out, or ask as before")
-        self._touch(granted, now, session)
+        self._extend(granted, now, session)
         return granted
 
-    def look(self, count: int, now: float, *, least: int, step: int, attempt: int = 0) -> Ids | None:
+    def peek(self, count: int, now: float, *, least: int, step: int, attempt: int = 0) -> Ids | None:
         """Return the ids of the rows that `lease` would hand out for a step, ascending, or None; no state changes."""
         self.check_attempt(attempt)
         self.expire(now)
         if not self.has_rows(least, step, attempt):
             return None
-        granted = self._same(step, 0)
-        rows = numpy.sort(granted.ids if granted else self._rows_of(self._choose(count, step)))
+        granted = self._find_lease(step, 0)
+        rows = numpy.sort(granted.ids if granted else self._rows_of(self._choose_groups(count, step)))
         return rows if len(rows) >= max(least, 1) else None
 
     def describe(self, ids: Ids, *names: str) -> Ids:
@@ -327,12 +328,12 @@ class ConsumerIndex:
         self.expire(now)
         granted = self.leases.get(number)
         if granted is None:
-            granted = self.expired.get(number) or self._adopted(number, ids, now)
-            if granted is None or not len(granted.ids) or self._gone(granted):
-                raise LeaseLost(self._lost(number, granted.ids if granted else _NO_IDS))
+            granted = self.expired.get(number) or self._adopt_lease(number, ids, now)
+            if granted is None or not len(granted.ids) or self._has_lost_rows(granted):
+                raise LeaseLost(self._lost_message(number, granted.ids if granted else _NO_IDS))
             self.expired.pop(number, None)
-            self._hold(granted, self.rows.find(granted.ids))
-        self._touch(granted, now, session)
+            self._add_lease(granted, self.rows.find(granted.ids))
+        self._extend(granted, now, session)
         return self.consumer.seconds
 
     def commit(self, number: int, step: int | None, ids: Ids, now: float) -> bool:
@@ -349,23 +350,23 @@ class ConsumerIndex:
         if number in self.finished:
             return False
         self._check_held(number, step, ids)
-        taken = ids[self.done.among(ids) | self._leased_to_other(ids, number)]
+        taken = ids[self.done.contains_each(ids) | self._leased_to_other(ids, number)]
         if len(taken) or (step is not None and step in self.steps):
-            raise LeaseLost(self._lost(number, taken if len(taken) else ids, step))
+            raise LeaseLost(self._lost_message(number, taken if len(taken) else ids, step))
         if granted := self.leases.get(number):
-            self._end(granted)
+            self._end_lease(granted)
         self.expired.pop(number, None)
         self.finished.add(number)
         if step is not None:
             self.steps.add(step)
             if self.consumer.can_roll_back and step >= self.first_retained:
-                slots = self.rows.here(ids)
+                slots = self.rows.find_present(ids)
                 self.retained[step] = CommittedRows(self.rows["ids"][slots],
                                                     {name: self.rows[name][slots] for name in _METADATA})
-        self._finish(ids)
+        self._mark_committed(ids)
         return True
 
-    def dropped(self, session: str, now: float) -> bool:
+    def end_session(self, session: str, now: float) -> bool:
         """End the leases of a session without connections, unless others share them; return whether any ended."""
         mine = [granted for granted in self.leases.values() if session in granted.holders]
         for granted in reversed(mine):
@@ -384,19 +385,19 @@ class ConsumerIndex:
         over: list[GrantedLease] = []
         while self.next_expiry <= now:
             over.append(next(iter(self.leases.values())))
-            self._end(over[-1])
+            self._end_lease(over[-1])
             self.expired[over[-1].number] = over[-1]
         for granted in reversed(over):
-            slots, same = self.rows.same(granted.ids, granted.births)
+            slots, same = self.rows.find_unchanged(granted.ids, granted.births)
             self.rows["held"][slots[same]] = 0
-            self._make_ready(slots[same][self.rows.complete(slots[same])], first=True)
+            self._make_ready(slots[same][self.rows.is_complete(slots[same])], first=True)
         while len(self.expired) > _EXPIRED_KEPT:
             self.expired.pop(next(iter(self.expired)))
         return sum(len(granted.ids) for granted in over)
 
-    def finish(self, ids: Ids) -> None:
+    def mark_committed(self, ids: Ids) -> None:
         """Mark rows as committed that a shard remembers as such."""
-        self._finish(ids[~self.done.among(ids)])
+        self._mark_committed(ids[~self.done.contains_each(ids)])
 
     def rollback(self, step: int, attempt: int = 0) -> int:
         """Make the committed rows of all steps from `step` on ready again; return how many. A new attempt's rollback
@@ -411,7 +412,7 @@ class ConsumerIndex:
             ids, metadata = self.retained.pop(number)
             self.steps.remove(number)
             self.done.remove_all(ids)
-            slots = self.rows.ensure(ids)
+            slots = self.rows.find_or_add(ids)
             for name, values in metadata.items():
                 self.rows[name][slots] = values
             self._make_ready(slots, first=True)
@@ -435,12 +436,12 @@ class ConsumerIndex:
         """Release the oldest retained step, but none of the newest two: the last state's copies may be incomplete."""
         return self.release_before(min(self.retained) + 1) if len(self.retained) > 2 else _NO_IDS
 
-    def release_torn(self, listed: Ids, stored_there: Callable[[Ids], numpy.ndarray]) -> Ids:
+    def release_incomplete(self, listed: Ids, stored_there: Callable[[Ids], numpy.ndarray]) -> Ids:
         """Release the steps of which a shard has lost rows, given all rows that it lists; return their other rows."""
         return self._release([number for number, rows in self.retained.items()
                               if (stored_there(rows.ids) & ~numpy.isin(rows.ids, listed)).any()])
 
-    def final(self, rows: Ids) -> Ids:
+    def final_rows(self, rows: Ids) -> Ids:
         """Return those of committed rows that are not retained."""
         return rows[~numpy.isin(rows, numpy.concatenate([_NO_IDS, *(step.ids for step in self.retained.values())]))]
 
@@ -454,7 +455,7 @@ class ConsumerIndex:
     def _release(self, steps: Iterable[int]) -> Ids:
         return numpy.concatenate([_NO_IDS, *[self.retained.pop(number).ids for number in [*steps]]])
 
-    def _same(self, step: int | None, request: int) -> GrantedLease | None:
+    def _find_lease(self, step: int | None, request: int) -> GrantedLease | None:
         found = self.by_request.get(request)
         if found is None and step is not None:
             found = self.by_step.get(step)
@@ -462,14 +463,14 @@ class ConsumerIndex:
                 raise DockError(f"step {step} of `{self.consumer.name}` is committed already, and was not rolled back")
         return found
 
-    def _choose(self, count: int, step: int | None) -> list[tuple[int, Ids]]:
+    def _choose_groups(self, count: int, step: int | None) -> list[tuple[int, Ids]]:
         """Return the groups to lease by step, in order: all before the first that does not fit into `count` rows, or
         into the dock's room. Groups after that are not looked at."""
         chosen: list[tuple[int, Ids]] = []
         rows = 0
         for each in self.ready.steps(step):
             fits = min(count, self._room_for(each)) - rows
-            groups = self.ready.first(each, int(fits) // self.consumer.group_size)
+            groups = self.ready.first_groups(each, int(fits) // self.consumer.group_size)
             chosen.append((each, groups))
             rows += len(groups) * self.consumer.group_size
             if len(groups) < self.ready.counts[each]:
@@ -484,28 +485,28 @@ class ConsumerIndex:
         for it. They could else wait for ever, since only what is complete leaves the dock."""
         if not self.consumer.row_bytes or step <= self.required:
             return math.inf
-        return max(self.room.rows(self.consumer.row_bytes) - self.n_leased, 0)
+        return max(self.room.rows_that_fit(self.consumer.row_bytes) - self.n_leased, 0)
 
     def _check_held(self, number: int, step: int | None, ids: Ids) -> None:
         granted = self.leases.get(number) or self.expired.get(number)
         if granted is None:
-            raise LeaseLost(self._lost(number, ids, step))
+            raise LeaseLost(self._lost_message(number, ids, step))
         wrong = numpy.setxor1d(ids, granted.ids)[:SHOWN].tolist()
         if step != granted.step or wrong:
             what = f"commits other rows than it holds: {wrong}" if wrong else f"is of step {granted.step}, not {step}"
             raise DockError(f"lease {number} of `{self.consumer.name}` {what}. Nothing is committed. Commit the lease "
                             "as `lease` has returned it")
 
-    def _adopted(self, number: int, ids: Ids, now: float) -> GrantedLease | None:
+    def _adopt_lease(self, number: int, ids: Ids, now: float) -> GrantedLease | None:
         """Return a lease that a lost process had granted; None if its rows are committed, leased or not there. Until
         the index `opens`, their shards may still list them."""
-        free = not (self.done.among(ids) | self._leased_to_other(ids, number)).any()
+        free = not (self.done.contains_each(ids) | self._leased_to_other(ids, number)).any()
         if number >> 32 == self.epoch or not free or not (now < self.opens or (self.rows.find(ids) >= 0).all()):
             return None
-        slots = self.rows.ensure(ids)  # may replace the arrays
+        slots = self.rows.find_or_add(ids)  # may replace the arrays
         return GrantedLease(number, [ids], self.rows["birth"][slots], None, now, 0)
 
-    def _hold(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
+    def _add_lease(self, granted: GrantedLease, slots: Ids) -> GrantedLease:
         self.leases[granted.number] = granted
         self.n_leased += len(granted.ids)
         if granted.step is not None:
@@ -526,39 +527,40 @@ class ConsumerIndex:
             self.rows["ready"][slots] = 0
             self.ready.discard(self.rows["ids"][slots])
 
-    def _end(self, granted: GrantedLease) -> None:
+    def _end_lease(self, granted: GrantedLease) -> None:
         del self.leases[granted.number]
         self.n_leased -= len(granted.ids)
         self.by_request.pop(granted.request, None)
         if granted.step is not None and self.by_step.get(granted.step) is granted:
             del self.by_step[granted.step]
 
-    def _touch(self, granted: GrantedLease, now: float, session: str) -> None:
+    def _extend(self, granted: GrantedLease, now: float, session: str) -> None:
         granted.expires = now + self.consumer.seconds
         self.leases.move_to_end(granted.number)
         granted.holders.add(session)
         granted.last = session
 
-    def _gone(self, granted: GrantedLease) -> bool:
+    def _has_lost_rows(self, granted: GrantedLease) -> bool:
         """Return whether a row was committed, given to another holder, or lost with its shard and stored again."""
-        _, same = self.rows.same(granted.ids, granted.births)
-        return bool((~same | self.done.among(granted.ids) | self._leased_to_other(granted.ids, granted.number)).any())
+        _, same = self.rows.find_unchanged(granted.ids, granted.births)
+        taken = self.done.contains_each(granted.ids) | self._leased_to_other(granted.ids, granted.number)
+        return bool((~same | taken).any())
 
     def _leased_to_other(self, ids: Ids, lease: int) -> numpy.ndarray:
         last, = self.describe(ids, "lease")
         return (last != 0) & (last != lease)
 
-    def _finish(self, ids: Ids) -> None:
+    def _mark_committed(self, ids: Ids) -> None:
         self.done.update(ids)
-        self._forget(self.rows.here(ids))
+        self._forget(self.rows.find_present(ids))
 
     def _forget(self, slots: Ids) -> None:
         self._make_unready(slots)
         self.rows.remove(slots)
 
-    def _lost(self, number: int, ids: Ids, step: int | None = None) -> str:
+    def _lost_message(self, number: int, ids: Ids, step: int | None = None) -> str:
         leases = {*self.describe(ids, "lease")[0].tolist()} - {0, number}
-        done, ids = ids[self.done.among(ids)].tolist(), ids.tolist()
+        done, ids = ids[self.done.contains_each(ids)].tolist(), ids.tolist()
         if number >> 32 != self.epoch:
             return (f"lease {number} of `{self.consumer.name}` is of an earlier process of its index, which has ended: "
                     f"its rows {ids[:SHOWN]} may have been committed by others since. Throw away what was made of them")

@@ -105,7 +105,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     given = json.loads(sys.stdin.readline())
-    directory = ShardDirectory.opened(**given["directory"]) if given["directory"] else None
+    directory = ShardDirectory.from_plain(**given["directory"]) if given["directory"] else None
     server = StorageShardServer(bytes.fromhex(given["token"]), given["host"], given["port"], directory)
     layout, number = DockLayout.from_plain(given["layout"]) if given["layout"] else None, given["number"]
     if layout and directory and given["standby"]:

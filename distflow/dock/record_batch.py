@@ -14,9 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, ColumnData, dtype_name, levels, of_levels
+from distflow.data.batch import Batch, ColumnData, dtype_name, from_levels, levels
 from distflow.data.column_buffers import buffers_of, form_of
-from distflow.data.row_copies import ScatteredRuns, copy_runs, raw
+from distflow.data.row_copies import ScatteredRuns, as_bytes, copy_runs
 from distflow.dock.extents import ElementForm, Extents, Schema, read_payload
 from distflow.dock.slots import Ids
 from distflow.errors import ColumnError
@@ -56,7 +56,7 @@ def _raw_column(column: ColumnData) -> tuple[ElementForm, list[tuple[numpy.ndarr
     form = form_of(column)
     buffers = [(each.data, width, each.bounds) for each, width in zip(buffers_of(column), form.widths, strict=True)]
     if form.depth:
-        buffers.insert(0, (raw(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
+        buffers.insert(0, (as_bytes(levels(column)[0][0]), 8, numpy.arange(len(column) + 1)))
     return ElementForm(form.depth, form.dtype, form.shape, form.widths[-1]), buffers
 
 
@@ -64,13 +64,13 @@ def unpack(rows: int, schema: Schema, data: numpy.ndarray) -> Batch:
     """Return a message's batch: views of `data` [bytes] uint8. Raises `ColumnError`: schema and bytes do not fit."""
     ids, columns, whole = data[: 8 * rows].view(numpy.int64), {}, torch.from_numpy(data)
     for name, extents in read_payload(rows, schema, data).items():
-        form = _known(name, extents.form)
+        form = _check_form(name, extents.form)
         begins = [int(begin[0]) if rows else 0 for begin in extents.begin]
         sizes = [int(count.sum()) for count in extents.count]
         lengths = [torch.from_numpy(extents.count[0])] if form.depth else []
         lengths += [torch.from_numpy(data[begin : begin + 8 * size].view(numpy.int64))
                     for begin, size in zip(begins, sizes[:-1])]
-        columns[name] = of_levels(lengths, _elements(whole[begins[-1] :][: sizes[-1] * form.width], form, sizes[-1]))
+        columns[name] = from_levels(lengths, _elements(whole[begins[-1] :][: sizes[-1] * form.width], form, sizes[-1]))
     return Batch(torch.from_numpy(ids), columns)
 
 
@@ -93,7 +93,7 @@ def gather(ids: Tensor, parts: Sequence[ReadRows], take: Take) -> Batch:
 
 
 def _gather(name: str, rows: int, parts: Sequence[ReadRows], take: Take) -> ColumnData:
-    form = _known(name, parts[0].columns[name].form)
+    form = _check_form(name, parts[0].columns[name].form)
     for part in parts:
         part.columns[name].check_form(name, form)
     lengths, values = list[Tensor](), torch.empty(0)
@@ -111,7 +111,7 @@ def _gather(name: str, rows: int, parts: Sequence[ReadRows], take: Take) -> Colu
             lengths.append(torch.from_numpy(target.view(numpy.int64)))
         else:
             values = _elements(torch.from_numpy(target), form, int(ends[-1]))
-    return of_levels(lengths, values)
+    return from_levels(lengths, values)
 
 
 def _copy(name: str, part: ReadRows, number: int, width: int, at: Ids, target: numpy.ndarray) -> None:
@@ -122,7 +122,7 @@ def _copy(name: str, part: ReadRows, number: int, width: int, at: Ids, target: n
         raise ColumnError(f"column `{name}`: {error}") from None
 
 
-def _known(name: str, form: ElementForm) -> ElementForm:
+def _check_form(name: str, form: ElementForm) -> ElementForm:
     kind = _DTYPES.get(form.dtype)
     if kind is None:
         raise ColumnError(f"column `{name}` is of type {form.dtype}, which torch {torch.__version__} does not have")

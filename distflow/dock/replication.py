@@ -50,7 +50,7 @@ class Follower:
         Return whether it has the message: else it may serve the shard without it."""
         while self.complete and not copied.wait(_PROBE):
             if time.monotonic() - self.heard > PATIENCE:
-                self.connection.hang_up()
+                self.connection.shut_down()
                 return False
         return self.complete
 

@@ -132,7 +132,7 @@ class ReadyRows:
         """Add rows that it does not have; the groups that are whole by that are the last to be leased of their step, or
         the `first`."""
         self.rows += len(ids)
-        for step, groups in self._by_step(self._completed(ids)):
+        for step, groups in self._by_step(self._completed_groups(ids)):
             queue = self.queues.setdefault(step, deque())
             (queue.appendleft if first else queue.append)(groups)
             self.counts[step] = self.counts.get(step, 0) + len(groups)
@@ -145,7 +145,7 @@ class ReadyRows:
         for step, gone in self._by_step(groups[whole]):
             kept = [part[~numpy.isin(part, gone)] for part in self.queues[step]]
             self.queues[step] = deque(part for part in kept if len(part))
-            self._count_less(step, len(gone))
+            self._subtract(step, len(gone))
         for group, count in zip(groups.tolist(), counts.tolist()):
             if left := self.parts.pop(group, self.group_size) - count:
                 self.parts[group] = left
@@ -160,7 +160,7 @@ class ReadyRows:
         """Return how many rows a lease for this step could get; None: for any step."""
         return self.group_size * sum(self.counts[each] for each in self.steps(step))
 
-    def first(self, step: int, most: int) -> Ids:
+    def first_groups(self, step: int, most: int) -> Ids:
         """Return the groups of a step that are to be leased first, `most` of them at most."""
         found, lacking = [numpy.empty(0, numpy.int64)], most
         for part in self.queues[step]:
@@ -179,12 +179,12 @@ class ReadyRows:
             if len(part) > left:
                 queue.appendleft(part[left:])
             left -= min(len(part), left)
-        self._count_less(step, count)
+        self._subtract(step, count)
 
     def rows_of(self, groups: Ids) -> Ids:
         return (groups[:, None] * self.group_size + numpy.arange(self.group_size)).reshape(-1)
 
-    def _completed(self, ids: Ids) -> Ids:
+    def _completed_groups(self, ids: Ids) -> Ids:
         """Return the groups that are whole with these rows, in the order of their last ones."""
         if self.group_size == 1:
             return ids
@@ -203,13 +203,13 @@ class ReadyRows:
         for step in [int(steps[0])] if (steps == steps[0]).all() else numpy.unique(steps).tolist():
             yield step, groups[steps == step]
 
-    def _count_less(self, step: int, count: int) -> None:
+    def _subtract(self, step: int, count: int) -> None:
         self.counts[step] -= count
         if not self.counts[step]:
             del self.counts[step], self.queues[step]
 
 
-class Room:
+class StorageBudget:
     """Bytes that the shards store, and those that they should store at most.
 
     Rows that are under way count with the mean of those that have come: their longest form is many times what most of
@@ -224,17 +224,17 @@ class Room:
     def bytes(self) -> int:
         return sum(size for size, _ in self.stored.values())
 
-    def note(self, shard: int, size: int, rows: int) -> None:
+    def record(self, shard: int, size: int, rows: int) -> None:
         self.stored[shard] = size, rows
         if written := sum(rows for _, rows in self.stored.values()):
             self.mean = max(self.bytes / written, 1)
 
-    def rows(self, longest: int) -> float:
+    def rows_that_fit(self, longest: int) -> float:
         """Return how many rows under way, of at most `longest` bytes each, fit beside what is stored."""
         return (self.limit - self.bytes) // min(self.mean, longest) if self.limit < math.inf else math.inf
 
 
-def deal(ids: Ids, tokens: Ids, group_size: int, shares: int) -> list[Ids]:
+def split_groups(ids: Ids, tokens: Ids, group_size: int, shares: int) -> list[Ids]:
     """Share whole groups of rows `ids` [rows], which ascend, between the ranks that work on one step, about as many
     `tokens` [rows] to each; return each share's rows. The same groups are shared alike in whatever order they have
     come, so that their training rounds alike."""

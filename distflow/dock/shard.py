@@ -32,7 +32,7 @@ _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
-_OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "saved", "lease", "look", "shortage", "require",
+_OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "fetch_saved", "lease", "peek", "shortage", "require",
                "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
 Header = dict[str, Any]
@@ -134,7 +134,7 @@ class StorageShardServer:
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
                               f"{error!r}; its log says where. Do all processes run the same distflow?"}, []
         connection.skip(expected - connection.received)
-        if self.over or not (self.fence is None or self.fence.holds()):  # it is answered by whoever has taken the place
+        if self.over or not (self.fence is None or self.fence.is_current()):  # whoever has taken the place answers
             raise ConnectionEnded
         connection.send(reply, buffers)
         if "in_place" not in reply:
@@ -150,7 +150,8 @@ class StorageShardServer:
         return {"layout": self.state.configured().to_plain()}
 
     def put(self, request: ClientRequest) -> Reply:
-        """Store rows, whatever room there is: they are what others wait for. Leases keep to the room (`Room`)."""
+        """Store rows, whatever room there is: they are what others wait for. Leases keep to the room
+        (`StorageBudget`)."""
         header, ids = request.header, read_ids(request.header["ids"])
         payload = request.connection.payload(request.size)
         with self.state.lock:
@@ -202,9 +203,9 @@ class StorageShardServer:
             columns, memories = self.state.storage.read(ids, request.header["columns"])
             return self._rows(request, ids, columns, memories, {"epoch": self.state.epoch})
 
-    def saved(self, request: ClientRequest) -> Reply:
+    def fetch_saved(self, request: ClientRequest) -> Reply:
         with self.state.lock:
-            ids, turns, columns, memories = self.state.storage.saved(read_ids(request.header["ids"]))
+            ids, turns, columns, memories = self.state.storage.read_saved(read_ids(request.header["ids"]))
             return self._rows(request, ids, columns, memories, {"ids": ids.tobytes(), "turns": turns.tobytes()})
 
     def _rows(self, request: ClientRequest, ids: Ids, columns: Columns, memories: list[numpy.ndarray],
@@ -241,9 +242,9 @@ class StorageShardServer:
                 "rows": rows.tobytes()}
 
     @locked
-    def look(self, request: ClientRequest) -> Header:
+    def peek(self, request: ClientRequest) -> Header:
         header, index = request.header, self._index(request)
-        rows = self._await_rows(header, index, lambda now: index.look(
+        rows = self._await_rows(header, index, lambda now: index.peek(
             header["count"], now, least=header["least"], step=header["step"], attempt=header["attempt"]))
         return {"rows": None if rows is None else index.describe(rows, "ids", "tokens").tobytes()}
 

@@ -30,7 +30,7 @@ from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
 from distflow.dock.replication import Follower
-from distflow.dock.selection import INDEX_SHARD, DockLayout, Room
+from distflow.dock.selection import INDEX_SHARD, DockLayout, StorageBudget
 from distflow.dock.slots import Ids
 from distflow.dock.storage import Message, StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
@@ -144,7 +144,7 @@ class ShardState:
         self.lock = threading.RLock()
         self.waiting: dict[RowRequest, threading.Condition] = {}
         self.storage = StorageShard(heap=SharedHeap(heap_name(token)))
-        self.room, self.evict_at = Room(), 0.0
+        self.room, self.evict_at = StorageBudget(), 0.0
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
@@ -161,7 +161,7 @@ class ShardState:
         if self.layout is not None and (storage.number, storage.count) != (number, len(layout.addresses)):
             raise DockError(f"this process is shard {storage.number} of {storage.count}; it cannot become {number} of "
                             f"{len(layout.addresses)}: its rows would be looked for elsewhere")
-        self._place(layout, number)
+        self._set_layout(layout, number)
         for consumer in layout.consumers:
             if number == INDEX_SHARD:
                 index = self.indexes.setdefault(consumer.name, ConsumerIndex(consumer, self.epoch, self.room))
@@ -197,10 +197,10 @@ class ShardState:
         return [(follower, follower.post(message)) for follower in self.followers]
 
     def _retirement(self, consumer: str, ids: Ids) -> Message:
-        return {"op": "retire", "consumer": consumer, "consumers": sorted(self._beside(consumer)),
+        return {"op": "retire", "consumer": consumer, "consumers": sorted(self._consumers_of_same_rows(consumer)),
                 "ids": ids.tobytes()}, []
 
-    def _place(self, layout: DockLayout, number: int) -> None:
+    def _set_layout(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
         storage.number, storage.count, storage.group_size = number, len(layout.addresses), layout.group_size
         self.room.limit = math.inf if layout.max_bytes is None else layout.max_bytes * storage.count
@@ -265,22 +265,22 @@ class ShardState:
     def apply(self, update: Update) -> None:
         if update["kind"] == "rows":
             for name, index in self.indexes.items():
-                committed = index.learn(read_table(update["table"]), update["columns"])
+                committed = index.add_rows(read_table(update["table"]), update["columns"])
                 if len(committed) and update["new"]:  # a lost shard has forgotten it, and a late producer put it again
-                    self.retire(name, index.final(committed))
+                    self.retire(name, index.final_rows(committed))
         elif update["kind"] == "retire":
             self._retire(update["consumer"], read_ids(update["ids"]))
         elif update["kind"] == "stored":
-            self.room.note(update["shard"], update["bytes"], update["rows"])
+            self.room.record(update["shard"], update["bytes"], update["rows"])
         elif update["kind"] == "listing" and update["consumer"] in self.indexes:
             self._rebuild(self.indexes[update["consumer"]], update)
         elif update["kind"] == "committed":
             ids = self.storage.rows["ids"][self.storage.rows.all()]
-            self._retire(update["consumer"], ids[Intervals(update["ranges"]).among(ids)])
+            self._retire(update["consumer"], ids[Intervals(update["ranges"]).contains_each(ids)])
         self.wake()
 
     def _retire(self, consumer: str, ids: Ids) -> None:
-        self.storage.retire(consumer, ids, self._beside(consumer))
+        self.storage.retire(consumer, ids, self._consumers_of_same_rows(consumer))
         self.replicate(self._retirement(consumer, ids))
         self._post_stored()
 
@@ -296,7 +296,7 @@ class ShardState:
         if client.connections:
             return
         for index in self.indexes.values():
-            index.dropped(session, time.monotonic())
+            index.end_session(session, time.monotonic())
         absent = [name for name, other in self.clients.items() if not other.connections]
         for name in absent[: max(0, len(absent) - _ENDED_KEPT)]:
             del self.clients[name]
@@ -321,16 +321,16 @@ class ShardState:
 
     def _post_stored(self) -> None:
         if self.room.limit < math.inf:
-            self._post(INDEX_SHARD, self._stored())
+            self._post(INDEX_SHARD, self._stored_update())
 
-    def _stored(self) -> Update:
+    def _stored_update(self) -> Update:
         columns = [column for consumer in self.configured().consumers if consumer.row_bytes
                    for column in consumer.writes]
         tables = self.storage.columns
         written = min((tables[column].rows if column in tables else 0 for column in columns), default=0)
         return {"kind": "stored", "shard": self.storage.number, "bytes": self.storage.nbytes, "rows": written}
 
-    def _beside(self, consumer: str) -> frozenset[str]:
+    def _consumers_of_same_rows(self, consumer: str) -> frozenset[str]:
         """Return the consumers that take the same rows."""
         layout = self.configured()
         return frozenset(each.name for each in layout.consumers if each.ids == layout.consumer(consumer).ids)
@@ -353,10 +353,11 @@ class ShardState:
         updates: list[Update] = [{"kind": "committed", "consumer": name, "ranges": index.final_ranges()}
                                  for name, index in self.indexes.items()]
         if other == INDEX_SHARD:
-            updates += [self._listing(consumer.name) for consumer in self.configured().consumers] + [self._stored()]
+            updates += [self._listing_update(consumer.name) for consumer in self.configured().consumers]
+            updates.append(self._stored_update())
         return updates
 
-    def _listing(self, consumer: str) -> Update:
+    def _listing_update(self, consumer: str) -> Update:
         storage, slots = self.storage, self.storage.rows.all()
         ids, done = storage.rows["ids"][slots], storage.rows.consumed_by(consumer)[slots] > 0
         parts = [[columns, storage.table(alike).tobytes()] for columns, alike in storage.forms(ids[~done])]
@@ -365,7 +366,7 @@ class ShardState:
 
     def _rebuild(self, index: ConsumerIndex, update: Update) -> None:
         parts = [(columns, read_table(table)) for columns, table in update["parts"]]
-        index.finish(read_ids(update["done"]))
+        index.mark_committed(read_ids(update["done"]))
         source = index.consumer.name, update["shard"]
         replaced = self.epochs.get(source) != update["epoch"]
         self.epochs[source] = update["epoch"]
@@ -376,7 +377,7 @@ class ShardState:
 
         index.rebuild([(columns, table[0]) for columns, table in parts], stored_there, replaced)
         listed = numpy.concatenate([numpy.empty(0, numpy.int64), *(table[0] for _, table in parts)])
-        self.retire(index.consumer.name, index.release_torn(listed, stored_there))
+        self.retire(index.consumer.name, index.release_incomplete(listed, stored_there))
         # Rows that were put again into a shard that had lost them, while it could not reach this index.
         for columns, table in parts:
-            self.retire(index.consumer.name, index.final(index.learn(table, columns)))
+            self.retire(index.consumer.name, index.final_rows(index.add_rows(table, columns)))

@@ -32,7 +32,7 @@ class SlotTable:
         """Return the slots of rows, -1 for those that are not here."""
         return numpy.fromiter(map(self.slots.get, ids.tolist(), itertools.repeat(-1)), numpy.int64, len(ids))
 
-    def here(self, ids: Ids) -> Ids:
+    def find_present(self, ids: Ids) -> Ids:
         """Return the slots of those rows that are here."""
         slots = self.find(ids)
         return slots[slots >= 0]
@@ -41,7 +41,7 @@ class SlotTable:
         """Return all slots that have a row, in the order in which the rows came."""
         return numpy.fromiter(self.slots.values(), numpy.int64, len(self.slots))
 
-    def ensure(self, ids: Ids) -> Ids:
+    def find_or_add(self, ids: Ids) -> Ids:
         """Return the slots of rows; those that are not here are added."""
         slots = self.find(ids)
         if (new := slots < 0).any():

@@ -168,7 +168,7 @@ class StorageShard:
         self.batches: dict[int, StoredBatch] = {}
         self.thinned: set[int] = set()  # batches that have lost rows since the last `_compact`
         self.next_batch = self.nbytes = 0
-        self.gone = Intervals()  # rows that all consumers have committed, by `_local`
+        self.gone = Intervals()  # rows that all consumers have committed, by `_local_number`
 
     def put(self, ids: Ids, schema: Schema, payload: numpy.ndarray, versions: Ids | None = None,
             turn: int | None = None) -> Ids:
@@ -177,7 +177,7 @@ class StorageShard:
         Args:
             payload: [bytes] uint8, taken from the `heap`; it stays there.
             versions: of the weights, one for each row; none, or an empty list, leaves what is known of a row.
-            turn: of unfinished rows: they replace those of an earlier turn, and only `saved` returns them.
+            turn: of unfinished rows: they replace those of an earlier turn, and only `read_saved` returns them.
 
         Raises:
             ColumnError: schema and payload do not fit together.
@@ -187,14 +187,14 @@ class StorageShard:
         columns = read_payload(len(ids), schema, payload)
         self._check(ids, columns, turn)
         slots = self.rows.find(ids)
-        wanted = ~self.gone.among(self._local(ids)) & self._wanted(ids, slots, columns, turn)
+        wanted = ~self.gone.contains_each(self._local_number(ids)) & self._is_new(ids, slots, columns, turn)
         if not wanted.any():
             return ids[:0]
         fresh = slice(None) if wanted.all() else numpy.flatnonzero(wanted)
         there, ids = slots[fresh], ids[fresh]
         if (new := there < 0).any():
             there[new] = self.rows.add(ids[new])
-        self._forget_turns(there if turn is not None else self._resumed(there, columns))
+        self._forget_turns(there if turn is not None else self._finished_turns(there, columns))
         tokens = tokens_of(columns, len(slots))[fresh]
         self.rows["tokens"][there] = numpy.maximum(self.rows["tokens"][there], tokens)
         if versions is not None and len(versions):
@@ -215,13 +215,13 @@ class StorageShard:
             table = self.columns.get(name, ColumnTable())
             batches.append(table.batches_of(slots))
             if len(missing := ids[batches[-1] < 0]):
-                raise ColumnError(self._absent(missing, name))
+                raise ColumnError(self._missing_column(missing, name))
             columns[name] = table.get(name, slots)
         return columns, self._memories(batches)
 
-    def saved(self, ids: Ids) -> tuple[Ids, Ids, Columns, list[numpy.ndarray]]:
+    def read_saved(self, ids: Ids) -> tuple[Ids, Ids, Columns, list[numpy.ndarray]]:
         """Return those of `ids` that have a saved turn, the turns, and where the rows lie as `read` does."""
-        slots = self.rows.here(ids)
+        slots = self.rows.find_present(ids)
         slots = slots[self.rows["turns"][slots] >= 0]
         ids, columns, batches = self.rows["ids"][slots], {}, list[Ids]()
         for name, table in self.saved_columns.items():
@@ -237,7 +237,7 @@ class StorageShard:
     def retire(self, consumer: str, ids: Ids, all_consumers: frozenset[str]) -> None:
         """Mark rows as committed by a consumer: no process goes on with their saved turns. They leave once all have
         committed them."""
-        slots = numpy.unique(self.rows.here(ids))
+        slots = numpy.unique(self.rows.find_present(ids))
         self.rows.consumed_by(consumer)[slots] = True
         self._forget_turns(slots)
         marks = [self.rows.consumed_by(each)[slots] for each in all_consumers]
@@ -257,7 +257,7 @@ class StorageShard:
 
     def forms(self, ids: Ids) -> Iterator[tuple[list[str], Ids]]:
         """Yield (columns, ids) of rows for each set of columns that some of them have."""
-        slots, names = self.rows.here(ids), sorted(self.columns)
+        slots, names = self.rows.find_present(ids), sorted(self.columns)
         kind = numpy.zeros(len(slots), numpy.int64)
         for name in names:  # rows of one set have one number
             _, kind = numpy.unique(2 * kind + self.columns[name].has(slots), return_inverse=True)
@@ -267,19 +267,19 @@ class StorageShard:
 
     def table(self, ids: Ids) -> Ids:
         """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
-        slots = self.rows.here(ids)
+        slots = self.rows.find_present(ids)
         return numpy.stack([self.rows[name][slots] for name in ("ids", "tokens", "versions", "turns")])
 
     def copies(self) -> list[Iterator[Message]]:
         """Return puts of all rows. They may be packed later: what they are packed from does not change."""
         found = []
         for number, batch in self.batches.items():
-            slots, columns = self._live(number, batch)
+            slots, columns = self._live_rows(number, batch)
             ids, versions = self.rows["ids"][slots], self.rows["versions"][slots]
             found.append(_put_of(ids, columns, versions, batch, self.heap.memory))
         return found
 
-    def _wanted(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
+    def _is_new(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
         """Return which rows are not here yet in this form, [rows] bool."""
         if (slots < 0).all():
             return numpy.ones(len(ids), bool)
@@ -318,7 +318,7 @@ class StorageShard:
                             f"{counts[torn[0]]} came. Put the rows of a group together, or those of two producers "
                             "would mix")
 
-    def _local(self, row: Any) -> Any:
+    def _local_number(self, row: Any) -> Any:
         """Return a row's number among those of this shard, or of each of an array of rows: dense where ids are, so that
         ranges of them are few."""
         return row // (self.group_size * self.count) * self.group_size + row % self.group_size
@@ -335,10 +335,10 @@ class StorageShard:
     def _remove(self, slots: Ids) -> None:
         for table in self.columns.values():
             self._release(table.remove(slots))
-        self.gone.update(self._local(self.rows["ids"][slots]))
+        self.gone.update(self._local_number(self.rows["ids"][slots]))
         self.rows.remove(slots)
 
-    def _resumed(self, slots: Ids, columns: Columns) -> Ids:
+    def _finished_turns(self, slots: Ids, columns: Columns) -> Ids:
         """Return those rows whose saved turn is finished by these columns; others do not finish it."""
         ended = [self.saved_columns[name].has(slots) for name in columns if name in self.saved_columns]
         return slots[numpy.logical_or.reduce(ended)] if ended else slots[:0]
@@ -374,7 +374,7 @@ class StorageShard:
     def _copy(self, number: int, batch: StoredBatch) -> bool:
         """Copy the live rows of a batch into one of their own; what was read before stays where it was. Return whether
         there is room for it."""
-        slots, columns = self._live(number, batch)
+        slots, columns = self._live_rows(number, batch)
         try:
             memory = self.heap.take(sum(extents.nbytes + 8 * len(extents.begin) for extents in columns.values()))
         except MemoryError:
@@ -395,7 +395,7 @@ class StorageShard:
         self._append(memory, slots, moved, batch.turn)
         return True
 
-    def _live(self, number: int, batch: StoredBatch) -> tuple[Ids, Columns]:
+    def _live_rows(self, number: int, batch: StoredBatch) -> tuple[Ids, Columns]:
         """Return the slots of a batch's rows that are still read, and where they lie."""
         tables = self.columns if batch.turn is None else self.saved_columns
         slots = batch.slots[tables[batch.names[0]].batches_of(batch.slots) == number]
@@ -407,8 +407,8 @@ class StorageShard:
             numbers.update(found[:1].tolist() if (found == found[:1]).all() else numpy.unique(found).tolist())
         return [self.batches[number].memory for number in numbers]
 
-    def _absent(self, missing: Ids, name: str) -> str:
-        gone = missing[self.gone.among(self._local(missing))].tolist()
+    def _missing_column(self, missing: Ids, name: str) -> str:
+        gone = missing[self.gone.contains_each(self._local_number(missing))].tolist()
         unknown = missing[self.rows.find(missing) < 0].tolist()
         if gone:
             return f"rows {gone[:SHOWN]} were committed by all consumers and have left shard {self.number}"

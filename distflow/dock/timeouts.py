@@ -17,7 +17,7 @@ def shortage(state: ShardState, index: ConsumerIndex, request: dict[str, Any], n
     """Return the message and the report of a lease request that timed out, as far as the index knows."""
     missing: dict[tuple[str, ...], list[int]] = {}
     slots = index.rows.all()
-    for slot in slots[(index.rows["held"][slots] == 0) & ~index.rows.complete(slots)].tolist():
+    for slot in slots[(index.rows["held"][slots] == 0) & ~index.rows.is_complete(slots)].tolist():
         columns = tuple(sorted(index.rows.reads - index.rows.columns_of(slot)))
         missing.setdefault(columns, []).append(int(index.rows["ids"][slot]))
     report = {

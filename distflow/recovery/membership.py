@@ -36,7 +36,7 @@ from typing import Protocol
 from distflow.errors import DistflowError, InvalidInput
 from distflow.recovery.links import LinkTarget, most_cut_off, unreached
 from distflow.recovery.worker_process import WorkerContext
-from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import spawn
 
@@ -277,7 +277,7 @@ class Membership:
             self.store.put(f"{round}/waits/{mine}", f"{(count := count + 1)} {self.name}")
             if not self._is_first(round, mine, seen):  # that one looks at the others
                 self.store.wait([f"{round}/members"],
-                                paused(min(_POLL * count, HEARTBEAT_SECONDS, self.silence / 4), mine))
+                                poll_interval(min(_POLL * count, HEARTBEAT_SECONDS, self.silence / 4), mine))
                 continue
             if (waiting := self._waiting(round, seen)) != names:
                 names, since = waiting, time.monotonic()

@@ -81,7 +81,7 @@ class ReplicaReceiver:
     def serve(self, connection: Connection, hello: dict[str, Any]) -> None:
         before, self.connection = self.connection, connection
         if before is not None:
-            before.hang_up()
+            before.shut_down()
         with self.lock:
             if self.connection is not connection:
                 return

@@ -156,7 +156,7 @@ class RestartCoordinator:
             return
         before = (replace(each, details="") for each in attempt.failures)  # they were shown
         failures = (*before, self._first(attempt, failure))
-        end = verdict(failures, self.budget)
+        end = stop_reason(failures, self.budget)
         self.store.put_if(str(attempt.number + 1), Attempt(attempt.number + 1, failures, end).pack(), None)
 
     def _first(self, attempt: Attempt, mine: Failure) -> Failure:
@@ -167,7 +167,7 @@ class RestartCoordinator:
         return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.order))
 
 
-def verdict(failures: tuple[Failure, ...], budget: int | None) -> str:
+def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
     """Return why there is no further attempt; empty if there is one (RobustRL §5.1.2).
 
     A failure that repeats at once is a mistake in a program, not a fault of a machine: a restart would only hide it. A

@@ -173,7 +173,7 @@ class Snapshots:
         self._release_unused({before, self.newest, *self.held})
         self.newest.shard = shard
         thread = ThreadPoolExecutor(1, "snapshot")
-        copy = partial(self.host_copy.copy, moment=self.host_copy.moment(tensor for _, tensor in tensors))
+        copy = partial(self.host_copy.copy, values_ready=self.host_copy.record_event(tensor for _, tensor in tensors))
         self.copying = thread.submit(self.newest.write, header, tensors, size, copy)
         thread.shutdown(wait=False)
         return size

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from distflow.errors import Disagreement
-from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.store.tcp import TCPStoreClient, store_on
 
 _SHOWN, _SLICE = 8, 0.2  # ranks that a message names, and seconds between two polls of what else may have happened
@@ -88,7 +88,7 @@ class RunStore:
 
     def _wait(self, topic: str, keys: Sequence[str], values: dict[int, str]) -> None:
         """Wait for `keys`. Raises Disagreement: they are not there, since ranks have not put their `values`."""
-        until, pause = time.monotonic() + self.wait_limit, paused(_SLICE, self.ranks)
+        until, pause = time.monotonic() + self.wait_limit, poll_interval(_SLICE, self.ranks)
         while not self.store.wait(keys, pause if self.poll else self.wait_limit):
             if self.poll:
                 self.poll()

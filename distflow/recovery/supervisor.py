@@ -46,7 +46,7 @@ from distflow.recovery.worker_process import (
     become_worker,
     read_exit_report,
 )
-from distflow.store.interface import StoreUnavailable, paused
+from distflow.store.interface import StoreUnavailable, poll_interval
 from distflow.telemetry import events, startup
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
@@ -275,13 +275,13 @@ class Supervisor:
             if self.is_obsolete():
                 return False
             self._poll()
-            time.sleep(paused(_POLL, self.ranks))
+            time.sleep(poll_interval(_POLL, self.ranks))
         return True
 
     def _wait_for_run_end(self) -> int:
         while not self.is_obsolete():
             self._poll()
-            time.sleep(paused(_POLL, self.ranks))
+            time.sleep(poll_interval(_POLL, self.ranks))
         return 0
 
     def _update_config(self, attempt: Attempt) -> None:
@@ -351,7 +351,7 @@ class Supervisor:
                     with self.store.within(_STORE_TIMEOUT):
                         if end := self._due_end(attempt):
                             return end
-                    answered, look_at = time.monotonic(), now + paused(_POLL, self.ranks) - _POLL
+                    answered, look_at = time.monotonic(), now + poll_interval(_POLL, self.ranks) - _POLL
             except StoreUnavailable as error:  # nothing is decided, and the worker goes on
                 if error.gone or time.monotonic() - answered > self.store.deadline.seconds:
                     raise
@@ -442,7 +442,7 @@ class Supervisor:
             if self.restarts.is_superseded(attempt):
                 return False
             self._poll()
-            time.sleep(paused(_POLL / 4, self.ranks))
+            time.sleep(poll_interval(_POLL / 4, self.ranks))
         return True
 
     def _report(self, attempt: Attempt, following: Attempt, left_out: bool = False) -> None:

@@ -63,7 +63,7 @@ class Connection:
         self.memory: MappedHeap | ServedHeap | None = None
         self.in_shared_memory = 0  # bytes of the next payload that are there
         self.deadline: float | None = None  # of the handshake; None once the peer is authenticated
-        self.timeout, self.on_silence = 0.0, wait_on  # of a client; see `wait_at_most`
+        self.timeout, self.on_silence = 0.0, keep_waiting  # of a client; see `set_timeout`
 
     def send(self, header: Header, buffers: Iterable[Part] = (), moved: Callable[[int], None] | None = None) -> None:
         """Send a message. Parts that are small on average are joined first; else only scattered ones are copied.
@@ -74,9 +74,9 @@ class Connection:
             header, parts = self.memory.write(self.ask, header, parts, total)
             size = total if parts else 0
         if len(parts) > 8 and size < _SMALL * len(parts):
-            buffers = [_joined(parts)]
+            buffers = [_join(parts)]
         else:
-            buffers = [part if isinstance(part, Buffer) else _joined([part]) for part in parts]
+            buffers = [part if isinstance(part, Buffer) else _join([part]) for part in parts]
         head = frame(header, size)
         self.sent += len(head) + total
         self._send_all([head, *buffers], moved)
@@ -88,10 +88,10 @@ class Connection:
             ConnectionEnded: the other side has closed.
             Refused: the bytes are not a message, or the payload is longer.
         """
-        head = self._exactly(HEAD_SIZE, closing=True)
+        head = self._receive_exactly(HEAD_SIZE, closing=True)
         try:
             length, payload = read_lengths(head, most)
-            header = read_header(self._exactly(length))
+            header = read_header(self._receive_exactly(length))
         except ValueError as error:
             raise Refused(f"{self.peer} sent {error}") from None
         if isinstance(self.memory, ServedHeap):
@@ -117,7 +117,7 @@ class Connection:
     def take(self, buffer: memoryview, moved: Callable[[int], None] | None = None) -> None:
         """Receive a payload, which must not be in shared memory, into `buffer`. `moved`: called with the bytes of each
         block, while they are in the core's own cache."""
-        self._into(buffer, False, moved)
+        self._receive_into(buffer, False, moved)
 
     def skip(self, size: int) -> None:
         self.received += self.in_shared_memory
@@ -125,16 +125,16 @@ class Connection:
         scratch = memoryview(bytearray(min(size, 1 << 20)))
         while size:
             part = scratch[: min(size, len(scratch))]
-            self._into(part)
+            self._receive_into(part)
             size -= len(part)
 
-    def wait_at_most(self, timeout: float, look: float, on_silence: Callable[[], None]) -> None:
+    def set_timeout(self, timeout: float, look: float, on_silence: Callable[[], None]) -> None:
         """Let a client wait `timeout` seconds for each next byte. Meanwhile `on_silence` is called every `look`
         seconds; an `OSError` that it raises ends the wait."""
         self.timeout, self.on_silence = timeout, on_silence
         self.sock.settimeout(min(timeout, look))
 
-    def delay(self) -> float:
+    def round_trip_seconds(self) -> float:
         """Return the shortest round trip that the kernel has measured, in seconds; 0 where it tells none."""
         with contextlib.suppress(AttributeError, OSError, struct.error):
             information = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
@@ -147,7 +147,7 @@ class Connection:
         ended.register(self.sock, select.POLLIN)
         return not ended.poll(0)
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End the connection from another thread; its own closes it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -155,12 +155,13 @@ class Connection:
     def close(self) -> None:
         self.sock.close()
 
-    def _exactly(self, size: int, closing: bool = False) -> bytearray:
+    def _receive_exactly(self, size: int, closing: bool = False) -> bytearray:
         data = bytearray(size)
-        self._into(memoryview(data), closing)
+        self._receive_into(memoryview(data), closing)
         return data
 
-    def _into(self, view: memoryview, closing: bool = False, moved: Callable[[int], None] | None = None) -> None:
+    def _receive_into(self, view: memoryview, closing: bool = False,
+                      moved: Callable[[int], None] | None = None) -> None:
         self.received += len(view)
         filled, since = 0, time.monotonic()
         while filled < len(view):
@@ -173,7 +174,7 @@ class Connection:
                     continue
                 raise TimeoutError("no byte came in time") from None
             except TimeoutError:
-                self._stay_patient(since)
+                self._raise_if_stalled(since)
                 continue
             if not count:
                 if closing and not filled:
@@ -194,7 +195,7 @@ class Connection:
             except BlockingIOError:  # SO_SNDTIMEO
                 raise TimeoutError("it took no byte in time") from None
             except TimeoutError:
-                self._stay_patient(since)
+                self._raise_if_stalled(since)
                 continue
             since = time.monotonic()
             if moved:
@@ -205,31 +206,31 @@ class Connection:
             if sent:
                 views[first] = views[first][sent:]
 
-    def _stay_patient(self, since: float) -> None:
+    def _raise_if_stalled(self, since: float) -> None:
         if self.deadline is not None or time.monotonic() - since >= self.timeout:
             raise TimeoutError("no byte was sent or taken in time")
         self.on_silence()
 
 
-def _joined(parts: Sequence[Part]) -> bytearray:
+def _join(parts: Sequence[Part]) -> bytearray:
     result = bytearray(sum(map(len, parts)))
     write_parts(memoryview(result), parts)
     return result
 
 
-def wait_on() -> None:
+def keep_waiting() -> None:
     """Let a wait go on, as `on_silence`."""
 
 
 def connect(address: Address, token: bytes, limit: float, look: float = math.inf,
-            on_silence: Callable[[], None] = wait_on) -> Connection:
+            on_silence: Callable[[], None] = keep_waiting) -> Connection:
     """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on; meanwhile
-    `on_silence` is called every `look` seconds, as by `Connection.wait_at_most`. Raises Unreachable: no process listens
+    `on_silence` is called every `look` seconds, as by `Connection.set_timeout`. Raises Unreachable: no process listens
     there, or it does not answer. Refused: the other side does not know the token."""
     host, port = address
     check_token(token)
     try:
-        sock = _reached(address, limit, look, on_silence)
+        sock = _open_socket(address, limit, look, on_silence)
     except OSError as error:
         raise Unreachable(f"no process answers at {host}:{port}: {error}") from None
     connection = Connection(sock, f"{host}:{port}")
@@ -237,9 +238,9 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
         failed.callback(sock.close)
         try:
             _set_up(connection, min(limit, HANDSHAKE_LIMIT))
-            theirs, ours = bytes(connection._exactly(_NONCE)), secrets.token_bytes(_NONCE)
+            theirs, ours = bytes(connection._receive_exactly(_NONCE)), secrets.token_bytes(_NONCE)
             connection._send_all([ours + _proof(token, b"client", theirs, ours)])
-            answer = connection._exactly(_PROOF, closing=True)
+            answer = connection._receive_exactly(_PROOF, closing=True)
         except ConnectionEnded:
             raise Refused(f"{connection.peer} refused this process: its token is not that of the run") from None
         except OSError as error:
@@ -248,12 +249,12 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
         if not hmac.compare_digest(answer, _proof(token, b"server", theirs, ours)):
             raise Refused(f"{connection.peer} does not know this run's token; it may belong to another run")
         connection.deadline = None
-        connection.wait_at_most(limit, look, on_silence)
+        connection.set_timeout(limit, look, on_silence)
         failed.pop_all()
     return connection
 
 
-def _reached(address: Address, limit: float, look: float, on_silence: Callable[[], None]) -> socket.socket:
+def _open_socket(address: Address, limit: float, look: float, on_silence: Callable[[], None]) -> socket.socket:
     until = time.monotonic() + limit
     while True:
         left = until - time.monotonic()
@@ -272,7 +273,7 @@ def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connect
     _set_up(connection, HANDSHAKE_LIMIT)
     ours = secrets.token_bytes(_NONCE)
     connection._send_all([ours])
-    answer = bytes(connection._exactly(_NONCE + _PROOF))
+    answer = bytes(connection._receive_exactly(_NONCE + _PROOF))
     theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(token, b"client", ours, theirs)):
         raise Refused(f"{peer} does not know the token of this run")

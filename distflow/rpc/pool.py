@@ -102,7 +102,7 @@ class ConnectionPool:
             failed.pop_all()
         return [replies[index] for index in range(len(requests))]
 
-    def follow(self, address: Address) -> None:
+    def reconnect_if_moved(self, address: Address) -> None:
         """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
         if address in self.served and self.locate(address) != self.served[address]:
             self._drop(address)
@@ -140,10 +140,10 @@ class ConnectionPool:
         try:
             for index in [index for index in range(len(requests)) if index not in replies]:
                 awaited.append(index)
-                if not self._sent(requests[index], wait, retry):
+                if not self._try_send(requests[index], wait, retry):
                     awaited.pop()
             while awaited:
-                reply = self._answer(requests[awaited[0]][0], retry)
+                reply = self._receive_reply(requests[awaited[0]][0], retry)
                 if reply is not None:
                     replies[awaited[0]] = reply
                 awaited.pop(0)
@@ -164,7 +164,7 @@ class ConnectionPool:
                 connection, size = self.connections.get(at), sum(map(len, buffers))
                 if size >= LEAST and connection is not None and isinstance(connection.memory, MappedHeap):
                     asked[at] = connection.memory, size
-                    connection.wait_at_most(self.timeout, self.look, partial(self._check, at))
+                    connection.set_timeout(self.timeout, self.look, partial(self._raise_if_moved, at))
                     connection.send({"op": "reserve", "size": size})
             for at, (memory, size) in [*asked.items()]:
                 memory.take_room(self.connections[at].receive(most=0)[0], size)
@@ -177,12 +177,12 @@ class ConnectionPool:
             for at in asked:
                 self._drop(at)
 
-    def _sent(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
+    def _try_send(self, request: Request, wait: float, retry: RetryPolicy) -> bool:
         """Send; return False if the connection broke and there is time for another attempt."""
         address, header, buffers = request
         try:
             connection = self._connection(address)
-            connection.wait_at_most(self.timeout + wait, self.look, partial(self._check, address))
+            connection.set_timeout(self.timeout + wait, self.look, partial(self._raise_if_moved, address))
             if self.sent_activity.get(address) != self.activity:
                 self.sent_activity[address] = self.activity
                 header = header | {"activity": self.activity}
@@ -193,7 +193,7 @@ class ConnectionPool:
             return False
         return True
 
-    def _answer(self, address: Address, retry: RetryPolicy) -> Reply | None:
+    def _receive_reply(self, address: Address, retry: RetryPolicy) -> Reply | None:
         try:
             header, size = self.connections[address].receive()
             return header, self.connections[address].payload(size)
@@ -211,14 +211,15 @@ class ConnectionPool:
     def _has_moved(self, address: Address) -> bool:
         return self.locate(address) != self.located.get(address)
 
-    def _check(self, address: Address) -> None:
+    def _raise_if_moved(self, address: Address) -> None:
         if self._has_moved(address):
             raise ConnectionResetError("another process has taken its place")
 
     def _connection(self, address: Address) -> Connection:
         if address not in self.connections:
             at = self.located[address] = self.locate(address)
-            connection = connect(at, self.token, min(self.timeout, _CONNECT), self.look, partial(self._check, address))
+            connection = connect(at, self.token, min(self.timeout, _CONNECT), self.look,
+                                 partial(self._raise_if_moved, address))
             answer = connection.ask({"op": "hello", "who": self.who, "session": self.session})
             connection.memory = MappedHeap.of_server(answer["memory"], self.token)
             self.connections[address] = connection

@@ -92,7 +92,7 @@ class Server:
         self.handshakes.close()
         with self.lock:
             for connection in self.connections:
-                connection.hang_up()
+                connection.shut_down()
 
     def _accept(self) -> None:
         while not self.over:

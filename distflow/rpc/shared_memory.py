@@ -3,7 +3,7 @@
     SharedMemoryPool    memory of this process: a buffer is spare again when the last view of it is gone; for parts of
                         any size within one file see `shared_heap.py`
     MappedMemory        memory of other processes, mapped here
-    open_memory         the only way to memory of another process; open_proven: to any other descriptor
+    open_memory         the only way to memory of another process; open_verified: to any other descriptor
 
 All of it is files without a place in the file system (memfd), which others open through /proc: so a killed run leaves
 nothing behind, and the small /dev/shm of a container does not matter. The proof is a file's name: it is derived from a
@@ -52,13 +52,13 @@ def machine_name() -> str:
     if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
         return ""
     try:
-        return f"{_boot()}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
+        return f"{_boot_id()}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}/{os.environ.get('GROUP_RANK', '0')}"
     except OSError:
         return ""  # a sandbox that shows less of /proc
 
 
 @functools.cache
-def _boot() -> str:
+def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
@@ -83,7 +83,7 @@ def create_memory(name: str, size: int) -> MemoryAddress:
 def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
     """Open another process' memory that was made under this name; return a descriptor. Raises `ConnectionError` if it
     is something else, smaller or could shrink, `OSError` if it is not there any more or may not be opened."""
-    file = open_proven(address.process, address.descriptor, address.inode, f"/memfd:{name} (deleted)", mode)
+    file = open_verified(address.process, address.descriptor, address.inode, f"/memfd:{name} (deleted)", mode)
     fits = 0 <= address.size <= os.fstat(file).st_size
     if not fits or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         os.close(file)
@@ -91,7 +91,7 @@ def open_memory(address: MemoryAddress, name: str, mode: int) -> int:
     return file
 
 
-def open_proven(process: int, descriptor: int, inode: int, name: str, mode: int) -> int:
+def open_verified(process: int, descriptor: int, inode: int, name: str, mode: int) -> int:
     """Open what another process of this user has open, if /proc gives it this name and inode; raises as `open_memory`.
     It is looked at through a handle that opens nothing, since to open something else could have consequences."""
     handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_PATH | os.O_CLOEXEC)
@@ -184,7 +184,7 @@ class MappedMemory:
 
     def map(self, address: MemoryAddress, file: int) -> numpy.ndarray:
         if address.inode not in self.mapped or len(self.mapped[address.inode][1]) < address.size:
-            self.mapped = {inode: pair for inode, pair in self.mapped.items() if _is_there(pair[0])}
+            self.mapped = {inode: pair for inode, pair in self.mapped.items() if _still_exists(pair[0])}
             memory = mmap.mmap(file, address.size, access=mmap.ACCESS_WRITE if self.writable else mmap.ACCESS_COPY)
             self.mapped[address.inode] = address, numpy.frombuffer(memory, numpy.uint8)
         return self.mapped[address.inode][1]
@@ -212,7 +212,7 @@ def _is_free(address: MemoryAddress) -> bool:
     return True
 
 
-def _is_there(address: MemoryAddress) -> bool:
+def _still_exists(address: MemoryAddress) -> bool:
     try:
         return os.stat(f"/proc/{address.process}/fd/{address.descriptor}").st_ino == address.inode
     except OSError:

@@ -59,10 +59,11 @@ class EtcdStore(Store):
         return [_value(entries[0]) if entries else "" for entries in found]
 
     def put(self, key: str, value: str) -> None:
-        self._call("kv/put", key=self._key(key), value=_data(value))
+        self._call("kv/put", key=self._key(key), value=_encode(value))
 
     def put_all(self, values: Mapping[str, str]) -> None:
-        self._at_once([{"requestPut": {"key": self._key(key), "value": _data(value)}} for key, value in values.items()])
+        self._run_transactions([{"requestPut": {"key": self._key(key), "value": _encode(value)}}
+                                for key, value in values.items()])
 
     def post(self, key: str, value: str) -> None:
         self.posts.add(self, key, value)
@@ -82,9 +83,9 @@ class EtcdStore(Store):
         """Return whether `value` was put in place of `before`, and what else is there."""
         name = self._key(key)
         condition = {"target": "CREATE", "createRevision": "0"} if before is None else \
-            {"target": "VALUE", "value": _data(before)}
+            {"target": "VALUE", "value": _encode(before)}
         answer = self._call("kv/txn", compare=[{"key": name, "result": "EQUAL"} | condition],
-                            success=[{"requestPut": {"key": name, "value": _data(value)}}],
+                            success=[{"requestPut": {"key": name, "value": _encode(value)}}],
                             failure=[{"requestRange": {"key": name}}])
         if answer.get("succeeded"):
             return True, value
@@ -92,7 +93,7 @@ class EtcdStore(Store):
         return False, _value(found[0]) if found else None
 
     def delete(self, *keys: str) -> None:
-        self._at_once([{"requestDeleteRange": {"key": self._key(key)}} for key in keys])
+        self._run_transactions([{"requestDeleteRange": {"key": self._key(key)}} for key in keys])
 
     def has(self, *keys: str) -> bool:
         return not self._missing(keys)[0]
@@ -100,8 +101,8 @@ class EtcdStore(Store):
     def list(self, prefix: str) -> dict[str, str]:
         start = f"{self.space}{self.prefix}"
         first = start + prefix
-        found = self._call("kv/range", key=_data(first), range_end=_data(first[:-1] + chr(ord(first[-1]) + 1)))
-        return {_text(each["key"]).removeprefix(start): _value(each) for each in found.get("kvs", ())}
+        found = self._call("kv/range", key=_encode(first), range_end=_encode(first[:-1] + chr(ord(first[-1]) + 1)))
+        return {_decode(each["key"]).removeprefix(start): _value(each) for each in found.get("kvs", ())}
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         until = time.monotonic() + seconds
@@ -118,11 +119,11 @@ class EtcdStore(Store):
 
     def _ranges(self, keys: Sequence[str], **more: bool) -> tuple[list[dict[str, Any]], int]:
         """Return etcd's answer for each key, and the revision of the first ones."""
-        answers = self._at_once([{"requestRange": {"key": self._key(key)} | more} for key in keys])
+        answers = self._run_transactions([{"requestRange": {"key": self._key(key)} | more} for key in keys])
         found = [each["response_range"] for answer in answers for each in answer["responses"]]
         return found, int(answers[0]["header"]["revision"]) if answers else 0
 
-    def _at_once(self, operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _run_transactions(self, operations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return etcd's answers to as many operations at a time as a transaction takes; all within one deadline."""
         until = time.monotonic() + self.deadline.seconds
         return [self._call("kv/txn", until, success=operations[first : first + _OPERATIONS])
@@ -151,9 +152,9 @@ class EtcdStore(Store):
                 answer = None
             if answer is not None and answer.is_success:
                 return answer.json()
-            if answer is not None and _has_expired(answer):
+            if answer is not None and _token_has_expired(answer):
                 self.local.http = None
-            elif answer is not None and not _may_pass(answer):
+            elif answer is not None and not _is_transient(answer):
                 raise StoreUnavailable(self.address, 0.0, f"etcd refuses: {answer.text.strip()}", gone=True)
             else:
                 self.local.member = (self.local.member + 1) % len(self.members)
@@ -164,12 +165,12 @@ class EtcdStore(Store):
         """Return this thread's connections. Raises httpx.HTTPError: the member that checks the user does not answer."""
         local = self.local
         if local.http is None or local.pid != os.getpid():
-            local.pid, http = os.getpid(), httpx.Client(verify=_trust(), trust_env=False)
+            local.pid, http = os.getpid(), httpx.Client(verify=_tls_verification(), trust_env=False)
             if user := os.environ.get(USER):
                 name, _, password = user.partition(":")
                 answer = http.post(f"{self._url}/v3/auth/authenticate", json={"name": name, "password": password},
                                    timeout=min(seconds, _PER_MEMBER))
-                if not answer.is_success and not _may_pass(answer):
+                if not answer.is_success and not _is_transient(answer):
                     raise InvalidInput(f"etcd at {self.address} does not know the user `{name}` with that password; "
                                        f"export {USER}=NAME:PASSWORD  as its root user has given them")
                 answer.raise_for_status()
@@ -182,7 +183,7 @@ class EtcdStore(Store):
         return f"{_scheme()}://{self.members[self.local.member]}"
 
     def _key(self, key: str) -> str:
-        return _data(f"{self.space}{self.prefix}{key}")
+        return _encode(f"{self.space}{self.prefix}{key}")
 
 
 class _Local(threading.local):
@@ -216,11 +217,11 @@ class _Posts:
                     store.put(key, value)
 
 
-def _has_expired(answer: httpx.Response) -> bool:
+def _token_has_expired(answer: httpx.Response) -> bool:
     return answer.status_code == _EXPIRED or USER in os.environ and any(each in answer.text for each in _OLD)
 
 
-def _may_pass(answer: httpx.Response) -> bool:
+def _is_transient(answer: httpx.Response) -> bool:
     return answer.status_code >= _UNABLE or answer.status_code == _BUSY and "too many requests" in answer.text
 
 
@@ -228,7 +229,7 @@ def _scheme() -> str:
     return "https" if os.environ.get(_CA) else "http"
 
 
-def _trust() -> ssl.SSLContext | bool:
+def _tls_verification() -> ssl.SSLContext | bool:
     if _scheme() == "http":
         return False
     context = ssl.create_default_context(cafile=os.environ[_CA])
@@ -237,13 +238,13 @@ def _trust() -> ssl.SSLContext | bool:
     return context
 
 
-def _data(text: str) -> str:
+def _encode(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def _text(data: str) -> str:
+def _decode(data: str) -> str:
     return base64.b64decode(data).decode()
 
 
 def _value(entry: dict[str, str]) -> str:
-    return _text(entry.get("value", ""))
+    return _decode(entry.get("value", ""))

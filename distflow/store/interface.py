@@ -30,7 +30,7 @@ ETCD = "etcd://"  # scheme of the URLs of stores in etcd
 _MOST_LOOKS = 5000.0  # a second, of all clients together
 
 
-def paused(seconds: float, clients: int) -> float:
+def poll_interval(seconds: float, clients: int) -> float:
     """Return the seconds between two looks at the store by each of `clients`: more, where they would be its whole work.
     """
     return max(seconds, clients / _MOST_LOOKS)

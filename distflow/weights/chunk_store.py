@@ -131,7 +131,7 @@ class ChunkStore:
         number, first, count = run
         return self.memory[number][self.parts[number].span(first, count)]
 
-    def base(self, run: Run, old: ChunkStore | None) -> numpy.ndarray | None:
+    def old_bytes(self, run: Run, old: ChunkStore | None) -> numpy.ndarray | None:
         """Return the bytes that a run had in another version; None if it is not there, or lies otherwise."""
         number = run[0]
         if old is None or not old.has(run) or number not in self.parts:
@@ -174,7 +174,7 @@ class ChunkStore:
 
     def copy_unchanged(self, number: int, old: ChunkStore) -> None:
         """Copy the chunks of a part that `old` has too."""
-        part, known = self.parts[number], old.sums
+        part, known = self.parts[number], old.checksums
         for index in numpy.flatnonzero(self.wanted[number] & ~self.have[number]).tolist():
             target, same = self.view((number, index, 1)), known.get(part.sum(index))
             if same is not None and len(old.view(same)) == len(target) and self._claim_one(number, index):
@@ -183,7 +183,7 @@ class ChunkStore:
                     self.unchanged += len(target) if self.verify((number, index), checksum(target)) else 0
 
     @functools.cached_property
-    def sums(self) -> dict[bytes, Run]:
+    def checksums(self) -> dict[bytes, Run]:
         return {part.sum(index): (number, index, 1) for number, part in self.parts.items()
                 for index in numpy.flatnonzero(self.have[number]).tolist()}
 
@@ -255,11 +255,11 @@ class Weights:
         """Yield each tensor by name, on the CPU, perhaps a view of memory that other processes use: it must not be
         changed. Raises `WeightsError` if slices do not cover a tensor."""
         for name in sorted(self.found, key=lambda name: self.found[name][0][1].order):
-            yield name, self._one(name)
+            yield name, self._tensor(name)
 
     @torch.no_grad()
-    def _one(self, name: str) -> Tensor:
-        first, pieces = self.found[name][0][1].slice, self._pieces(name)
+    def _tensor(self, name: str) -> Tensor:
+        first, pieces = self.found[name][0][1].slice, self._slices(name)
         odd = any(each.shape != first.shape for each in pieces)
         if odd or sum(each.numel for each in pieces) != math.prod(first.shape):
             raise WeightsError(f"the slices published of tensor `{name}` {list(first.shape)} do not cover it exactly "
@@ -271,7 +271,7 @@ class Weights:
             whole[shard_slice.index].copy_(piece)
         return whole
 
-    def _pieces(self, name: str) -> dict[ShardSlice, Tensor]:
+    def _slices(self, name: str) -> dict[ShardSlice, Tensor]:
         """Return each published slice once, also if several ranks published it, with its contents."""
         pieces = dict[ShardSlice, Tensor]()
         for number, (shard_slice, offset, _) in self.found[name]:

@@ -62,6 +62,6 @@ class DeltaChoice:
         self.runs[chosen] += 1  # now: many may be asked for before the first one has come
         return chosen
 
-    def measured(self, delta: bool, rate: float) -> None:
+    def record_rate(self, delta: bool, rate: float) -> None:
         """Record the bytes per second of a run."""
         self.rates[delta] = (self.rates[delta] + rate) / 2 if self.rates[delta] else rate

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from distflow.store.interface import Store, StoreUnavailable, paused
+from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.telemetry.events import record
 from distflow.telemetry.heartbeat import Silence
 from distflow.weights.manifest import PublishedVersion, version_of
@@ -100,12 +100,12 @@ class MachineRelays:
         numbers, elected = json.loads(text) if text else ((), {})
         return cls(tuple(numbers), {key: (who, term) for key, (who, term) in elected.items()})
 
-    def joined(self, number: int, who: str) -> MachineRelays:
+    def with_relay(self, number: int, who: str) -> MachineRelays:
         """Add a relay; what an earlier process of its name was elected for, it is not."""
         kept = {key: pair for key, pair in self.elected.items() if pair[0] != who}
         return MachineRelays((*self.numbers, *{number} - {*self.numbers}), kept)
 
-    def after_election(self, key: str, who: str, known: Collection[str]) -> MachineRelays:
+    def with_elected(self, key: str, who: str, known: Collection[str]) -> MachineRelays:
         """Elect a relay for a version, and forget versions that are older than all that are `known`: others may know
         newer ones."""
         oldest = min(map(version_of, {*known, key}))
@@ -173,7 +173,7 @@ class Directory:
     def _join(self, number: int) -> None:
         before = self.store.get(self.machine_key)
         while True:
-            joined = MachineRelays.unpack(before).joined(number, self.mine.who).pack()
+            joined = MachineRelays.unpack(before).with_relay(number, self.mine.who).pack()
             self.machine_text = joined if joined == before else self.store.put_if(self.machine_key, joined, before)
             if self.machine_text == joined:
                 return
@@ -189,7 +189,7 @@ class Directory:
         if elected is not None and elected.pulling == key:
             return False
         self.update(pulling=key)
-        relays = relays.after_election(key, self.mine.who, self.known)
+        relays = relays.with_elected(key, self.mine.who, self.known)
         after, (_, term) = relays.pack(), relays.elected[key]
         if self.store.put_if(self.machine_key, after, before) == after:
             self.machine_text = after
@@ -199,7 +199,7 @@ class Directory:
             self.update_later(pulling="")
         return self.mine.pulling == key
 
-    def is_here(self, entry: SourceEntry) -> bool:
+    def is_on_this_machine(self, entry: SourceEntry) -> bool:
         """Return whether a holder is on this process's machine, so that its memory can be used."""
         return entry.machine == self.mine.machine != ""
 
@@ -216,7 +216,7 @@ class Directory:
         """Return the newest version that an attempt of the trainer has published; -1 if there is none."""
         return next((version_of(key) for key in self._published()[2] if key.partition(".")[2] == attempt), -1)
 
-    def heads(self) -> list[PublishedVersion]:
+    def newest_versions(self) -> list[PublishedVersion]:
         """Return the versions that were published last, the newest first."""
         keys = self._published()[2]
         if unknown := [key for key in keys if key not in self.known]:
@@ -234,14 +234,14 @@ class Directory:
         """The trainer's present attempt, whose ranks alone can publish; "" before the first."""
         return self._published()[1]
 
-    def begin(self, attempt: str) -> None:
+    def begin_attempt(self, attempt: str) -> None:
         """Make `attempt` the present one. What an earlier one has published stays."""
         while True:
             before, _, keys = self._published()
             if self._publish(before, attempt, keys):
                 return
 
-    def reveal(self, head: PublishedVersion) -> bool:
+    def announce_version(self, head: PublishedVersion) -> bool:
         """Make `head` the newest version, in one write; False if its attempt is not the present one."""
         self.store.put(f"head/{head.key}", head.pack())
         while True:
@@ -304,7 +304,7 @@ class Directory:
 
     @property
     def _interval(self) -> float:
-        return paused(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
+        return poll_interval(HEARTBEAT_SECONDS, max(self.relays, self.ranks))
 
     @property
     def _silence(self) -> float:

@@ -19,8 +19,8 @@ class HostCopy:
         self._stages: list[tuple[Tensor, torch.cuda.Event]] = []
 
     @staticmethod
-    def moment(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
-        """Return the point of the GPU's work at which the tensors have their values; None on a CPU."""
+    def record_event(tensors: Iterable[Tensor]) -> torch.cuda.Event | None:
+        """Return an event of the present stream, after which the tensors have their values; None on a CPU."""
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if device is None:
             return None
@@ -29,22 +29,23 @@ class HostCopy:
         return event
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]],
-             moment: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Copy (target, source): the target is [bytes] uint8. Yields after each; the source may change then. `moment`:
-        from which on the sources have their values; default: once this thread's stream has done what it is given."""
+             values_ready: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Copy (target, source): the target is [bytes] uint8. Yields after each; the source may change then.
+        `values_ready`: event after which the sources have their values; default: once this thread's stream has done
+        what it is given."""
         for target, source in pairs:
             if source.is_cuda:
-                self._staged(target, source, moment)
+                self._copy_through_stages(target, source, values_ready)
             else:
                 target.view(source.dtype).view(source.shape).copy_(source)
             yield
 
-    def _staged(self, target: Tensor, source: Tensor, moment: torch.cuda.Event | None) -> None:
+    def _copy_through_stages(self, target: Tensor, source: Tensor, values_ready: torch.cuda.Event | None) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(source.device)
             self._stages = [(torch.empty(STAGE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
                             for _ in range(2)]
-        self._stream.wait_event(moment or torch.cuda.current_stream(source.device).record_event())
+        self._stream.wait_event(values_ready or torch.cuda.current_stream(source.device).record_event())
         with torch.cuda.stream(self._stream):
             source = source.contiguous().view(-1).view(torch.uint8)
         coming: list[tuple[Tensor, Tensor, torch.cuda.Event]] = []
@@ -55,11 +56,11 @@ class HostCopy:
                 event.record(self._stream)
             coming.append((target[start : start + len(piece)], stage[: len(piece)], event))
             if len(coming) == 2:
-                _arrived(*coming.pop(0))
+                _wait_and_copy(*coming.pop(0))
         for each in coming:
-            _arrived(*each)
+            _wait_and_copy(*each)
 
 
-def _arrived(target: Tensor, stage: Tensor, event: torch.cuda.Event) -> None:
+def _wait_and_copy(target: Tensor, stage: Tensor, event: torch.cuda.Event) -> None:
     event.synchronize()
     target.copy_(stage)

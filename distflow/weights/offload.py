@@ -11,7 +11,7 @@ from torch import Tensor
 class HostOffload:
     """Offload of tensors from their device to host memory, and back. The tensors stay; only their storage is released.
     Host memory is pinned where the device is a GPU, and kept for the next time; there the way back overlaps with other
-    work until `ready` waits for it."""
+    work until `wait` waits for it."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], scratch: Callable[[], Iterable[Tensor]] = tuple):
         """`tensors` is called again each time: an optimizer makes its state in its first step. `scratch`: tensors whose
@@ -29,9 +29,9 @@ class HostOffload:
         return sum(host.nbytes for _, host in self._out if host is not None)
 
     @torch.no_grad()
-    def out(self) -> None:
+    def offload(self) -> None:
         """Offload all tensors, so that other processes can use the memory too. Those that are out already stay so."""
-        self.ready()
+        self.wait()
         there = _storages(self.tensors())
         known = {tensor.untyped_storage()._cdata for tensor in there}
         self._host = {key: host for key, host in self._host.items() if key in known}
@@ -49,7 +49,7 @@ class HostOffload:
         self._out += leaving
 
     @torch.no_grad()
-    def back(self) -> None:
+    def reload(self) -> None:
         """Bring the tensors back; on a GPU the copies may still be under way when this returns."""
         if self._out and self._out[0][0].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
@@ -68,7 +68,7 @@ class HostOffload:
             self._host[key] = torch.empty(len(tensor), dtype=torch.uint8, pin_memory=tensor.is_cuda)
         return self._host[key]
 
-    def ready(self) -> None:
+    def wait(self) -> None:
         """Wait until the tensors are back."""
         if self._coming and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -180,7 +180,7 @@ class SourceServer:
             if other is not None and other is not client:
                 if other.who != client.who and time.monotonic() - other.heard < self.timeout:
                     return {"busy": other.who}, []
-                other.connection.hang_up()
+                other.connection.shut_down()
             self.leaseholder, client.leaseholder, client.key = client, None, chunks.key
         self._announce(client.who)
         return self._have(client, chunks), []
@@ -220,7 +220,7 @@ class SourceServer:
         if chunks is None or not chunks.has(run) or client.source_end is None or not self._is_served(client):
             client.connection.send({"gone": True})
             return
-        data, base = chunks.view(run), chunks.base(run, self.stores.get(header.get("base", "")))
+        data, base = chunks.view(run), chunks.old_bytes(run, self.stores.get(header.get("base", "")))
         delta = encode(base, data) if base is not None else None
         if delta is not None:
             buffers = [each.view(numpy.uint8).data for each in delta]
@@ -269,7 +269,7 @@ class Publisher:
                                    lambda serving: self.directory.update(serving=serving))
         self.directory = Directory(store, SourceEntry(who, self.source.address, rank, machine=machine_of(available)),
                                    ranks=ranks)
-        self.attempt = self._meet(meeting)
+        self.attempt = self._agree_on_attempt(meeting)
         self.host_copy = HostCopy()
         self.held: list[ChunkStore] = []
         """Served versions: the newest, and the one before it."""
@@ -287,14 +287,14 @@ class Publisher:
             raise WeightsError(f"version {version} was to be published after version {self.held[-1].version}; versions "
                                "count upwards")
         self._withdraw()
-        part, memory = self._copied(shards, dtype)
+        part, memory = self._copy_shards(shards, dtype)
         packed, chunks = part.pack(), ChunkStore(version, key(version, self.attempt))
         chunks.add(self.rank, part, packed, memory)
         self.held.append(chunks)
         self.source.offer(chunks)
         self.directory.update(held=tuple(HeldChunks(held.version, held.key, held.count, held.count)
                                          for held in self.held))
-        self._count_in(version, ManifestDigest(digest(packed), part.size, len(part)))
+        self._report_part(version, ManifestDigest(digest(packed), part.size, len(part)))
         record("weights_published", version=version, trainer_rank=self.rank, bytes=part.size)
 
     @property
@@ -312,7 +312,8 @@ class Publisher:
             self.held.remove(chunks)
 
     @torch.no_grad()
-    def _copied(self, shards: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[RankManifest, numpy.ndarray]:
+    def _copy_shards(self, shards: Mapping[str, Tensor],
+                     dtype: torch.dtype | None) -> tuple[RankManifest, numpy.ndarray]:
         found = slices_of(shards)
         kinds = [dtype if dtype is not None and shard_slice.dtype.is_floating_point else shard_slice.dtype
                  for shard_slice, _ in found]
@@ -331,7 +332,7 @@ class Publisher:
             sums.append(checksum(memory[len(sums) * chunk :]))
         return RankManifest(size, chunk, contents, b"".join(sums)), memory
 
-    def _count_in(self, version: int, share: ManifestDigest) -> None:
+    def _report_part(self, version: int, share: ManifestDigest) -> None:
         store, base = self.directory.store, f"parts/{self.attempt}/{version}"
         store.put(f"{base}/{self.rank}", json.dumps(share))
         if store.add(f"{base}/count") < self.ranks:
@@ -341,12 +342,12 @@ class Publisher:
         if not all(found):  # the store has counted a rank twice; the last one has all
             return
         shares = tuple(ManifestDigest(*json.loads(text)) for text in found)
-        if not self.directory.reveal(PublishedVersion(version, self.attempt, shares)):
+        if not self.directory.announce_version(PublishedVersion(version, self.attempt, shares)):
             raise WeightsError(f"version {version} stays unpublished: the trainer has been restarted, and this is "
                                "a process of an earlier attempt. End it")
         store.delete(f"{base}/count", *keys)
 
-    def _meet(self, limit: float) -> str:
+    def _agree_on_attempt(self, limit: float) -> str:
         """Return the id of this attempt of the trainer. Rank 0 proposes one to the nonces of all ranks; ranks of an
         earlier attempt have other nonces. Whoever agrees last begins it."""
         store, mine, agreed, deadline = self.directory.store, secrets.token_hex(8), "", time.monotonic() + limit
@@ -359,7 +360,7 @@ class Publisher:
             if store.wait([f"proposal/{mine}"], pause) and (attempt := store.get(f"proposal/{mine}")) != agreed:
                 agreed = attempt or ""
                 if store.add(f"agrees/{agreed}") >= self.ranks:
-                    self.directory.begin(agreed)
+                    self.directory.begin_attempt(agreed)
                     store.put(f"met/{agreed}", "")
             if agreed and store.wait([f"met/{agreed}"], pause):
                 return agreed

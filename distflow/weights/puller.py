@@ -88,7 +88,7 @@ class ChunkPuller:
         """Fetch until all wanted chunks are here. Raises `WeightsLost` if no living process has them, `WeightsLate` if
         the time is over, `WeightsError` if a chunk comes corrupt again and again, or all sources refuse our token."""
         while self.chunks.is_missing():
-            clients = [] if self.stopped.is_set() else self._leased()
+            clients = [] if self.stopped.is_set() else self._lease_sources()
             if not clients:
                 self._wait_for_sources(self._missing_parts())
                 continue
@@ -103,16 +103,17 @@ class ChunkPuller:
                                    f"corrupt {_TRIES} times, from {', '.join(self.received)}: see weights_corrupt in "
                                    "events.jsonl. Memory or network of one of these machines may be defective")
 
-    def _alive(self, missing: Sequence[int] = (), age: float = 0.0) -> Holders:
+    def _living_sources(self, missing: Sequence[int] = (), age: float = 0.0) -> Holders:
         parts = [*missing, *sorted({*range(len(self.head.shares))} - {*missing})]
         found = self.directory.holders(parts, age)
         return found.only(lambda entry: self.failed_sources.get(entry.who) != entry.heartbeat)
 
     def _candidates(self, missing: list[int]) -> Iterator[SourceEntry]:
         """Yield the sources to ask: those on this machine first, and others only if this process is elected to."""
-        alive, key = self._alive(missing, _FRESH), self.head.key
+        alive, key = self._living_sources(missing, _FRESH), self.head.key
         found = order_sources(alive, key, self.me, self.chunks.count, missing, self.directory.mine.machine)
-        here = [entry for entry in found if self.directory.is_here(entry) and entry.who not in self.corrupt_sources]
+        here = [entry for entry in found
+                if self.directory.is_on_this_machine(entry) and entry.who not in self.corrupt_sources]
         yield from sorted(here, key=lambda entry: entry.pulling != key)
         if len(here) < len(found) and self._is_elected():
             yield from sorted((entry for entry in found if entry not in here),
@@ -139,7 +140,7 @@ class ChunkPuller:
         except (*LOST, SourceGone) as error:
             self._avoid(entry, error)
 
-    def _leased(self) -> list[SourceClient]:
+    def _lease_sources(self) -> list[SourceClient]:
         """Lease one relay, or trainer ranks: the first that is free, and after it all others that are."""
         tried, taken = set[str](), list[SourceClient]()
         for entry in self._candidates(self._missing_parts()):
@@ -160,7 +161,7 @@ class ChunkPuller:
     def _successor(self, who: str, busy: SourceEntry) -> SourceEntry | None:
         """Return the puller that a busy source serves, unless it leads away from this machine: it will have the same
         chunks a moment later."""
-        entry, is_here = self._alive().get(who) if who else None, self.directory.is_here
+        entry, is_here = self._living_sources().get(who) if who else None, self.directory.is_on_this_machine
         if entry is None or entry.of(self.head.key) is None or is_here(entry) < is_here(busy):
             return None
         return entry
@@ -170,7 +171,7 @@ class ChunkPuller:
             with ExitStack() as failed:
                 client = self.connections.take(entry, self.head)
                 failed.callback(client.close)
-                busy = client.lease(self.directory.is_here(entry))
+                busy = client.lease(self.directory.is_on_this_machine(entry))
                 if not busy and self._is_worthwhile(client):
                     failed.pop_all()
                     return client, ""
@@ -182,9 +183,9 @@ class ChunkPuller:
             return None, ""
 
     def _is_worthwhile(self, client: SourceClient) -> bool:
-        if self.chunks.is_missing(client.have):
+        if self.chunks.is_missing(client.available_chunks):
             return True
-        alive = self._alive() if client.grows else Holders()
+        alive = self._living_sources() if client.grows else Holders()
         return client.who in alive and is_supplied(alive[client.who], self.head.key, self.me, alive)
 
     def _release(self, client: SourceClient) -> None:
@@ -196,7 +197,7 @@ class ChunkPuller:
         pulling = self.directory.mine.pulling
         with self._requests(client, partial(self._avoid, client.entry)) as asked, ExitStack() as beside:
             self._place(client)  # what the version before has need not come
-            for stream in self._opened(client, streams - 1):
+            for stream in self._open_streams(client, streams - 1):
                 beside.enter_context(_thread(self._pull_stream, stream, pulling))
             self._pull_over(client, asked, pulling)
 
@@ -224,14 +225,14 @@ class ChunkPuller:
             for run in asked:
                 self.chunks.unclaim(run)
 
-    def _opened(self, client: SourceClient, count: int) -> Iterator[SourceClient]:
+    def _open_streams(self, client: SourceClient, count: int) -> Iterator[SourceClient]:
         """Yield further connections to a leased source, as many as there are bytes for."""
         for number in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
             try:
                 with ExitStack() as failed:
                     stream = self.connections.take(client.entry, self.head)
                     failed.callback(stream.close)
-                    stream.share(client)
+                    stream.share_knowledge_with(client)
                     if stream.lease(stream=True):
                         return  # the source has given the lease to another
                     failed.pop_all()
@@ -256,7 +257,7 @@ class ChunkPuller:
         while self.chunks.is_missing():
             while len(asked) < WINDOW and not is_over() and (run := self._claim(client)) is not None:
                 asked.append(run)
-                client.ask(run, self.old.key if self.old and self.chunks.base(run, self.old) is not None else "")
+                client.ask(run, self.old.key if self.old and self.chunks.old_bytes(run, self.old) is not None else "")
             if asked:
                 self._take(client, asked)
                 heard = time.monotonic()
@@ -264,7 +265,7 @@ class ChunkPuller:
             if is_over() or not self.chunks.is_missing() or not client.grows:
                 break  # the version before had the rest, or others have been asked for it
             known = client.count, client.moved
-            client.look()
+            client.list_chunks()
             heard = time.monotonic() if known != (client.count, client.moved) else heard
             if not self._is_worthwhile(client):
                 break
@@ -276,8 +277,8 @@ class ChunkPuller:
 
     def _place(self, client: SourceClient) -> ChunkMasks:
         """Decide where the parts lie of which a source has something new. Return the chunks to fetch from it."""
-        offered = {**client.have}
-        for number in self.chunks.unclaimed(client.have):
+        offered = {**client.available_chunks}
+        for number in self.chunks.unclaimed(client.available_chunks):
             mapped = client.map(number)
             if mapped is not None and client.grows and self.chunks.is_ahead(number, mapped, offered[number]):
                 del offered[number]  # soon it has these chunks too, and one copy is enough for this machine
@@ -295,7 +296,7 @@ class ChunkPuller:
 
         target, (part, first, count) = self.chunks.view(asked[0]), asked[0]
         arrival = IncomingChunks(self.chunks, asked[0], bad)
-        client.take(part, self.chunks.parts[part].span(first, count), target, self.chunks.base(asked[0], self.old),
+        client.take(part, self.chunks.parts[part].span(first, count), target, self.chunks.old_bytes(asked[0], self.old),
                     arrival.advance)
         asked.popleft()
         with self.chunks.changed:
@@ -322,7 +323,7 @@ class ChunkPuller:
         if self.refusals and max(self.refusals.values()) >= _REFUSALS:
             raise WeightsError(f"{self.me} is refused again and again; give all processes of the run the same token. "
                                f"{self.last_error}")
-        if not is_available(self._alive(missing), self.head.key, missing) and \
+        if not is_available(self._living_sources(missing), self.head.key, missing) and \
                 time.monotonic() - self.progressed_at > self.deadline:
             raise WeightsLost(f"no living process has all of version {self.head.version}: {self.chunks.count} of "
                               f"{self.head.chunks} chunks are here. The last that failed: {self.last_error}")
@@ -419,7 +420,7 @@ class Puller:
         self.source.close()
 
     def _choices(self, version: int | None, least: int) -> list[PublishedVersion]:
-        heads = [head for head in self.directory.heads() if head.version >= least]
+        heads = [head for head in self.directory.newest_versions() if head.version >= least]
         if version is not None:
             found = [head for head in heads if head.version == version][:1]
             if not found:
@@ -442,14 +443,14 @@ class Puller:
             fetch.fetch_manifests(lambda number, packed: chunks.add(number, RankManifest.unpack(packed), packed))
             chunks.want_all()
             self.source.offer(chunks)
-            self.directory.update(held=(*((_held(old.chunks),) if old else ()), _held(chunks)))
+            self.directory.update(held=(*((_held_chunks(old.chunks),) if old else ()), _held_chunks(chunks)))
             fetch.fetch_chunks()
         finally:  # another process of this machine may be elected
             self.directory.update_later(pulling="")
         self.whole, self.filling = (pulled := Weights(chunks)), None
         if old is not None:
             self.source.withdraw(old.key)
-        self.directory.update(held=(_held(chunks),), source="")
+        self.directory.update(held=(_held_chunks(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
                unchanged_bytes=chunks.unchanged, seconds=round((timeline.now() - begun) / 1e6, 3),
                sources=dict(fetch.received), transports=sorted(fetch.transports), streams=fetch.streams)
@@ -465,5 +466,5 @@ class Puller:
         return self.filling
 
 
-def _held(chunks: ChunkStore) -> HeldChunks:
+def _held_chunks(chunks: ChunkStore) -> HeldChunks:
     return HeldChunks(chunks.version, chunks.key, chunks.count, chunks.expected)

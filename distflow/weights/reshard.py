@@ -26,8 +26,9 @@ _LARGE = 1024 * 1024
 
 
 @torch.no_grad()
-def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, into: Mapping[str, Tensor] | None = None,
-             bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+def gather_tensors(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None,
+                   into: Mapping[str, Tensor] | None = None,
+                   bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor whole, by name. Collective; a tensor may be overwritten as soon as the next one is requested.
 
     Args:
@@ -50,15 +51,15 @@ def gathered(shards: Mapping[str, Tensor], dtype: torch.dtype | None = None, int
         _check(name, shard)
         count = shard.numel() * kind.itemsize
         if count >= _LARGE:
-            yield name, _alone(shard, kind, target)
+            yield name, _gather_one(shard, kind, target)
             continue
         key_here = (shard.device_mesh, shard.placements, kind)
         if bucket and (size + count > bucket_bytes or key_here != key):
-            yield from _together(bucket)
+            yield from _gather_bucket(bucket)
             bucket, size = {}, 0
         bucket[name], key, size = (shard, shard.to_local().to(kind)), key_here, size + count
     if bucket:
-        yield from _together(bucket)
+        yield from _gather_bucket(bucket)
 
 
 def _check(name: str, shard: DTensor) -> None:
@@ -96,7 +97,7 @@ def _piece(length: int, parts: int) -> int:
     return math.ceil(length / parts)
 
 
-def _alone(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Tensor:
+def _gather_one(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Tensor:
     local = shard.to_local().to(dtype)
     cuts, shapes = _cuts(shard), _sizes(shard)
     for number, ((mesh_dim, dim), shape) in enumerate(zip(cuts, shapes)):
@@ -106,12 +107,12 @@ def _alone(shard: DTensor, dtype: torch.dtype, target: Tensor | None) -> Tensor:
             whole = target if last and target is not None and target.is_contiguous() else local.new_empty(shape)
             all_gather(whole, local.contiguous(), group=group)
         else:
-            whole = _joined(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
+            whole = _join_pieces(_gather(_padded(local, dim, _piece(shape[dim], parts)), parts, group), dim, shape[dim])
         local = whole
     return local
 
 
-def _together(bucket: dict[str, tuple[DTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _gather_bucket(bucket: dict[str, tuple[DTensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     locals_ = {name: local for name, (_, local) in bucket.items()}
     first = next(iter(bucket.values()))[0]
     for number, (mesh_dim, dim) in enumerate(_cuts(first)):
@@ -122,7 +123,7 @@ def _together(bucket: dict[str, tuple[DTensor, Tensor]]) -> Iterator[tuple[str, 
         start = 0
         for name, part in padded.items():
             pieces = everyone[:, start : start + part.numel()].reshape(parts, *part.shape)
-            locals_[name] = _joined(pieces, dim, lengths[name])
+            locals_[name] = _join_pieces(pieces, dim, lengths[name])
             start += part.numel()
     yield from locals_.items()
 
@@ -141,6 +142,6 @@ def _gather(mine: Tensor, parts: int, group: dist.ProcessGroup) -> Tensor:
     return everyone
 
 
-def _joined(pieces: Tensor, dim: int, length: int) -> Tensor:
+def _join_pieces(pieces: Tensor, dim: int, length: int) -> Tensor:
     """Return […, length, …] of [parts, …, piece, …]."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length)

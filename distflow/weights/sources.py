@@ -137,13 +137,13 @@ class SourceClient:
         """Chunks received corrupt from this source, to be fetched elsewhere."""
 
     @property
-    def have(self) -> ChunkMasks:
+    def available_chunks(self) -> ChunkMasks:
         """Chunks to fetch from this source: all that it has, but for those that came corrupt over any connection."""
         for number, index in tuple(self.corrupt):
             self.masks[number][index] = False
         return self.masks
 
-    def share(self, other: SourceClient) -> None:
+    def share_knowledge_with(self, other: SourceClient) -> None:
         """Have what is known of the source in common with another connection to it."""
         self.corrupt, self.choice = other.corrupt, other.choice
 
@@ -158,12 +158,12 @@ class SourceClient:
             return reply["busy"]
         if not self.transport:
             self._agree()
-            self.look(at_once=True)
+            self.list_chunks(at_once=True)
         else:
             self._learn(reply)
         return ""
 
-    def look(self, at_once: bool = False) -> None:
+    def list_chunks(self, at_once: bool = False) -> None:
         """Ask which chunks are there; unless `at_once`, wait a little for others than those that are known."""
         self._learn(self._ask({"op": "state", "key": self.key, "seen": -1 if at_once else self.count}))
 
@@ -190,7 +190,7 @@ class SourceClient:
     @property
     def streams(self) -> int:
         """How many connections to the source together may be faster than one."""
-        return self.puller_end.streams if self.connection.delay() > _FAR else 1
+        return self.puller_end.streams if self.connection.round_trip_seconds() > _FAR else 1
 
     def ask(self, run: Run, base: str = "") -> None:
         """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
@@ -217,7 +217,7 @@ class SourceClient:
             self.puller_end.take(self.connection, size, part, span, into, moved)
         now = time.monotonic()
         if delta is not None:
-            self.choice.measured(delta, len(into) / max(now - max(asked_at, self.taken_at), 1e-9))
+            self.choice.record_rate(delta, len(into) / max(now - max(asked_at, self.taken_at), 1e-9))
         self.taken_at = now
 
     def mark_corrupt(self, chunk: Chunk) -> None:

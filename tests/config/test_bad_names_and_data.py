@@ -17,7 +17,7 @@ from distflow import cli, launch
 from distflow.config import command_line
 from distflow.config.load import load
 from distflow.data.dataloader import UsableRecords
-from distflow.data.dataset import Fields, check_records, open_records
+from distflow.data.dataset import RequiredFields, check_records, open_records
 from distflow.errors import InvalidInput
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
@@ -25,7 +25,7 @@ from planners import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD = ROOT / "tests/bad_inputs"
-FIELDS = Fields("question", ["answer"])
+FIELDS = RequiredFields("question", ["answer"])
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path
            "data.answer=solution" in str(caught.value)
     assert "Did you mean" not in str(caught.value)
     with pytest.raises(InvalidInput, match="Say which field to take:  --set data.answer=solution$"):
-        check_records(open_records(tmp_path / "all.jsonl"), Fields("prompt", ["answer"]))
+        check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("prompt", ["answer"]))
 
 
 @pytest.mark.parametrize(("record", "answer", "said"), [
@@ -112,7 +112,7 @@ def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path
 def test_the_likeliest_field_is_proposed(tmp_path: Path, record: dict[str, str], answer: str, said: str) -> None:
     (tmp_path / "all.jsonl").write_text(json.dumps(record) + "\n")
     with pytest.raises(InvalidInput) as caught:
-        check_records(open_records(tmp_path / "all.jsonl"), Fields("question", [answer]))
+        check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("question", [answer]))
     assert said in str(caught.value)
     assert "Did you mean" not in str(caught.value)
 
@@ -146,16 +146,16 @@ def test_a_plan_is_no_run_file_whatever_it_is_called(tmp_path: Path, monkeypatch
 def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("question: 1 + 1?\n" * 3000)
     with pytest.raises(InvalidInput) as caught:
-        check_records(open_records(tmp_path / "all.jsonl"), Fields("question"))
+        check_records(open_records(tmp_path / "all.jsonl"), RequiredFields("question"))
     assert str(caught.value).endswith("There may be more behind it.\n\n10 mistakes.")
 
 
 def test_some_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?"}\n' * 5000 + "{\n" + '{"question": "1 + 1?"}\n')
     records = open_records(tmp_path / "one.jsonl")
-    check_records(records, Fields("question"), 3)
+    check_records(records, RequiredFields("question"), 3)
     with pytest.raises(InvalidInput, match=r"one\.jsonl:5001: not valid JSON"):
-        check_records(records, Fields("question"), 2)
+        check_records(records, RequiredFields("question"), 2)
 
 
 def test_an_empty_question_is_passed_over_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -203,7 +203,7 @@ def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path: Path, recor
     good = {"question": "1 + 1?", "answer": "2"}
     (tmp_path / "one.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
     with pytest.raises(InvalidInput, match=r"one\.jsonl:2: ") as caught:
-        check_records(open_records(tmp_path / "one.jsonl"), Fields("question", ["answer"], strict=False))
+        check_records(open_records(tmp_path / "one.jsonl"), RequiredFields("question", ["answer"], strict=False))
     assert said in str(caught.value)
 
 
@@ -213,7 +213,8 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text('{"question": "", "answer": "0"}\n' * 2)
     events.current().open(tmp_path / "events.jsonl", 0)
     try:
-        records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False))
+        fields = RequiredFields("question", ["answer"], strict=False)
+        records = UsableRecords(open_records(tmp_path / "some.jsonl"), fields)
         current().take()
         assert [record["question"] for record in records.get(range(5))] == ["b", "a", "b", "b", "b"]  # by steps of 3
         assert current().collect(lambda mine: [mine])["data/records_skipped"] == 6  # 1, 3 and 1, 5 and 3 and 1
@@ -223,13 +224,13 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     assert [(event["event"], event["where"].rpartition(":")[2]) for event in told] == [("record_skipped", line)
                                                                                        for line in "135"]
     with pytest.raises(InvalidInput, match="no record can be used: field `[a-z]*` of this one is empty"):
-        UsableRecords(open_records(tmp_path / "none.jsonl"), Fields("question")).get([0])
-    records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question", ["answer"], strict=False),
+        UsableRecords(open_records(tmp_path / "none.jsonl"), RequiredFields("question")).get([0])
+    records = UsableRecords(open_records(tmp_path / "some.jsonl"), RequiredFields("question", ["answer"], strict=False),
                             lambda record: record["question"] == "a")
     assert [record["question"] for record in records.get(range(5))] == ["b"] * 5
     (tmp_path / "long.jsonl").write_text('{"question": "a", "answer": "0"}\n' * 2)
     with pytest.raises(InvalidInput, match="field `question` of this one is too long a prompt") as caught:
-        UsableRecords(open_records(tmp_path / "long.jsonl"), Fields("question"), lambda record: True).get([0])
+        UsableRecords(open_records(tmp_path / "long.jsonl"), RequiredFields("question"), lambda record: True).get([0])
     assert "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" in str(caught.value)
 
 
@@ -237,7 +238,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
 def test_the_one_usable_record_is_found_from_everywhere(tmp_path: Path, size: int) -> None:
     lines = [json.dumps({"question": "" if number else "a", "answer": "0"}) for number in range(size)]
     (tmp_path / "one.jsonl").write_text("\n".join(lines))
-    records = UsableRecords(open_records(tmp_path / "one.jsonl"), Fields("question", ["answer"], strict=False))
+    records = UsableRecords(open_records(tmp_path / "one.jsonl"), RequiredFields("question", ["answer"], strict=False))
     assert {record["question"] for record in records.get(range(size))} == {"a"}
 
 
@@ -250,14 +251,14 @@ def test_a_block_of_long_prompts_is_replaced_by_many_others_and_tokenized_once(t
         asked.append(record["question"])
         return 50 <= int(record["question"]) < 90
 
-    records = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question"), too_long)
+    records = UsableRecords(open_records(tmp_path / "some.jsonl"), RequiredFields("question"), too_long)
     order = [*range(200), *range(50, 90)]
     found = [record["question"] for record in records.get(order)]
     assert [text for number, text in zip(order, found) if not 50 <= number < 90] == texts[:50] + texts[90:]
     assert len(set(found[50:90])) == 40, "each of the block has another in its place"
     assert found[200:] == found[50:90]
     assert sorted(asked, key=int) == texts
-    backwards = UsableRecords(open_records(tmp_path / "some.jsonl"), Fields("question"), too_long)
+    backwards = UsableRecords(open_records(tmp_path / "some.jsonl"), RequiredFields("question"), too_long)
     assert [record["question"] for record in backwards.get(order[::-1])] == found[::-1], "whatever was asked before"
 
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from stores import client
 from walk import Builder, Walk, check_run, contents
 
-from distflow.data.batch import Batch, Ragged, decode_text, encode_text, plain
+from distflow.data.batch import Batch, Ragged, decode_text, encode_text, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.errors import ColumnError, RankMissing
@@ -254,14 +254,14 @@ def test_rows_as_a_person_reads_them():
     ids = torch.arange(6)
     buffer.put(rollout, {"t_completion": encode_text("uvwxyz"), "r_tokens": Ragged.from_rows(list(ids[:, None]))}, ids)
     names = ("t_question", "t_completion", "r_tokens", "d_reward")
-    assert buffer.readable(names, 3) == {"t_question": ["a", "b", "c"], "t_completion": ["u", "w", "y"],
-                                         "r_tokens": [[0], [2], [4]]}
+    assert buffer.sample_rows(names, 3) == {"t_question": ["a", "b", "c"], "t_completion": ["u", "w", "y"],
+                                            "r_tokens": [[0], [2], [4]]}
     buffer.put(reward, {"d_reward": torch.arange(12.0)}, torch.arange(12))
-    assert buffer.readable(names, 2)["d_reward"] == [0.0, 3.0]
-    assert set(buffer.readable(names, 2)) == set(names)
+    assert buffer.sample_rows(names, 2)["d_reward"] == [0.0, 3.0]
+    assert set(buffer.sample_rows(names, 2)) == set(names)
     buffer.put(reward, {"d_reward": torch.zeros(0)}, torch.arange(0))
-    assert set(buffer.readable(names, 2)) == set(names) - {"d_reward"}
-    assert buffer.readable(names, 0) == {}
+    assert set(buffer.sample_rows(names, 2)) == set(names) - {"d_reward"}
+    assert buffer.sample_rows(names, 0) == {}
 
 
 def test_all_rows_are_on_one_rank_each():
@@ -279,7 +279,7 @@ def test_all_rows_are_on_one_rank_each():
         rewards = {"d_reward": [0.0, 1.0, 2.0, 3.0]} if rank == 0 else {}
         (node, found), = buffer.all_rows(("t_completion", "d_reward")).items()
         assert node == "rollout"
-        assert {name: plain(column) for name, column in found.items()} == {
+        assert {name: to_list(column) for name, column in found.items()} == {
             "row": own.tolist(), "t_completion": texts, **rewards}
 
 
@@ -291,7 +291,7 @@ def test_rows_of_nodes_that_repeat_side_by_side():
     for task, texts in zip(plan.tasks, ("ab", "cde")):
         buffer.put(task, {f"t_{task.node}": encode_text(texts)}, torch.arange(len(texts)))
     found = buffer.all_rows(("t_one", "t_other"))
-    assert {node: {name: plain(column) for name, column in columns.items()} for node, columns in found.items()} == {
+    assert {node: {name: to_list(column) for name, column in columns.items()} for node, columns in found.items()} == {
         "one": {"row": [0, 1], "t_one": ["a", "b"]}, "other": {"row": [0, 1, 2], "t_other": ["c", "d", "e"]}}
 
 
@@ -302,4 +302,4 @@ def test_a_nested_column_is_readable():
     buffer.start(Batch(torch.arange(2)))
     turns = [Ragged.from_rows([torch.tensor([1, 2]), torch.tensor([3])]), Ragged.from_rows([torch.tensor([4])])]
     buffer.put(rollout, {"turns": Ragged.from_rows(turns)}, torch.arange(2))
-    assert buffer.readable(("turns",), 2) == {"turns": [[[1, 2], [3]], [[4]]]}
+    assert buffer.sample_rows(("turns",), 2) == {"turns": [[[1, 2], [3]], [[4]]]}

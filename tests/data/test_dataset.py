@@ -22,7 +22,7 @@ def test_records_and_their_lines_are_found_a_piece_at_a_time(tmp_path: Path, mon
     file.write_bytes(("\n".join(LINES) + end).encode())
     records = JsonLines(file)
     assert [record["n"] for record in records.get(range(len(records)))] == [1, 2, 3, 4]
-    assert [records.where(index).line for index in range(4)] == [1, 3, 5, 6]
+    assert [records.location(index).line for index in range(4)] == [1, 3, 5, 6]
 
 
 def test_a_long_file_is_not_read_into_memory(tmp_path: Path):

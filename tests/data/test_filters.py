@@ -11,7 +11,7 @@ import pytest
 from distflow.config.expressions import expression
 from distflow.config.load import load
 from distflow.data.checks import check_data
-from distflow.data.dataset import Filtered, filter_digest, open_records, open_training_sets
+from distflow.data.dataset import FilteredRecords, filter_digest, open_records, open_training_sets
 from distflow.errors import InvalidInput
 
 RECORDS = [{"question": f"What is {number}?", "answer": str(number), "level": number % 5,
@@ -31,10 +31,10 @@ def file(tmp_path: Path) -> Path:
     ("'b' in tags or int(answer) % 7 == 0", lambda each: "b" in each["tags"] or int(each["answer"]) % 7 == 0),
     ("meta['from'] == 'web' and 0 < level <= 2", lambda each: 0 < each["level"] <= 2)])
 def test_expressions(file, text, keeps):
-    found = Filtered(open_records(file), [text])
+    found = FilteredRecords(open_records(file), [text])
     expected = [index for index, each in enumerate(RECORDS) if keeps(each)]
     assert [each["answer"] for each in found.get(range(len(found)))] == [str(index) for index in expected]
-    assert [found.where(place).line for place in range(len(found))] == [index + 1 for index in expected]
+    assert [found.location(place).line for place in range(len(found))] == [index + 1 for index in expected]
     assert found.dropped == {text: 20 - len(expected)}
 
 
@@ -56,7 +56,7 @@ def test_what_no_expression_may_have(text, says):
     ("level > 9", ("`data.filter` keeps none of its 20 records", "`level > 9` drops 20"))])
 def test_filters_that_fail_or_keep_nothing(file, text, says):
     with pytest.raises(InvalidInput) as caught:
-        Filtered(open_records(file), [text])
+        FilteredRecords(open_records(file), [text])
     assert all(part in str(caught.value) for part in says)
 
 
@@ -68,7 +68,7 @@ def test_what_ones_own_filter_raises_names_filter_and_record(file, tmp_path, mon
     for text, says in (("bad_filters:full", "some.jsonl:4: .*`bad_filters:full` fails: RuntimeError: disk full"),
                        ("bad_filters:unknown", "some.jsonl:1: .*`bad_filters:unknown` fails: NameError")):
         with pytest.raises(InvalidInput, match=says):
-            Filtered(open_records(file), [text])
+            FilteredRecords(open_records(file), [text])
 
 
 def test_a_run_says_what_its_filters_drop_and_its_functions_are_ones_own(file, tmp_path, monkeypatch):

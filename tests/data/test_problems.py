@@ -13,10 +13,10 @@ from distflow.data.problems import (
     is_empty,
     is_empty_question,
     messages_of,
+    question_error,
     question_text,
+    tools_error,
     tools_of,
-    wrong_question,
-    wrong_tools,
 )
 
 USER = {"role": "user", "content": "1 + 1?"}
@@ -76,7 +76,7 @@ def test_what_says_something(value):
                                    [{"role": "user", "content": [{"type": "text", "text": 5}]}]])
 def test_a_question_of_a_wrong_form_is_refused_and_not_taken_for_empty(value):
     assert not is_empty_question(value)
-    assert wrong_question(value)
+    assert question_error(value)
 
 
 def test_keys_that_parquet_has_added_are_taken_out_however_deep(tmp_path):
@@ -105,5 +105,5 @@ def test_tools_as_a_list_or_as_json():
     assert tools_of({"tools": '[{"type": "function", "function": {"name": "add"}}]'}, data) == [tool]
     assert [tools_of(record, data) for record in ({}, {"tools": None}, {"tools": ""}, {"tools": []})] == [None] * 4
     assert tools_of({"tools": [tool]}, Data(train="")) is None
-    assert not any(wrong_tools(value) for value in ([tool], "[]", None, ""))
-    assert all(wrong_tools(value) for value in ("{", 3, "7", {"a": 1}, [3, "x"], "[3]"))
+    assert not any(tools_error(value) for value in ([tool], "[]", None, ""))
+    assert all(tools_error(value) for value in ("{", 3, "7", {"a": 1}, [3, "x"], "[3]"))

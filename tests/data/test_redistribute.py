@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree, announce
+from distflow.data.redistribute import PoolNotice, Route, RowNotices, ShareReceivers, agree_on_forms, announce
 from distflow.errors import ColumnError
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout
 
@@ -37,7 +37,7 @@ def route_of(made: np.random.Generator) -> Route:
         first += rows
     shares = made.choice([0, 2], first) if made.random() < 0.5 else made.integers(0, SHARES, first)
     notices = read(*batches)
-    return Route(notices, agree(notices), lambda ids: (np.arange(len(ids)), shares), SHARES)
+    return Route(notices, agree_on_forms(notices), lambda ids: (np.arange(len(ids)), shares), SHARES)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -53,13 +53,13 @@ def test_bytes_and_crossings_are_those_of_the_rows_one_by_one(seed):
     places = [(int(made.integers(SHARES)), rank) for rank in range(RANKS)]
     crosses = any(traffic[rank, share] and machines[rank] != machines[receiver]
                   for rank in range(RANKS) for share, receiver in places)
-    assert route.crosses(machines, receivers_of(*places)) == crosses
+    assert route.crosses_machines(machines, receivers_of(*places)) == crosses
 
 
 def test_the_cases_have_both_answers():
     """Or the comparison above would show nothing."""
     made = [np.random.default_rng(seed) for seed in range(40)]
-    found = {route_of(each).crosses(np.arange(RANKS) // 2, receivers_of((share, 2 * share)))
+    found = {route_of(each).crosses_machines(np.arange(RANKS) // 2, receivers_of((share, 2 * share)))
              for each in made for share in range(SHARES)}
     assert found == {True, False}
 
@@ -83,7 +83,7 @@ def test_notices_are_read_as_they_were_written():
     assert notices.counts_of("c", 0).tolist() == [2, 0, 3, 6, 8, 2]
     assert notices.counts_of("b", 0).tolist() == [1] * 6
     assert notices.payloads() == [b"", b"one", b"and", b"others"]
-    assert {*agree(notices)} == {"a", "b", "c"}
+    assert {*agree_on_forms(notices)} == {"a", "b", "c"}
 
 
 def test_columns_with_the_same_lengths_are_laid_out_once():
@@ -95,7 +95,7 @@ def test_notices_of_ranks_without_rows():
     empty = rows_of(lengths=[])
     notices = read(empty, empty)
     assert (notices.ids.tolist(), notices.rows.tolist()) == ([], [0, 0])
-    assert {*agree(notices)} == {"a", "b", "c"}
+    assert {*agree_on_forms(notices)} == {"a", "b", "c"}
 
 
 def column(values: torch.Tensor, *lengths: int) -> Ragged:
@@ -113,22 +113,22 @@ def column(values: torch.Tensor, *lengths: int) -> Ragged:
 def test_ranks_must_agree_on_the_form_of_a_column(columns, refused):
     notices = read(*[Batch(torch.tensor([rank]), {"x": column}) for rank, column in enumerate(columns)])
     if not refused:
-        assert str(agree(notices)["x"]) == "ragged float32 []"
+        assert str(agree_on_forms(notices)["x"]) == "ragged float32 []"
         return
     with pytest.raises(ColumnError, match=re.escape(refused)):
-        agree(notices)
+        agree_on_forms(notices)
 
 
 def test_ranks_must_have_the_same_columns():
     one = rows_of(1, lengths=[1])
     with pytest.raises(ColumnError, match="rank 0 and rank 2 do not have the same columns: only one has b"):
-        agree(read(one, one.slice(0, 0), one.only(["a", "c"])))
+        agree_on_forms(read(one, one.slice(0, 0), one.only(["a", "c"])))
 
 
 def test_rows_that_two_ranks_have_are_refused():
     notices = read(rows_of(1, 5, lengths=[1, 1]), rows_of(5, lengths=[1]))
     with pytest.raises(ColumnError, match=r"rows \[5\] of columns a, b, c exist twice, on rank 0 and rank 1"):
-        Route(notices, agree(notices), lambda ids: (np.arange(len(ids)), np.zeros(len(ids), np.int64)), 1)
+        Route(notices, agree_on_forms(notices), lambda ids: (np.arange(len(ids)), np.zeros(len(ids), np.int64)), 1)
 
 
 @pytest.mark.parametrize("order", [SHARES_OUTERMOST, STAGES_OUTERMOST])

@@ -172,9 +172,9 @@ def test_numpy_copies_many_short_runs_at_once(monkeypatch, rows, one_by_one):
 
 
 def test_numpy_copies_runs_that_stay_together_at_once():
-    runs = row_copies._joined(np.array([0, 8, 40, 48]), np.array([8, 16, 24, 32]), np.array([8, 8, 8, 8]))
+    runs = row_copies._merge_adjacent(np.array([0, 8, 40, 48]), np.array([8, 16, 24, 32]), np.array([8, 8, 8, 8]))
     assert [each.tolist() for each in runs] == [[0, 40], [8, 24], [16, 16]]
-    assert [len(each) for each in row_copies._joined(*[np.empty(0, np.int64)] * 3)] == [0, 0, 0]
+    assert [len(each) for each in row_copies._merge_adjacent(*[np.empty(0, np.int64)] * 3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("width", [1, 8, 40])

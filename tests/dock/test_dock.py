@@ -117,16 +117,16 @@ def test_a_look_shows_what_a_lease_would_have_and_leaves_it(dock):
     at = dock(1, (Consumer("update", ("tokens",)),))
     at.put(tokens([3, 1]))
     with pytest.raises(TimedOut, match="it wants at least 3; 2 are ready"):
-        at.look("update", 4, least=3, step=0)
+        at.peek("update", 4, least=3, step=0)
     at.put(tokens([2]))
-    ids, counts = at.look("update", 4, least=3, step=0, wait=5)
+    ids, counts = at.peek("update", 4, least=3, step=0, wait=5)
     assert (ids.tolist(), counts.tolist()) == ([1, 2, 3], [1, 2, 3])
     shares = [at.lease("update", 3, step=0, share=rank, shares=2) for rank in range(2)]
     assert sorted(torch.cat([share.ids for share in shares]).tolist()) == [1, 2, 3]
-    assert at.look("update", 4, least=3, step=0)[0].tolist() == [1, 2, 3], "so does one who comes again"
+    assert at.peek("update", 4, least=3, step=0)[0].tolist() == [1, 2, 3], "so does one who comes again"
     assert at.commit(shares[0])
     with pytest.raises(DockError, match="step 0 of `update` is committed already"):
-        at.look("update", 4, least=3, step=0, wait=5)
+        at.peek("update", 4, least=3, step=0, wait=5)
 
 
 def test_an_empty_share_has_the_columns_too_and_ids_may_be_short(dock):
@@ -216,13 +216,13 @@ def test_a_trajectory_is_continued_by_another(dock, token):
     until(lambda: known() == [-1, 0, 1, -1])  # another shard's news come a moment after the put
     lease = at.lease("rollout", 4, wait=5)
     assert (lease.turns.tolist(), lease.versions.tolist()) == ([-1, 0, 1, -1], [0, 3, 4, 0])
-    partial, turns = at.saved(lease)
+    partial, turns = at.fetch_saved(lease)
     assert (partial.ids.tolist(), turns.tolist()) == ([1, 2], [0, 1])
     check(partial)
     at.put(tokens(range(4)))
     at.commit(lease)
     until(lambda: left(at) == 0)
-    assert len(at.saved(lease)[0]) == 0
+    assert len(at.fetch_saved(lease)[0]) == 0
 
 
 def test_a_holder_in_the_same_process_loses_its_lease_in_the_open(dock):
@@ -286,8 +286,8 @@ def test_committed_rows_that_a_shard_lists_leave_it(dock):
     at.put(tokens([1, 3, 5]))
     state = at.services[0].state
     with state.lock:
-        state.index("update").finish(numpy.array([1, 3]))
-        state.apply(state._listing("update"))
+        state.index("update").mark_committed(numpy.array([1, 3]))
+        state.apply(state._listing_update("update"))
     until(lambda: left(at) == 1)
 
 

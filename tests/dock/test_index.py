@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from distflow.dock import Consumer, DockError, LeaseLost
 from distflow.dock.index import ConsumerIndex
-from distflow.dock.selection import Room
+from distflow.dock.selection import StorageBudget
 
 UPDATE = Consumer("update", ("tokens", "rewards"), seconds=10.0)
 
@@ -20,7 +20,7 @@ def table(ids, **meta):
 
 def index_of(ready=range(4), consumer=UPDATE):
     made = ConsumerIndex(consumer)
-    made.learn(table(ready), ["tokens", "rewards"])
+    made.add_rows(table(ready), ["tokens", "rewards"])
     return made
 
 
@@ -39,11 +39,11 @@ def ready(made):
 
 def test_a_row_is_ready_when_it_has_all_columns():
     made = ConsumerIndex(UPDATE)
-    made.learn(table([1, 2]), ["tokens"])
-    made.learn(table([2, 1]), ["other"])
+    made.add_rows(table([1, 2]), ["tokens"])
+    made.add_rows(table([2, 1]), ["other"])
     assert made.lease(9, 0.0, "a") is None
-    made.learn(table([2]), ["rewards"])
-    made.learn(table([2]), ["rewards"])
+    made.add_rows(table([2]), ["rewards"])
+    made.add_rows(table([2]), ["rewards"])
     assert ids(made.lease(9, 0.0, "a")) == [2]
     assert made.lease(9, 0.0, "b") is None
 
@@ -104,7 +104,7 @@ def test_a_commit_may_be_repeated():
 def test_a_step_is_committed_once_whoever_comes():
     made = index_of()
     first = made.lease(2, 0.0, "a", step=0)
-    made.dropped("a", 1.0)
+    made.end_session("a", 1.0)
     made.rebuild([(["tokens"], numpy.array([0]))], lambda rows: rows == 0)  # so that the second draw has other rows
     second = made.lease(2, 2.0, "b", step=0)
     assert ids(second) == [1, 2]
@@ -120,7 +120,7 @@ def test_the_ranks_of_a_group_share_one_draw():
     assert shares[0] is shares[1]
     assert ids(shares[0]) == [0, 1, 2, 3, 4, 5]
     assert [len(share) for share in shares[0].shares] == [3, 3]
-    made.dropped("rank 0", 2.0)
+    made.end_session("rank 0", 2.0)
     assert made.lease(6, 3.0, "rank 0 again", step=3, share=0, shares=2) is shares[0]
     assert ids(made.lease(6, 3.0, "other", step=4)) == [6, 7]
     with pytest.raises(DockError, match="leased in 2 shares"):
@@ -132,7 +132,7 @@ def test_the_same_groups_are_dealt_alike_in_whatever_order_they_came(order):
     def dealt(groups):
         made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), group_size=2, step_rows=10))
         for group in groups:
-            made.learn(table([2 * group + 1, 2 * group], tokens=3 + group), ["tokens", "rewards"])
+            made.add_rows(table([2 * group + 1, 2 * group], tokens=3 + group), ["tokens", "rewards"])
         granted = made.lease(10, 0.0, "a", step=0, shares=2)
         slots = made.rows.find(granted.ids)
         assert made.rows["birth"][slots].tolist() == granted.births.tolist()
@@ -151,10 +151,10 @@ def test_the_same_request_gets_the_same_lease():
 def test_death_gives_rows_back_at_once():
     made = index_of()
     first = made.lease(4, 0.0, "a")
-    assert made.dropped("a", 0.5)
+    assert made.end_session("a", 0.5)
     second = made.lease(4, 0.6, "b")
     assert ids(second) == ids(first)
-    assert not made.dropped("unknown", 0.8)
+    assert not made.end_session("unknown", 0.8)
 
 
 def test_fewer_than_the_least_are_not_handed_out():
@@ -166,15 +166,15 @@ def test_fewer_than_the_least_are_not_handed_out():
 def test_results_that_were_lost_with_a_shard_are_made_again():
     """Shard 1 of 2 comes back from a snapshot that has row 1 without its rewards, and knows nothing of row 3."""
     update, reward = index_of(range(6)), ConsumerIndex(Consumer("reward", ("tokens",), ("rewards",)))
-    reward.learn(table(range(6)), ["tokens"])
+    reward.add_rows(table(range(6)), ["tokens"])
     scored = reward.lease(6, 0.0, "a")
     reward.commit(scored.number, None, scored.ids, 0.0)
     listed = [(["tokens"], numpy.array([1])), (["tokens", "rewards"], numpy.array([5]))]
     update.rebuild(listed, lambda rows: rows % 2 == 1)
     assert ready(update) == [0, 2, 4, 5]
     reward.rebuild(listed, lambda rows: rows % 2 == 1)
-    reward.learn(table([1]), ["tokens"])
-    reward.learn(table([5]), ["tokens", "rewards"])
+    reward.add_rows(table([1]), ["tokens"])
+    reward.add_rows(table([5]), ["tokens", "rewards"])
     assert ids(reward.lease(6, 1.0, "b")) == [1], "its reward is made again"
 
 
@@ -184,7 +184,7 @@ def test_a_lease_over_rows_that_were_lost_and_came_again_is_not_revived():
     first = made.lease(2, 0.0, "a")
     made.expire(10.0)
     made.rebuild([], lambda rows: rows >= 0)
-    made.learn(table(range(2)), ["tokens", "rewards"])
+    made.add_rows(table(range(2)), ["tokens", "rewards"])
     with pytest.raises(LeaseLost):
         made.renew(first.number, 11.0, "a")
     made.expire(99.0)
@@ -196,7 +196,7 @@ def test_a_replaced_index_adopts_a_lease_of_rows_that_no_shard_has_listed_yet(ro
     made = ConsumerIndex(UPDATE, epoch=2)
     made.opens, number, held = 60.0, (1 << 32) + 1, numpy.arange(rows)
     assert made.renew(number, 1.0, "a", held) == UPDATE.seconds
-    made.learn(table(held), UPDATE.reads)
+    made.add_rows(table(held), UPDATE.reads)
     assert made.lease(rows, 2.0, "b") is None
     assert made.lease(1, 70.0, "b") is not None, "its holder did not renew it again"
     assert made.rows["birth"][made.rows.find(held)].tolist() == [*range(1, rows + 1)]
@@ -211,7 +211,7 @@ def test_a_commit_names_the_rows_that_its_lease_holds():
             made.commit(first.number, step, numpy.array(rows), 0.1)
     with pytest.raises(LeaseLost):
         made.commit(other.number + 1, None, first.ids, 0.1)  # which nobody was given
-    made.dropped("b", 0.2)
+    made.end_session("b", 0.2)
     with pytest.raises(DockError, match="other rows than it holds"):
         made.commit(other.number, None, numpy.array([3]), 0.3)
     assert not len(made.done)
@@ -243,31 +243,31 @@ def test_a_rollback_ends_the_leases_of_the_attempt_before():
 
 
 def test_where_there_is_no_room_only_rows_that_others_wait_for_are_begun():
-    room = Room(limit=100)
+    room = StorageBudget(limit=100)
     made = ConsumerIndex(Consumer("rollout", ("order",), ("tokens",), 2, 4, row_bytes=30), room=room)
-    made.learn(table(range(12)), ["order"])
+    made.add_rows(table(range(12)), ["order"])
     first = [made.lease(2, 0.0, "a") for _ in range(2)]
     assert [ids(each) for each in first] == [[0, 1], [2, 3]], "four rows may take 120 bytes, but are of step 0"
     assert made.lease(2, 0.0, "a") is None
     assert made.lacks_room()
-    room.note(0, 40, 2)
+    room.record(0, 40, 2)
     made.commit(first[0].number, None, first[0].ids, 1.0)
     assert made.lease(2, 1.0, "a") is None, "40 bytes are stored, 20 are expected of a row: four more take 120"
-    room.note(0, 30, 2)
+    room.record(0, 30, 2)
     assert ids(made.lease(2, 1.0, "a")) == [4, 5]
     made.commit(first[1].number, None, first[1].ids, 2.0)
-    room.note(0, 1000, 4)
+    room.record(0, 1000, 4)
     assert made.lease(2, 2.0, "a") is None
     made.required = 1
     assert ids(made.lease(2, 2.0, "a")) == [6, 7]
     assert made.lease(2, 2.0, "a") is None, "step 2 has time"
-    made.dropped("a", 3.0)
+    made.end_session("a", 3.0)
     assert [ids(made.lease(2, 3.0, "b")) for _ in range(2)] == [[4, 5], [6, 7]], "and whoever has them, they can be had"
 
 
 def test_a_consumer_that_only_reads_needs_no_room():
-    made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), step_rows=2), room=Room(limit=0))
-    made.learn(table(range(4)), ["tokens", "rewards"])
+    made = ConsumerIndex(Consumer("update", ("tokens", "rewards"), step_rows=2), room=StorageBudget(limit=0))
+    made.add_rows(table(range(4)), ["tokens", "rewards"])
     assert ids(made.lease(2, 0.0, "a", step=1)) == [2, 3]
 
 
@@ -294,8 +294,8 @@ class Interleaving(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def put(self, count):
         new = range(self.next, self.next + count)
-        self.made.learn(table(new), ["tokens"])
-        self.made.learn(table(new), ["rewards"])
+        self.made.add_rows(table(new), ["tokens"])
+        self.made.add_rows(table(new), ["rewards"])
         self.next += count
 
     @rule(count=st.integers(1, 6), stepped=st.booleans(), who=st.sampled_from("abc"))
@@ -338,7 +338,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from("abc"))
     def die(self, who):
-        self.made.dropped(who, self.now)
+        self.made.end_session(who, self.now)
 
     @invariant()
     def nothing_is_lost(self):

@@ -84,7 +84,7 @@ def test_an_attempt_that_is_over_cannot_lease_renew_commit_or_release(dock, toke
         with pytest.raises(LeaseLost, match="attempt 1 has begun"):
             waiting.result()
         for request in (lambda: at.commit(held), lambda: at.commit(done), lambda: at.renew(held),
-                        lambda: at.lease("trainer", ROWS, step=1), lambda: at.look("trainer", ROWS, least=1, step=1),
+                        lambda: at.lease("trainer", ROWS, step=1), lambda: at.peek("trainer", ROWS, least=1, step=1),
                         lambda: at.rollback("trainer", 0), lambda: at.release_before("trainer", 9)):
             with pytest.raises(LeaseLost, match="this process is of attempt 0 of `trainer`, but attempt 1 has begun"):
                 request()

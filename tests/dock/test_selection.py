@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from distflow.dock import Consumer, DockError
-from distflow.dock.selection import DockLayout, ReadyRows, Room, deal
+from distflow.dock.selection import DockLayout, ReadyRows, StorageBudget, split_groups
 
 ADDRESSES = (("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3))
 
@@ -21,7 +21,7 @@ def ready(ids, **settings):
 
 
 def groups(made, step=None):
-    return [group for each in made.steps(step) for group in made.first(each, made.counts[each]).tolist()]
+    return [group for each in made.steps(step) for group in made.first_groups(each, made.counts[each]).tolist()]
 
 
 def test_rows_come_in_the_order_in_which_they_became_ready():
@@ -30,7 +30,7 @@ def test_rows_come_in_the_order_in_which_they_became_ready():
     made.add(numpy.array([5, 3]))
     assert groups(made) == [7, 1, 4, 2, 9, 5, 3]
     made.pop(0, 4)
-    assert made.first(0, 2).tolist() == [9, 5]
+    assert made.first_groups(0, 2).tolist() == [9, 5]
     assert len(made) == made.count(None) == 3
 
 
@@ -71,7 +71,7 @@ def test_counts_agree_with_the_groups_whatever_comes_and_goes(seed):
             made.discard(numpy.array(gone, numpy.int64))
             there.difference_update(gone)
         elif step := made.steps(None)[:1]:
-            there.difference_update(made.rows_of(made.first(step[0], 2)).tolist())
+            there.difference_update(made.rows_of(made.first_groups(step[0], 2)).tolist())
             made.pop(step[0], min(2, made.counts[step[0]]))
         whole = {group for group in range(12) if {3 * group, 3 * group + 1, 3 * group + 2} <= there}
         for step in (0, 1, 2):
@@ -81,15 +81,15 @@ def test_counts_agree_with_the_groups_whatever_comes_and_goes(seed):
 
 
 def test_rows_under_way_count_with_the_mean_of_those_that_have_come():
-    room = Room(limit=1000)
-    assert room.rows(longest=500) == 2, "none has come: each may become as long as that"
-    room.note(0, 200, 4)
-    room.note(1, 0, 0)
-    assert room.rows(longest=500) == 16
-    room.note(0, 0, 0)
-    assert room.rows(longest=500) == 20, "they have left, and their mean is still the best estimate"
-    assert Room().rows(longest=10**9) == math.inf
-    assert Room().limit == math.inf
+    room = StorageBudget(limit=1000)
+    assert room.rows_that_fit(longest=500) == 2, "none has come: each may become as long as that"
+    room.record(0, 200, 4)
+    room.record(1, 0, 0)
+    assert room.rows_that_fit(longest=500) == 16
+    room.record(0, 0, 0)
+    assert room.rows_that_fit(longest=500) == 20, "they have left, and their mean is still the best estimate"
+    assert StorageBudget().rows_that_fit(longest=10**9) == math.inf
+    assert StorageBudget().limit == math.inf
 
 
 def test_the_rows_of_a_group_live_in_one_shard():
@@ -100,11 +100,11 @@ def test_the_rows_of_a_group_live_in_one_shard():
 
 
 def test_dealt_by_tokens():
-    shares = deal(numpy.arange(4), numpy.array([9, 5, 4, 1]), 1, 2)
+    shares = split_groups(numpy.arange(4), numpy.array([9, 5, 4, 1]), 1, 2)
     assert [sum([9, 5, 4, 1][row] for row in share.tolist()) for share in shares] == [10, 9]
 
 
 def test_groups_are_dealt_whole():
-    shares = deal(numpy.arange(10), numpy.full(10, 3), 2, 2)
+    shares = split_groups(numpy.arange(10), numpy.full(10, 3), 2, 2)
     assert all(row ^ 1 in share for share in shares for row in share.tolist())
     assert sorted(numpy.concatenate(shares).tolist()) == [*range(10)]

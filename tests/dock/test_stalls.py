@@ -149,7 +149,7 @@ def test_a_list_that_was_long_on_its_way_opens_nothing_again(dock):
     state = at.services[0].state
     at.put(tokens(range(2)))
     with state.lock:
-        late = state._listing("reward")
+        late = state._listing_update("reward")
     lease = at.lease("reward", 2)
     at.put(Batch(lease.ids, {"rewards": lease.ids.float()}))
     assert at.commit(lease)

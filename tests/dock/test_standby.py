@@ -78,7 +78,7 @@ def test_it_has_all_rows_and_holders_keep_their_leases(children, token, director
         assert mine.commit(under_way)
         with pytest.raises(LeaseLost, match="of an earlier process"):
             mine.commit(done)
-        saved, turns = other.saved(theirs)
+        saved, turns = other.fetch_saved(theirs)
         assert (saved.ids.tolist(), turns.tolist()) == (theirs.ids.tolist()[:1], [3])
         mine.put(rows(under_way.ids.tolist(), "tokens", 10))
         assert new.rollback("trainer", 1) == 0

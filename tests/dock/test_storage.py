@@ -49,7 +49,7 @@ def read(shard, ids, names=("tokens",)):
 
 
 def saved(shard, ids):
-    return shard.saved(numpy.array(ids))[:2]
+    return shard.read_saved(numpy.array(ids))[:2]
 
 
 def test_columns_of_several_puts_come_together():
@@ -126,7 +126,7 @@ def test_a_saved_turn_replaces_the_one_before_and_a_finished_row_both():
     put(shard, tokens([1, 2]), turn=0)
     put(shard, tokens([1], scale=10), turn=1)
     assert put(shard, tokens([1], scale=99), turn=1).tolist() == [], "another attempt at the same turn"
-    ids, turns, columns, _ = shard.saved(numpy.array([2, 1, 5]))
+    ids, turns, columns, _ = shard.read_saved(numpy.array([2, 1, 5]))
     assert (ids.tolist(), turns.tolist()) == ([2, 1], [0, 1])
     assert [row.tolist() for row in sent(shard, ids, columns)["tokens"].rows] == [[2, 2], [10]]
     put(shard, tokens([1]))
@@ -204,7 +204,7 @@ def test_a_put_is_whole_where_there_is_no_room_to_compact():
         return put(shard, Batch(ids, {"tokens": torch.full((len(ids), row // 8), number)}), turn=number).tolist()
 
     def stored():
-        ids, turns, columns, _ = shard.saved(rows.numpy())
+        ids, turns, columns, _ = shard.read_saved(rows.numpy())
         assert sent(shard, ids, columns)["tokens"][:, 0].tolist() == turns.tolist()
         return turns.tolist()
 

@@ -156,15 +156,15 @@ def swapped(ways: dict[str, int], dtype: str) -> bool:
     optimizer = HostOffload(lambda: other.resident(weights=False), other.scratch)
     everything = HostOffload(other.resident)
     moments = sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in other.optimizer._shards().values())
-    optimizer.out()
+    optimizer.offload()
     lean = optimizer.bytes == moments * (1.5 if dtype == "bfloat16" else 1)  # with float32 weights; no gradients
     readable = alike(ranks.exported(one), ranks.exported(other))
-    everything.out()
+    everything.offload()
     left = sum(tensor.untyped_storage().nbytes() for tensor in (*other.resident(), *other.scratch()))
-    everything.back()
-    optimizer.back()
-    optimizer.ready()
-    everything.ready()
+    everything.reload()
+    optimizer.reload()
+    optimizer.wait()
+    everything.wait()
     reports = [engine.update(rows, ranks.policy_gradient, 1.0, 1) for engine in (one, other)]
     same = reports[0] == reports[1] and alike(ranks.exported(one), ranks.exported(other))
     return readable and lean and left == 0 and same

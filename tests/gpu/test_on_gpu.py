@@ -68,7 +68,7 @@ def test_packed_rows_attend_as_padded_ones_do():
 def test_tensors_of_a_gpu_arrive_as_they_were_at_the_moment():
     source = torch.arange(STAGE // 2 + 3, device="cuda")  # 4 stages and some bytes
     expected, copier = source.cpu(), HostCopy()
-    moment = copier.moment([source])
+    moment = copier.record_event([source])
     target = torch.empty(source.nbytes, dtype=torch.uint8)
     for _ in copier.copy([(target, source)], moment):
         source.zero_()

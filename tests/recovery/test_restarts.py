@@ -16,7 +16,7 @@ from ranks import run_ranks
 from stores import client, hosted
 
 from distflow.recovery import restarts
-from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, verdict
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, stop_reason
 from distflow.store.tcp import TCPStoreClient
 
 
@@ -61,7 +61,7 @@ FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
     ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
 ])
 def test_what_happens_again_is_a_mistake(failures, budget, why):
-    end = verdict(tuple(failures), budget)
+    end = stop_reason(tuple(failures), budget)
     assert end.startswith(why)
     assert bool(end) == bool(why)
 

@@ -125,7 +125,7 @@ def test_what_was_read_counts_only_if_it_was_held_until_then(dock):
     def cut(*arguments):
         if not asked:
             connection, = at.services[0].server.connections
-            connection.hang_up()
+            connection.shut_down()
         asked.append(arguments)
         return read(*arguments)
 
@@ -169,7 +169,7 @@ def test_what_is_held_is_released_when_it_cannot_be_read(dock, ended):
             return take(size)
         if ended:
             connection, = at.services[0].server.connections
-            connection.hang_up()
+            connection.shut_down()
         raise MemoryError(f"{size} bytes are not free")
 
     at._take = fail

@@ -189,7 +189,7 @@ class Publishing(Serving):
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        owner = {"_copied": self.publisher, "_count_in": self.publisher, "reveal": self.publisher.directory}[at]
+        owner = self.publisher.directory if at == "announce_version" else self.publisher
         setattr(owner, at, die)
         self.publish(version, mib)
 

@@ -56,7 +56,7 @@ def test_the_faster_way_is_taken_and_the_other_one_tried_again():
         if run == 100:
             rates = {True: 1e9, False: 5e9}  # a faster network
         taken.append(choice.choose())
-        choice.measured(taken[-1], rates[taken[-1]])
+        choice.record_rate(taken[-1], rates[taken[-1]])
     assert taken[:4].count(True) == 2
     assert sum(taken[4:100]) >= 90
     assert sum(taken[140:]) <= 6

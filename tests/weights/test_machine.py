@@ -185,7 +185,7 @@ def test_an_election_for_an_older_version_leaves_that_of_a_newer_one(ranks):
 
 def test_an_election_forgets_only_what_is_older_than_all_known_versions():
     before = MachineRelays((1, 2, 3), {"2.a": ("a", 1), "3.a": ("b", 1), "5.b": ("c", 2)})
-    assert before.after_election("4.a", "a", {"4.a", "3.a"}).elected == \
+    assert before.with_elected("4.a", "a", {"4.a", "3.a"}).elected == \
         {"3.a": ("b", 1), "4.a": ("a", 1), "5.b": ("c", 2)}
 
 

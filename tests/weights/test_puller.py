@@ -134,7 +134,7 @@ def test_the_streams_of_one_puller_share_its_lease(store, token, monkeypatch):
             all_asked.wait()
         if connection.leaseholder is not None and lost.acquire(blocking=False):
             busy.append(_lease_of(other, source, header["key"]))
-            connection.connection.hang_up()
+            connection.connection.shut_down()
         send(self, connection, header)
 
     monkeypatch.setattr(SourceServer, "_send_chunks", send_chunks)
@@ -167,5 +167,5 @@ def test_a_link_without_delay_has_one_connection_and_a_far_one_several(store, to
 def _lease_of(puller, source, key):
     """Return who has the lease that a puller asks for."""
     (entry,) = (each for each in puller.directory.holders([0]).values() if each.who == source.who)
-    with contextlib.closing(puller.connections.take(entry, puller.directory.heads()[0])) as asking:
+    with contextlib.closing(puller.connections.take(entry, puller.directory.newest_versions()[0])) as asking:
         return asking.lease()

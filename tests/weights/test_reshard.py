@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from distflow.errors import EngineError
 from distflow.weights import reshard
-from distflow.weights.reshard import gathered
+from distflow.weights.reshard import gather_tensors
 
 BUCKETS = (1, 50, 400, 1 << 20)
 
@@ -40,7 +40,7 @@ def sharded(half: bool) -> Model:
 
 
 def fill(shards, targets, **options) -> None:
-    for name, whole in gathered(shards, into=targets, **options):
+    for name, whole in gather_tensors(shards, into=targets, **options):
         if whole.data_ptr() != targets[name].data_ptr():
             targets[name].copy_(whole)
 
@@ -87,7 +87,7 @@ def placed() -> None:
     parallelize_module(both, named["tp"], ColwiseParallel())
     shards["strided"] = fully_shard(both, mesh=named["dp"]).weight
     for bucket_bytes in BUCKETS:
-        for name, tensor in gathered(shards, bucket_bytes=bucket_bytes):
+        for name, tensor in gather_tensors(shards, bucket_bytes=bucket_bytes):
             expected = big if name.startswith("big") else shards["plain"] if name == "plain" else whole
             assert torch.equal(tensor, expected), name
 
@@ -100,24 +100,24 @@ def refused() -> None:
     mesh = mesh_of(2)
     partial = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
     with pytest.raises(EngineError, match="`odd` is placed as"):
-        list(gathered({"odd": partial}))
+        list(gather_tensors({"odd": partial}))
     plane = mesh_of(2, 1)
     with pytest.raises(EngineError, match="cut twice along dimension 0"):
-        list(gathered({"odd": distribute_tensor(torch.ones(4, 4), plane, [Shard(0), Shard(0)])}))
+        list(gather_tensors({"odd": distribute_tensor(torch.ones(4, 4), plane, [Shard(0), Shard(0)])}))
     good = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     with pytest.raises(EngineError, match=r"`a` has shape \[4, 4\] in training and \[4, 5\] in generation"):
-        list(gathered({"a": good}, into={"a": torch.zeros(4, 5)}))
+        list(gather_tensors({"a": good}, into={"a": torch.zeros(4, 5)}))
 
 
 def refused_on_a_plane() -> None:
     """Uneven tensor parallelism behind FSDP: nothing says any more which rows a rank has."""
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(EngineError, match="cut 2 ways along dimension 1, which they do not divide"):
-        list(gathered({"odd": distribute_tensor(torch.ones(4, 5), named, [Shard(0), Shard(1)])}))
+        list(gather_tensors({"odd": distribute_tensor(torch.ones(4, 5), named, [Shard(0), Shard(1)])}))
     odd = nn.Linear(10, 5, bias=False)
     parallelize_module(odd, named["tp"], ColwiseParallel())
     with pytest.raises(EngineError, match="Leave it whole in the tensor-parallel plan"):
-        list(gathered({"odd": fully_shard(odd, mesh=named["dp"]).weight}))
+        list(gather_tensors({"odd": fully_shard(odd, mesh=named["dp"]).weight}))
 
 
 def test_what_cannot_be_gathered_is_refused():
@@ -128,7 +128,7 @@ def test_what_cannot_be_gathered_is_refused():
 def straight() -> None:
     """A large tensor is gathered where it is wanted."""
     shard, place = distribute_tensor(torch.ones(1024, 512), mesh_of(2), [Shard(0)]), torch.zeros(1024, 512)
-    (_, whole), = gathered({"a": shard}, into={"a": place})
+    (_, whole), = gather_tensors({"a": shard}, into={"a": place})
     assert whole is place
     assert bool((place == 1).all())
 
@@ -147,7 +147,7 @@ def buckets() -> list[tuple[int, torch.dtype]]:
     reshard.all_gather = lambda everyone, mine, **named: moved.append((2 * mine.numel(), mine.dtype)) or whole(
         everyone, mine, **named)
     try:
-        list(gathered(shards, bucket_bytes=64))
+        list(gather_tensors(shards, bucket_bytes=64))
     finally:
         reshard.all_gather = whole
     return moved

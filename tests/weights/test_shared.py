@@ -138,9 +138,9 @@ def supplied(store, token):
     publisher = Publisher(store, token, rank=0, ranks=1, timeout=0.0)
     publisher.publish(1, tensors_of(1, MIB))
     available = transports("memory", SharedMemoryPool(memory_name("weights", token)))
-    client = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0), publisher.directory.heads()[0],
-                          "a", token,
-                          available, "memory", 3.0)
+    client = SourceClient(SourceEntry("trainer-0", publisher.source.address, 0),
+                          publisher.directory.newest_versions()[0],
+                          "a", token, available, "memory", 3.0)
     assert client.lease() == ""
     yield publisher, client
     client.close()

@@ -100,32 +100,32 @@ def test_a_version_is_revealed_once(pair):
     first, second = PublishedVersion(1, "x", (ManifestDigest("d", 5, 1),)), PublishedVersion(2, "x",
                                                                                              (ManifestDigest("e", 5,
                                                                                                              1),))
-    assert (ours.newest(), ours.heads()) == ("", [])
-    ours.begin("x")
-    assert ours.reveal(first)
-    assert theirs.reveal(second)
-    assert (ours.newest(), ours.heads()) == (second.key, [second, first])
+    assert (ours.newest(), ours.newest_versions()) == ("", [])
+    ours.begin_attempt("x")
+    assert ours.announce_version(first)
+    assert theirs.announce_version(second)
+    assert (ours.newest(), ours.newest_versions()) == (second.key, [second, first])
 
 
 def test_a_team_of_an_earlier_attempt_reveals_nothing(pair):
     """Whatever it had read before the next one began."""
     ours, theirs = pair
     first, late = (PublishedVersion(version, "x", (ManifestDigest("d", 5, 1),)) for version in (1, 2))
-    ours.begin("x")
-    assert ours.reveal(first)
-    theirs.begin("y")
-    assert not ours.reveal(late)
-    assert (theirs.newest(), theirs.heads()) == (first.key, [first])
+    ours.begin_attempt("x")
+    assert ours.announce_version(first)
+    theirs.begin_attempt("y")
+    assert not ours.announce_version(late)
+    assert (theirs.newest(), theirs.newest_versions()) == (first.key, [first])
     assert theirs.store.list("head/") == {f"head/{first.key}": first.pack()}
 
 
 def test_of_two_that_reveal_at_once_neither_is_lost(store):
     """Each changes what the other has read; the store remembers three versions."""
     teams = [Directory(store, entry(str(number))) for number in range(4)]
-    teams[0].begin("x")
+    teams[0].begin_attempt("x")
     versions = [PublishedVersion(number, "x", ()) for number in range(12)]
     with ThreadPoolExecutor(4) as threads:
-        shown = [threads.submit(team.reveal, version) for team, version in zip(teams * 3, versions)]
+        shown = [threads.submit(team.announce_version, version) for team, version in zip(teams * 3, versions)]
     assert all(job.result() for job in shown)
-    assert len({head.version for head in teams[0].heads()}) == 3
+    assert len({head.version for head in teams[0].newest_versions()}) == 3
     assert len(teams[0].store.list("head/")) == 3

@@ -121,7 +121,7 @@ def test_partial_rows_that_the_dock_refuses_are_reported_and_the_others_saved(ch
                               turns=TurnWriter())
     with channel.dock("trainer 0") as dock:
         RolloutContext._save_partial(rollout, dock)
-        assert dock.saved(torch.tensor([5]))[0].ids.tolist() == [5]
+        assert dock.fetch_saved(torch.tensor([5]))[0].ids.tolist() == [5]
     event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["rows"]) == ("partial_rollouts_lost", 2)
     assert "a row twice" in event["reason"]
@@ -137,12 +137,12 @@ def test_turns_replace_those_before_whoever_has_put_these(channel):
             for value in range(40):  # several of them go in one put
                 first.save(rows(value, 5), turn=0)
                 first.save(rows(value, 6, 7), turn=7)
-        saved, turns = dock.saved(torch.tensor([5, 6, 7]))
+        saved, turns = dock.fetch_saved(torch.tensor([5, 6, 7]))
         assert saved["partial/tokens"].tolist() == [39, 39, 39]
         assert min(turns.tolist()) >= 7
         with second.writing(lambda: channel.dock("rollout 2")):
             second.save(rows(50, 6), turn=int(turns.max()) + 1)
-        assert dock.saved(torch.tensor([5, 6, 7]))[0]["partial/tokens"].tolist() == [39, 50, 39]
+        assert dock.fetch_saved(torch.tensor([5, 6, 7]))[0]["partial/tokens"].tolist() == [39, 50, 39]
 
 
 @pytest.mark.parametrize(("restart", "kept"), [(True, [3]), (False, [1, 2, 3])])

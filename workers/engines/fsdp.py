@@ -28,7 +28,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
-from distflow.weights.reshard import gathered
+from distflow.weights.reshard import gather_tensors
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
@@ -206,7 +206,7 @@ class FSDPEngine(Trainer):
         shards = self.shards()
         if self.settings.offload:  # collectives need them on the mesh's device
             shards = {name: shard.to(self.device) for name, shard in shards.items()}
-        return gathered(shards, dtype, into)
+        return gather_tensors(shards, dtype, into)
 
     def resident(self, weights: bool = True) -> Iterator[Tensor]:
         states = self.optimizer.state.values() if self.optimizer else ()

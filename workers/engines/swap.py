@@ -44,26 +44,26 @@ class EngineSwap:
             return
         try:
             self.ready()
-            self.optimizer.out()
+            self.optimizer.offload()
             if self.asleep:
                 self.rollout.wake()
                 self.asleep = False
             self._load()
-            self.everything.out()
+            self.everything.offload()
             current().maximum("weights/swapped_bytes", self.optimizer.bytes + self.everything.bytes)
             yield self.rollout
             self._sleep()  # not after an error: rows may be under way
         finally:
-            self.everything.back()
-            self.optimizer.back()
+            self.everything.reload()
+            self.optimizer.reload()
 
     def _sleep(self) -> None:
         self.rollout.sleep()
         self.asleep = True
 
     def ready(self) -> None:
-        self.everything.ready()
-        self.optimizer.ready()
+        self.everything.wait()
+        self.optimizer.wait()
 
     def _load(self) -> None:
         newer = self._newer()

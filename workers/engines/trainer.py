@@ -119,7 +119,8 @@ class Trainer(ABC):
     @abstractmethod
     def export(self, dtype: torch.dtype | None = None,
                into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained weights as whole tensors by Hugging Face name; see `distflow.weights.reshard.gathered`."""
+        """Yield the trained weights as whole tensors by Hugging Face name; see
+        `distflow.weights.reshard.gather_tensors`."""
 
     def shards(self) -> Mapping[str, Tensor]:
         """Return this rank's part of the trained weights: DTensors, or tensors that no other rank has. Collective."""

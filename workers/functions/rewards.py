@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distflow import Ragged, node
 from distflow.contracts.decorators import Reward
-from distflow.data.batch import ColumnData, plain
+from distflow.data.batch import ColumnData, to_list
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.functions.aggregation import trained_mask
@@ -66,7 +66,7 @@ def _scorer(scope: str, settings: str) -> Scorer:
 
 
 def as_list(column: ColumnData | list[str]) -> Sequence[Any]:
-    return column if isinstance(column, list) else plain(column)
+    return column if isinstance(column, list) else to_list(column)
 
 
 def _note(scores: Scores, names: list[int]) -> None:

@@ -81,8 +81,8 @@ def test_a_trainer_that_starts_anew_may_use_a_number_again(store: TCPStoreClient
 def lose(store: TCPStoreClient) -> None:
     """A second version was published, and everybody who had it has died."""
     directory = Directory(store.below("run"), SourceEntry("somebody", ("127.0.0.1", 1)))
-    directory.begin("of a dead trainer")
-    assert directory.reveal(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)))
+    directory.begin_attempt("of a dead trainer")
+    assert directory.announce_version(PublishedVersion(2, "of a dead trainer", (ManifestDigest("0" * 32, 1 << 20, 4),)))
 
 
 def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store: TCPStoreClient, pulled: WeightUpdates,

@@ -32,7 +32,7 @@ class Exporter:
     @torch.no_grad()
     def export(self, dtype: torch.dtype | None = None, into: Mapping[str, Tensor] | None = None,
                bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """See `distflow.weights.reshard.gathered`. Collective over the ranks of each share."""
+        """See `distflow.weights.reshard.gather_tensors`. Collective over the ranks of each share."""
         kind, into = dtype or self.dtype, into or {}
         for name, place in into.items():
             if name in self.shapes and place.shape != self.shapes[name]:
