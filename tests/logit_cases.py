@@ -23,7 +23,8 @@ def drawn(vocabulary_size: int, dtype: torch.dtype = torch.float32):
 def results(hidden, head, tokens, counts, of=score, entropy=0.0) -> list[torch.Tensor]:
     """Log-probabilities, entropies and the gradients of a weighted sum of both, as `entropy` counts the second."""
     logprobs, entropies = of(hidden, head, tokens, 0.7)
-    total = (logprobs * counts).sum() + entropy * (entropies * torch.linspace(1, 2, len(entropies))).sum()
+    weights = torch.linspace(1, 2, len(entropies), device=entropies.device)
+    total = (logprobs * counts).sum() + entropy * (entropies * weights).sum()
     gradients = torch.autograd.grad(total, [hidden, head.weight])
     return [logprobs.detach(), entropies.detach(), *gradients]
 

@@ -33,7 +33,7 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
-    if len(hidden) * len(weight) > _at_once(hidden):
+    if len(hidden) * len(weight) > _at_once(hidden) or kernels_for(hidden.device):
         return _Scores.apply(hidden, weight, tokens, temperature, None, 0, len(weight))
     return scored(head(hidden).float() / temperature, tokens)
 
