@@ -8,17 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import metrics_of
+from logit_cases import drawn, results, several
 
 from distflow.config.run import Generation
 from distflow.data.batch import Ragged
 from distflow.weights.host_copy import STAGE, HostCopy
-from workers.engines import attention
+from workers.engines import attention, sampling, vocabulary
 from workers.engines.attention import has_flash
 from workers.engines.devices import choose
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
 from workers.engines.packing import Packing
 from workers.engines.sampling import pick
+from workers.engines.vocabulary import kernels_for
 
 pytestmark = [pytest.mark.gpu,
               pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -53,14 +55,15 @@ def test_cudnn_attention_still_gives_no_gradients_with_a_mask():
 
 
 def test_packed_rows_attend_as_padded_ones_do():
+    torch.manual_seed(0)
     packings = [Packing([40, 9], [0, 0, 1], [300, 1, 70], torch.device(kind)) for kind in ("cuda", "cpu")]
     query, key, value = (torch.randn(1, heads, 420, 64) for heads in (8, 2, 2))
     found, expected = [], []
-    for packing, dtype, results in zip(packings, (torch.bfloat16, torch.float32), (found, expected)):
+    for packing, dtype, outcome in zip(packings, (torch.bfloat16, torch.float32), (found, expected)):
         inputs = [part.to(packing.device, dtype).requires_grad_() for part in (query, key, value)]
         output = packing.attend(*inputs, None)
         output.float().square().sum().backward()
-        results += [part.float().cpu() for part in (output, *(each.grad for each in inputs))]
+        outcome += [part.float().cpu() for part in (output, *(each.grad for each in inputs))]
     for one, other in zip(found, expected):
         assert torch.allclose(one, other, atol=0.05, rtol=0.05)
 
@@ -108,3 +111,30 @@ def test_tokens_that_are_excluded_are_never_drawn(noise):
     tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64, device="cuda"), 1.0)
     assert ((tokens >= 1000) & (tokens < 9000)).all()
     assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("many", [False, True])
+def test_kernels_of_logits_score_as_plain_passes_do(monkeypatch, dtype, many):
+    """Of a vocabulary of several tiles, and twice with the same bits."""
+    hidden, head, tokens, counts = drawn(50_257, dtype)
+    case = (hidden.detach().cuda().requires_grad_(), head.cuda(), tokens.cuda(), counts.cuda())
+    monkeypatch.setattr(vocabulary, "PIECE", 50_257)  # pieces of 8 tokens
+    found, again = (results(*(several(*case) if many else case), entropy=0.5) for _ in range(2))
+    assert kernels_for(found[0].device) is not None
+    monkeypatch.setattr(vocabulary, "kernels_for", lambda device: None)
+    expected = results(*(several(*case) if many else case), entropy=0.5)
+    for one, other, repeated in zip(found, expected, again):
+        assert torch.equal(one, repeated)
+        assert (one - other).abs().max() <= (1e-5 if dtype == torch.float32 else 0.01) * (1 + other.abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kernels_draw_the_tokens_of_plain_passes(monkeypatch, temperature):
+    logits = torch.randn(64, 151_936, device="cuda").mul_(3).bfloat16()
+    noise = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64, device="cuda")
+    tokens, logprobs = pick(logits, noise, temperature)
+    monkeypatch.setattr(sampling, "kernels_for", lambda device: None)
+    expected, wanted = pick(logits, noise, temperature)
+    assert (tokens == expected).sum() >= 62  # rounding chooses a neighbour now and then
+    assert torch.allclose(logprobs[tokens == expected], wanted[tokens == expected], atol=1e-4)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from distflow.errors import CheckpointError
 from distflow.recovery import snapshots as module
-from distflow.recovery.snapshots import _UNUSED, Snapshots, StateShard
+from distflow.recovery.snapshots import _UNUSED, Slot, Snapshots, StateShard
 from distflow.rpc.messages import MACHINE_MEMORY
 
 
@@ -75,6 +75,13 @@ def test_what_is_copied_comes_back():
     save(snapshots, 3, state(1.0), {"step": 3, "source": {"position": 12}})
     assert load(snapshots, 3, back) == {"step": 3, "source": {"position": 12}}
     assert equal(back, state(1.0))
+
+
+def test_memory_is_allocated_before_it_is_written():
+    slot = Slot()
+    for size in (1000, 3 * module._POPULATED + 5):
+        slot.reserve(size)
+        assert os.fstat(slot.file).st_blocks * 512 >= size
 
 
 def test_two_steps_are_kept_and_may_grow_and_shrink():

@@ -101,6 +101,9 @@ def compiled(layer: nn.Module) -> None:
 _SMALL = 64_000_000
 """Parameters up to which a model is gathered at once, and its gradients are summed over ranks once a step: to do so by
 layer and micro-batch saves too little memory for its messages."""
+KEPT_WHOLE = 1_000_000_000
+"""Parameters up to which layers stay gathered from the first forward pass of a step to its last backward pass: to free
+them in between saves 2 GB at most, and takes longer than a short pass computes."""
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -123,6 +126,7 @@ class FSDPEngine(Trainer):
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         own = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), own <= _SMALL
+        self.keeps = own <= KEPT_WHOLE and not settings.offload
         recomputes = settings.recomputes(sum(parameter.numel() for parameter in model.parameters()))
         half = is_half(self.settings, self.device.type)
         self.follows, self.partial = follows, trained and bool(settings.freeze)
@@ -148,7 +152,8 @@ class FSDPEngine(Trainer):
         half = is_half(self.settings, self.device.type)
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
-        rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole}
+        rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole,
+                "reshard_after_forward": not self.keeps}
         for layer in layers if self.settings.compile else ():
             compiled(layer)
         for layer in layers if recomputes else ():
@@ -157,7 +162,9 @@ class FSDPEngine(Trainer):
             convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
                     self.held, self.device)
             fully_shard(module, **rule)
-        return cast(FSDPModule, self.policy)
+        sharded = cast(FSDPModule, self.policy)
+        sharded.set_reshard_after_backward(not self.keeps)
+        return sharded
 
     def _split(self, model: PreTrainedModel) -> None:
         tp, cp = dimension(self.mesh, "tp"), dimension(self.mesh, "cp")
@@ -244,7 +251,7 @@ class FSDPEngine(Trainer):
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **given})
         pieces = [[part.cpu() for part in self._forward(micro, temperature, top)]
                   for micro in self._micro_batches(batch)]
-        self.sharded.reshard()  # the root stays gathered after a forward pass alone
+        self._reshard()
         return [torch.cat(parts) for parts in zip(*pieces)]
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
@@ -257,6 +264,13 @@ class FSDPEngine(Trainer):
             outputs = self._forward(micro, temperature)
             loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
             (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Free the layers that have stayed gathered, and the root, which does after a forward pass alone."""
+        for module in self.sharded.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _step(self, rate: float) -> float:
         norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)

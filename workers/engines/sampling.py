@@ -6,10 +6,14 @@ Without generator state the same rows draw the same tokens on any number of rank
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from workers.engines.vocabulary import kernels_for
 
 
 class TokenLimits(NamedTuple):
@@ -50,10 +54,29 @@ def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_
          min_p: float = 0.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
     Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k, top-p and min-p."""
+    if temperature and not top_k and top_p == 1.0 and not min_p and (kernels := kernels_for(logits.device)):
+        return _pick_by_blocks(logits, noise, temperature, kernels)
     scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
     logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
     tokens = logprobs.argmax(-1) if temperature == 0 else _draw(_restricted(logprobs, top_k, top_p, min_p).exp(), noise)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _pick_by_blocks(logits: Tensor, noise: Tensor, temperature: float,
+                    kernels: ModuleType) -> tuple[Tensor, Tensor]:
+    """Compute `pick` from all tokens, with one pass over `logits` and another over one block of each row."""
+    tops, totals, _ = kernels.block_moments(logits, temperature, _BLOCK)
+    top, width = tops.amax(1, keepdim=True), logits.shape[1]
+    sums = totals.double().mul_((tops - top).exp())
+
+    def weights_of(block: Tensor) -> Tensor:
+        columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=block.device)
+        values = logits.gather(1, columns.clamp(max=width - 1)).float() / temperature
+        return (values - top).exp().where(columns < width, 0.0)
+
+    tokens = _draw_by_blocks(sums, weights_of, noise).clamp(max=width - 1)
+    chosen = logits.gather(1, tokens[:, None]).float() / temperature
+    return tokens, (chosen - top - sums.sum(1, keepdim=True).log().float()).squeeze(1)
 
 
 def _draw(weights: Tensor, noise: Tensor) -> Tensor:
@@ -65,12 +88,20 @@ def _draw(weights: Tensor, noise: Tensor) -> Tensor:
         return _first_above(cumulative, noise[:, None] * cumulative[:, -1:])
     padded = torch.nn.functional.pad(weights, (0, -width % _BLOCK)) if width % _BLOCK else weights
     blocks = padded.unflatten(1, (-1, _BLOCK))
-    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    every = torch.arange(rows, device=weights.device)
+    places = _draw_by_blocks(blocks.sum(-1, dtype=torch.float64), lambda block: blocks[every, block], noise)
+    return places.clamp(max=width - 1)
+
+
+def _draw_by_blocks(sums: Tensor, weights_of: Callable[[Tensor], Tensor], noise: Tensor) -> Tensor:
+    """Draw as `_draw` from rows of blocks with these `sums` [B, blocks]; `weights_of` returns the weights [B, width]
+    of one block [B] of each row."""
+    cumulative = sums.cumsum(-1)
     threshold = noise[:, None] * cumulative[:, -1:]
     block = _first_above(cumulative, threshold)
     before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
-    inside = blocks[torch.arange(rows, device=block.device), block].cumsum(-1, dtype=torch.float64)
-    return (block * _BLOCK + _first_above(inside, threshold - before[:, None])).clamp(max=width - 1)
+    inside = weights_of(block).cumsum(-1, dtype=torch.float64)
+    return block * _BLOCK + _first_above(inside, threshold - before[:, None])
 
 
 def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:

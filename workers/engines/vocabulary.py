@@ -8,7 +8,11 @@ numbers per token (Shoeybi et al. 2019, §3), not logits.
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import warnings
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
-    if len(hidden) * len(weight) > _at_once(hidden):
+    if len(hidden) * len(weight) > _at_once(hidden) or kernels_for(hidden.device):
         return _Scores.apply(hidden, weight, tokens, temperature, None, 0, len(weight))
     return scored(head(hidden).float() / temperature, tokens)
 
@@ -62,7 +66,7 @@ def likeliest(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -
     tokens = torch.empty(len(hidden), count, dtype=torch.int32, device=hidden.device)
     logprobs = torch.empty(len(hidden), count, device=hidden.device)
     for piece in _pieces(hidden, part):
-        logits = _logits(hidden[piece], weight, temperature).float()
+        logits = _scaled(nn.functional.linear(hidden[piece], weight), temperature).float()
         best, columns = logits.topk(min(count, len(weight)), -1)
         normalizers = logits.logsumexp(-1, keepdim=True)
         if group is not None:
@@ -109,18 +113,17 @@ class _Scores(torch.autograd.Function):
         entropies, normalizers = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         logprobs = torch.empty(tokens.shape, device=hidden.device)
         for piece in _pieces(hidden, part):
-            logits = _logits(hidden[piece], weight, temperature)
-            top = logits.amax(-1).float() if len(weight) else entropies.new_full((len(logits),), -torch.inf)
-            _all_reduce(top, dist.ReduceOp.MAX, group)
-            logits = _less(logits, top)
-            numbers = logits.new_zeros(len(logits), asked.shape[1] + 2)
-            columns, here = _local_columns(asked[piece] - first, len(weight))
+            logits = nn.functional.linear(hidden[piece], weight)
+            numbers = normalizers.new_zeros(len(logits), asked.shape[1] + 2)
+            columns = _local_columns(asked[piece] - first, len(weight))
             if len(weight):
-                numbers[:, :-2] = logits.gather(1, columns).where(here, 0.0)
-            powers = logits.exp()
-            numbers[:, -2] = powers.sum(-1)
-            numbers[:, -1] = torch.bmm(powers[:, None], logits[:, :, None]).flatten()
-            del logits, powers  # the next piece has its own
+                chosen = logits.gather(1, columns.clamp(min=0)).float() / temperature
+                numbers[:, :-2] = chosen.where(columns >= 0, 0.0)
+            own_top, *sums = moments(logits, temperature)
+            del logits  # the next piece has its own
+            top = _all_reduce(own_top.clone(), dist.ReduceOp.MAX, group)
+            numbers[:, -2], numbers[:, -1] = relative_to(top, own_top, *sums)
+            numbers[:, :-2] -= top[:, None].where(columns >= 0, 0.0)
             *_, total, weighted = _all_reduce(numbers, dist.ReduceOp.SUM, group).unbind(-1)
             spread = total.log()
             _by_row(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
@@ -132,25 +135,15 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, of_logprobs: Tensor | None, of_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        """∂ log p(t) / ∂ logits = onehot(t) − p, and ∂ entropy / ∂ logits = −p (log p + entropy)."""
         hidden, weight, asked, normalizers, entropies = ctx.saved_tensors
         gradient = normalizers.new_zeros(asked.shape) if of_logprobs is None else of_logprobs.reshape(asked.shape)
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         for piece in _pieces(hidden, ctx.part):
-            logits = _logits(hidden[piece], weight, ctx.temperature)
-            scale = gradient[piece] / ctx.temperature
-            table, amounts = _less(logits, normalizers[piece]), -scale.sum(1, keepdim=True)
-            if of_entropies is not None:
-                each = of_entropies[piece, None] / -ctx.temperature
-                amounts = (table + entropies[piece, None]).mul_(each).add_(amounts)
-            table = table.exp_().mul_(amounts)
-            del logits, amounts
-            columns, here = _local_columns(asked[piece] - ctx.first, len(weight))
-            if len(weight):
-                rows = torch.arange(len(table), device=table.device)[:, None]
-                table.index_put_((rows, columns), scale.where(here, 0.0).to(table.dtype), accumulate=True)
-            table = table.to(hidden.dtype)
+            table = to_gradients(
+                nn.functional.linear(hidden[piece], weight), ctx.temperature, normalizers[piece],
+                _local_columns(asked[piece] - ctx.first, len(weight)), gradient[piece],
+                entropies[piece], None if of_entropies is None else of_entropies[piece])
             to_hidden[piece] = table @ weight
             if to_weight is not None and hidden.dtype == torch.float32:
                 to_weight.addmm_(table.T, hidden[piece])
@@ -158,6 +151,22 @@ class _Scores(torch.autograd.Function):
                 to_weight += table.T @ hidden[piece]  # summed in float32: bfloat16 would lose the last pieces
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         return _all_reduce(to_hidden, dist.ReduceOp.SUM, ctx.group), to_weight, None, None, None, None, None
+
+
+@functools.cache
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """Return `logit_kernels` if Triton is there and can compile for `device`, which takes a C compiler and the headers
+    of Python; else passes over logits are those of plain PyTorch, and a warning says why."""
+    if device.type != "cuda":
+        return None
+    try:
+        from workers.engines import logit_kernels
+        logit_kernels.block_moments(torch.zeros(1, 1, device=device), 1.0)
+    except (ImportError, RuntimeError, subprocess.CalledProcessError) as error:
+        warnings.warn(f"a training step reads logits several times, as Triton compiles no kernels here: {error}. "
+                      "It needs a C compiler (gcc) and Python.h (python3-dev)", stacklevel=2)
+        return None
+    return logit_kernels
 
 
 def _at_once(hidden: Tensor) -> int:
@@ -169,9 +178,54 @@ def _pieces(hidden: Tensor, part: int) -> Iterator[slice]:
     yield from (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return logits [N, V], in the dtype of `hidden` where nothing divides them: each pass over them takes time."""
-    logits = nn.functional.linear(hidden, weight)
+def moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, of each row x of `logits` [N, V] over `temperature`, m = max x, Σ exp(x − m) and Σ (x − m) exp(x − m),
+    each float32 [N]. The logits may be overwritten."""
+    if not logits.shape[1]:  # a rank with padding alone
+        nothing = torch.zeros(len(logits), device=logits.device)
+        return nothing - torch.inf, nothing, nothing
+    if kernels := kernels_for(logits.device):
+        tops, totals, weighted = kernels.block_moments(logits, temperature)
+        top = tops.amax(1)
+        sums, products = relative_to(top[:, None], tops, totals, weighted)
+        return top, sums.sum(1), products.sum(1)
+    values = _scaled(logits, temperature)
+    top = values.amax(-1).float()
+    values = _less(values, top)
+    powers = values.exp()
+    return top, powers.sum(-1), torch.bmm(powers[:, None], values[:, :, None]).flatten()
+
+
+def to_gradients(logits: Tensor, temperature: float, normalizers: Tensor, columns: Tensor, scale: Tensor,
+                  entropies: Tensor, of_entropies: Tensor | None) -> Tensor:
+    """Return the gradients of `logits` [N, V], in their dtype and perhaps in their memory, where those of the
+    log-probabilities of `columns` [N, K] (-1: another rank's) are `scale` [N, K] and those of `entropies` [N]
+    `of_entropies`: ∂ log p(t) / ∂ logits = onehot(t) − p, and ∂ entropy / ∂ logits = −p (log p + entropy)."""
+    if logits.shape[1] and (kernels := kernels_for(logits.device)):
+        return kernels.to_gradients(logits, temperature, normalizers, columns, scale, entropies, of_entropies)
+    dtype, scale = logits.dtype, scale / temperature
+    table, amounts = _less(_scaled(logits, temperature), normalizers), -scale.sum(1, keepdim=True)
+    width = logits.shape[1]
+    del logits  # the table may be another one
+    if of_entropies is not None:
+        amounts = (table + entropies[:, None]).mul_(of_entropies[:, None] / -temperature).add_(amounts)
+    table = table.exp_().mul_(amounts)
+    if width:
+        rows = torch.arange(len(table), device=table.device)[:, None]
+        table.index_put_((rows, columns.clamp(min=0)), scale.where(columns >= 0, 0.0).to(table.dtype), accumulate=True)
+    return table.to(dtype)
+
+
+def relative_to(top: Tensor, tops: Tensor, totals: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ exp(x − `top`) and Σ (x − `top`) exp(x − `top`), given what they are with `tops` in its place
+    (Milakov and Gimelshein 2018, §3)."""
+    lower = (tops - top).clamp(min=-1e4)  # the maximum of no logits is -inf
+    shrink = lower.exp()
+    return shrink * totals, shrink * (weighted + lower * totals)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits over temperature, in their dtype where nothing divides them: each pass over them takes time."""
     return logits if temperature == 1.0 else logits.float().div_(temperature)
 
 
@@ -184,9 +238,9 @@ def _by_row(tokens: Tensor) -> Tensor:
     return tokens[:, None] if tokens.ndim == 1 else tokens
 
 
-def _local_columns(columns: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return `columns` [N, K] within 0 … `size` - 1, and which of them were: no size waits for the device."""
-    return columns.clamp(0, max(size - 1, 0)).long(), (columns >= 0) & (columns < size)
+def _local_columns(columns: Tensor, size: int) -> Tensor:
+    """Return `columns` [N, K] where they are within 0 … `size` - 1, else -1: no size waits for the device."""
+    return columns.long().where((columns >= 0) & (columns < size), -1)
 
 
 def _joined(own: Tensor, group: dist.ProcessGroup) -> Tensor:

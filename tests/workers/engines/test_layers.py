@@ -17,17 +17,19 @@ STEPS = 3
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1}
 
 
-def losses(small: int, first: int, last: int) -> tuple[list[float], list[float], int, list[float]]:
+def losses(small: int, first: int, last: int,
+           kept: int = fsdp.KEPT_WHOLE) -> tuple[list[float], list[float], int, list[float]]:
     """Summed losses over all ranks and gradient norms of some steps on rows `first` to `last`; units of sharding;
-    and the log-probabilities after them."""
-    limit, fsdp._SMALL = fsdp._SMALL, small
+    and the log-probabilities after them. `kept`: parameters up to which a model stays gathered."""
+    limits = fsdp._SMALL, fsdp.KEPT_WHOLE
+    fsdp._SMALL, fsdp.KEPT_WHOLE = small, kept
     try:
         model = build_model(270, 0, layers=3, hidden=64, heads=2, kv_heads=1, head_dim=32)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         settings = RoleRun(**SETTINGS, micro_batch_tokens=20)
         engine = fsdp.FSDPEngine(model, settings, mesh, pad_token=0, steps=10, trained=True)
     finally:
-        fsdp._SMALL = limit
+        fsdp._SMALL, fsdp.KEPT_WHOLE = limits
     units = sum(isinstance(module, torch.distributed.fsdp.FSDPModule) for module in engine.policy.modules())
     mine, sums, norms = uneven_rows().slice(first, last), [], []
     for step in range(STEPS):
@@ -45,15 +47,30 @@ def losses(small: int, first: int, last: int) -> tuple[list[float], list[float],
     return sums, norms, units, logprobs.tolist()
 
 
-def split(small: int, cut: int):
-    return losses(small, *((0, cut) if dist.get_rank() == 0 else (cut, 7)))
+def split(small: int, cut: int, kept: int = fsdp.KEPT_WHOLE):
+    return losses(small, *((0, cut) if dist.get_rank() == 0 else (cut, 7)), kept)
+
+
+def gathers(kept: int) -> int:
+    """How often the steps of `losses` gather parameters, and their last forward passes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        split(0, 5, kept)
+    return sum(event.count for event in profiled.key_averages() if event.key == "c10d::_allgather_base_")
+
+
+def test_a_model_that_fits_is_gathered_once_a_step():
+    """Each of the four units; with several micro-batches else for each pass over each of them."""
+    kept, freed = run_ranks(2, gathers, fsdp.KEPT_WHOLE)[0], run_ranks(2, gathers, 0)[0]
+    assert kept == (STEPS + 1) * 4
+    assert freed > 2 * kept
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("cut", [5, 7])
-def test_layer_by_layer_on_two_ranks_equals_the_unsharded_model(cut):
+@pytest.mark.parametrize("kept", [fsdp.KEPT_WHOLE, 0])
+def test_layer_by_layer_on_two_ranks_equals_the_unsharded_model(cut, kept):
     expected_losses, expected_norms, expected_logprobs = plain_training()
-    results = run_ranks(2, split, 0, cut)
+    results = run_ranks(2, split, 0, cut, kept)
     for sums, norms, units, _ in results:
         assert units == 3 + 1
         assert sums == pytest.approx(expected_losses, abs=1e-5)

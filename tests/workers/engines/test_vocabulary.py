@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from logit_cases import WIDTH, drawn, results, several
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,25 +25,7 @@ from planners.memory import LOGITS
 from workers.engines import vocabulary
 from workers.engines.vocabulary import likeliest, score, score_cut, scored
 
-TOKENS, WIDTH, MANY = 1024, 32, 150_000
-
-
-def drawn(vocabulary_size: int, dtype: torch.dtype = torch.float32):
-    """Hidden states, a head, tokens and what each log-probability counts."""
-    generator = torch.Generator().manual_seed(0)
-    head = nn.Linear(WIDTH, vocabulary_size, bias=False).to(dtype)
-    with torch.no_grad():
-        head.weight.copy_(torch.randn(vocabulary_size, WIDTH, generator=generator))
-    hidden = torch.randn(50, WIDTH, generator=generator).to(dtype).requires_grad_()
-    return hidden, head, torch.randint(vocabulary_size, (50,), generator=generator), torch.linspace(-1, 1, 50)
-
-
-def results(hidden, head, tokens, counts, of=score, entropy=0.0) -> list[torch.Tensor]:
-    """Log-probabilities, entropies and the gradients of a weighted sum of both, as `entropy` counts the second."""
-    logprobs, entropies = of(hidden, head, tokens, 0.7)
-    total = (logprobs * counts).sum() + entropy * (entropies * torch.linspace(1, 2, len(entropies))).sum()
-    gradients = torch.autograd.grad(total, [hidden, head.weight])
-    return [logprobs.detach(), entropies.detach(), *gradients]
+TOKENS, MANY = 1024, 150_000
 
 
 def at_once(hidden, head, tokens, temperature):
@@ -94,12 +77,6 @@ def test_entropies_and_their_gradients_are_those_of_torch(monkeypatch, piece):
     wanted = torch.autograd.grad((expected * counts).sum(), [hidden, head.weight])
     for one, other in zip([entropies, *found], [expected, *wanted]):
         assert torch.allclose(one.double(), other.double(), atol=1e-5)
-
-
-def several(hidden, head, tokens, counts):
-    """The same with five tokens at each place, one of them twice."""
-    others = [(tokens + 7 * more) % head.out_features for more in (0, 1, 2, 3, 1)]
-    return hidden, head, torch.stack(others, 1), torch.stack([counts, counts.flip(0), counts**2, -counts, counts], 1)
 
 
 @pytest.mark.parametrize("piece", [300 * 7, vocabulary.PIECE])
