@@ -14,9 +14,9 @@ def limit() -> int | None:
     """Return the memory limit of this process's control groups, in bytes; None if no lower than what is available."""
     found, groups = [], Path("/proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        root, name = (_GROUPS, "memory.max") if not controllers else (_GROUPS / "memory", "memory.limit_in_bytes")
-        if not controllers or "memory" in controllers.split(","):
+        _, resources, path = line.split(":", 2)
+        root, name = (_GROUPS, "memory.max") if not resources else (_GROUPS / "memory", "memory.limit_in_bytes")
+        if not resources or "memory" in resources.split(","):
             for folder in (root / path.lstrip("/"), *(root / path.lstrip("/")).parents):
                 with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                     found.append(int((folder / name).read_text()))
