@@ -35,7 +35,7 @@ from distflow.config.load import Spec, load  # noqa: E402
 from planners.heterogeneous.exact import Proof, prove  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem  # noqa: E402
 from planners.heterogeneous.problem import ASYNC, SYNC, Placement, Problem  # noqa: E402
-from planners.heterogeneous.runnable import ByRanks, run_freedom, runnable  # noqa: E402
+from planners.heterogeneous.runnable import run_freedom, search_runnable  # noqa: E402
 from planners.heterogeneous.search import (  # noqa: E402
     Progress,
     adjacent_splits,
@@ -172,14 +172,13 @@ def thousand(name: str, mode: str, models: Path) -> bool:
     times, best = [], []
     spec = ppo(name, models, times=16, mode=mode)
     problem = problem_of(spec)
-    for freedom in (problem.freedom, run_freedom(spec, problem)):
+    limited = replace(problem, freedom=run_freedom(spec, problem))
+    for searching in (lambda: search(problem),
+                      lambda: search_runnable(spec, CostedProblem(problem), CostedProblem(limited))):
         begin = time.process_time()
-        required = None if freedom == problem.freedom else ByRanks(spec, CostedProblem(problem))
-        answers = [each.placement for each in search(replace(problem, freedom=freedom), required=required)
-                   if each.placement]
-        found = answers[-1] if freedom == problem.freedom else runnable(spec, CostedProblem(problem), answers)
+        *_, last = searching()
         times.append(time.process_time() - begin)
-        best.append(found.seconds if found else math.inf)
+        best.append(last.placement.seconds if last.placement else math.inf)
     print(f"1,024 devices ({name}), {mode}: {best[0]:.2f} s an iteration, planned in {times[0]:.1f} s; of plans that "
           f"ranks can run {best[1]:.2f} s, in {times[1]:.1f} s", flush=True)
     return max(times) <= SECONDS

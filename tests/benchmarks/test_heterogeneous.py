@@ -6,8 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.heterogeneous import ENGINES, Cell, seconds, stream_rl, stream_rl_as_described, verl, verl_as_shipped
-from planners.heterogeneous.problem import GENERATE
+from benchmarks import heterogeneous
+from benchmarks.heterogeneous import (
+    ENGINES,
+    SEEDS,
+    Cell,
+    seconds,
+    stream_rl,
+    stream_rl_as_described,
+    that_run,
+    verl,
+    verl_as_shipped,
+)
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.problem import GENERATE, Problem
 from planners.heterogeneous.search import search
 
 CELL = Cell("two continents", "grpo", "sync", "4B")
@@ -52,3 +64,18 @@ def test_continents_are_further_apart_than_regions(tmp_path: Path) -> None:
                  for scenario in ("two regions", "two continents"))
     assert far.bandwidth < near.bandwidth
     assert far.latency > near.latency
+
+
+def test_no_side_searches_longer_than_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is enumerated of plans that run, and costed as ranks run it, is a part of what a search may cost."""
+    costed: list[CostedProblem] = []
+
+    class Counted(CostedProblem):
+        def __init__(self, problem: Problem):
+            super().__init__(problem)
+            costed.append(self)
+
+    monkeypatch.setattr(heterogeneous, "CostedProblem", Counted)
+    spec = Cell("one zone", "grpo", "sync", "4B").spec(tmp_path)
+    that_run(spec, 2000)
+    assert sum(each.evaluations for each in costed) <= 1.05 * 2000 * len(SEEDS)
