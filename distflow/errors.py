@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +168,11 @@ def listing(known: Iterable[str], label: str = "Known") -> str:
     known = list(known)
     more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
     return f"{label}: {', '.join(known[:_LISTED])}{more}." if known else ""
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path as a word of a command, for messages that name one to copy."""
+    return shlex.quote(str(path))
 
 
 def shown(path: Path | str) -> str:

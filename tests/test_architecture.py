@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -101,6 +103,18 @@ def floors(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {line}: imports {name}, which stands above it"
 
 
+_COMMAND = re.compile(r"(^(resume|report|faults)|distflow (resume|report|export|faults|plan|validate|watch|why)) $")
+
+
+def unquoted_paths(module: str, tree: ast.Module) -> Iterator[str]:
+    """Yield messages that name a command to copy, with a path as it is: one with a space would be two words."""
+    for item in (item for item in ast.walk(tree) if isinstance(item, ast.JoinedStr)):
+        for text, value in itertools.pairwise(item.values):
+            if isinstance(text, ast.Constant) and isinstance(value, ast.FormattedValue) and \
+                    _COMMAND.search(str(text.value)) and not ast.unparse(value.value).startswith(("quoted(", "shlex.")):
+                yield f"line {item.lineno}: write quoted({ast.unparse(value.value)})"
+
+
 def relative_imports(module: str, tree: ast.Module) -> Iterator[str]:
     yield from (f"line {item.lineno}: relative import" for item in ast.walk(tree)
                 if isinstance(item, ast.ImportFrom) and item.level)
@@ -158,7 +172,7 @@ def pickles(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("rule", "folders"), [
-    (floors, (*OURS, "benchmarks")), (relative_imports, OURS),
+    (floors, (*OURS, "benchmarks")), (relative_imports, OURS), (unquoted_paths, OURS),
     (contracts_below_load, ("distflow/config", "distflow/contracts")),
     (purity, ("distflow/config", "distflow/contracts", "planners")),
     (function_budget, OURS), (broad_excepts, OURS), (names, OURS), (pickles, OURS),
@@ -181,6 +195,7 @@ def test_rule(rule: Rule, folders: tuple[str, ...]) -> None:
     (floors, "workers.functions.x", "from workers.loop import train"),
     (floors, "workers.loop", "from distflow.launch import main"),
     (relative_imports, "planners.x", "from . import order"),
+    (unquoted_paths, "workers.x", 'f"Go on:  distflow resume {folder}"'),
     (purity, "distflow.config.x", "def f():\n    import torch.nn"),
     (purity, "planners.x", "from time import time"),
     (purity, "planners.x", "import numpy"),

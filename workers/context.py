@@ -21,7 +21,7 @@ from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.dataset import filter_digest
 from distflow.data.exchange import gather
-from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location
+from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location, quoted
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
 from distflow.recovery import autoscaler
@@ -165,7 +165,7 @@ class RankContext:
         """Processes without which there is no run: a descriptor of each, and what its end means."""
         shard = self.channel and self.channel.shard_process
         after = "what trainers of several roles had computed of them cannot be computed again: go on from the " \
-            f"newest checkpoint:  distflow resume {self.path}" if self.several_trainers else \
+            f"newest checkpoint:  distflow resume {quoted(self.path)}" if self.several_trainers else \
             "another one takes its place, and what it held is sampled again"
         return {shard.process.ended: f"the process of this machine's samples has ended; {after}"} if shard else {}
 

@@ -22,6 +22,7 @@ from distflow.config.loggers import loggers_of
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
+from distflow.errors import quoted
 from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
@@ -192,7 +193,7 @@ class Sink:
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
             self.loggers.close()
-            look = self.run.report and self._report() or f"Look at it:  distflow report {self.path}"
+            look = self.run.report and self._report() or f"Look at it:  distflow report {quoted(self.path)}"
             self._say(f"{self.plan.name}: finished; everything is in {self.path}. {look}")
             self.progress.close()
 

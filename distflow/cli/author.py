@@ -18,7 +18,7 @@ from pathlib import Path
 from distflow.cli.common import Verb
 from distflow.config.shipped import SHIPPED, find_yaml
 from distflow.contracts.rewards import shipped_rewards
-from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 
 SHELLS = ("bash", "zsh", "fish")
 KINDS = ("dag", "run", "cluster")
@@ -89,7 +89,7 @@ def new(options: argparse.Namespace) -> int:
     if not _is_usable(name):
         meant = folder.with_name(_usable_name(name)) if name else folder / _usable_name(name)
         raise InvalidInput(f"`{name or options.name}` cannot name an algorithm, which is a Python module too. Use "
-                           f"small letters, digits and _:  distflow new {options.algorithm} {shlex.quote(str(meant))}")
+                           f"small letters, digits and _:  distflow new {options.algorithm} {quoted(meant)}")
     files = _files(options.algorithm, name)
     try:
         if folder.exists():
@@ -101,14 +101,14 @@ def new(options: argparse.Namespace) -> int:
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
     start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
-    print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {folder}", "  pytest",
+    print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {quoted(folder)}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
                      f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
                      "heldout.jsonl. Every 10 steps are saved: end the run at any time, and go on with it:",
                      f"  distflow resume runs/{name}-1",
                      "The model starts from random weights and learns slowly: after",
                      "`distflow demo` begin with its weak start instead:",
-                     f"  distflow run {name}.yaml --run run.yaml --set roles.actor.model={start}"]))
+                     f"  distflow run {name}.yaml --run run.yaml --set {shlex.quote(f'roles.actor.model={start}')}"]))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.cli.common import without_lacks
 from distflow.config.load import Spec, load_for_planning, reload
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Layout
 from distflow.telemetry import timings
 from distflow.telemetry.run_folder import read_plan
@@ -115,7 +115,7 @@ def _mistakes(spec: Spec, folder: Path) -> Iterator[Diagnostic]:
                           if own["nodes"].get(name) != wanted["nodes"].get(name))
         yield Diagnostic(f"{folder} is a run of another DAG, `{own['name']}`"
                          + (f": these nodes differ: {other}" if other else ""), spec.dag_source.location(()),
-                         f"Plan that one:  distflow plan {folder / 'dag.yaml'}  , or name a run of this one.")
+                         f"Plan that one:  distflow plan {quoted(folder / 'dag.yaml')}  , or name a run of this one.")
     elif planned["mode"] != "sync":
         yield Diagnostic(f"{folder} is a run in mode {planned['mode']}: its groups compute at the same time, so no "
                          "node's seconds are its own", None, "Calibrate by a short run with  --set mode=sync")

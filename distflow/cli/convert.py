@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,7 +185,8 @@ def _write(folder: Path, files: dict[str, str], notes: list[str], left: list[str
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         print(f"note: without a known counterpart here: {shown}{more} ({folder}/not_converted.txt)")
     dag = next(iter(files))
-    print(f"Next:  distflow validate {folder}/{dag}" + (f" --run {folder}/run.yaml" if "run.yaml" in files else ""))
+    run = ["--run", str(folder / "run.yaml")] if "run.yaml" in files else []
+    print(f"Next:  {shlex.join(['distflow', 'validate', str(folder / dag), *run])}")
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[str]]:

@@ -20,7 +20,7 @@ from distflow.config.hub import fetch, fetched
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import dump, parse_value, read
-from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
 from distflow.telemetry.run_reader import RunReader
@@ -203,7 +203,7 @@ def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
     model = next((path for path in (folder / f"model-{role}", folder / "model") if path.is_dir()), None)
     if model is None:
         raise InvalidInput(f"run {folder} has not written its model yet. Write that of its newest checkpoint:  "
-                           f"distflow export {folder}")
+                           f"distflow export {quoted(folder)}")
     validation, imports = run.get("validation") or {}, dag.get("imports", [])
     scores = [node for node in dag["nodes"].values()
               if node["function"] == "score"

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import signal
 import socket
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 from distflow.cli.common import Verb, table
 from distflow.config.live_changes import groups_of, refusal
 from distflow.config.load import Spec
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, quoted
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery import autoscaler, live_config
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
@@ -143,13 +144,13 @@ def scale(options: argparse.Namespace) -> int:
     if not int(number) and run.mode == "semi_sync" and run.least_rollouts:
         raise InvalidInput("without a rollout no rank would validate this run (`validation: {group: rollout}`): "
                            f"give 1 to {replicas}. To have the ranks that train validate, stop the job, and  distflow "
-                           f"resume {folder} --set validation.group=trainer")
+                           f"resume {quoted(folder)} --set validation.group=trainer")
     if not (least := run.least_rollouts) <= int(number) <= replicas:
         raise InvalidInput(f"this run has supervisors for {replicas} rollouts, so give {least} to {replicas}. "
                            "torchrun's --nproc-per-node and groups.rollout of the run file say how many there are")
     before = autoscaler.read(folder, replicas)
     autoscaler.write(folder, int(number))
-    print(f"{before} → {int(number)} of {replicas} rollouts; `distflow faults {folder}` shows when they change")
+    print(f"{before} → {int(number)} of {replicas} rollouts; `distflow faults {quoted(folder)}` shows when they change")
     return 0
 
 
@@ -199,9 +200,10 @@ def change_settings(options: argparse.Namespace) -> int:
 def _require_unfinished(folder: Path, settings: list[str]) -> None:
     """Raise InvalidInput if the run has finished: no process is left to read its settings."""
     if (folder / SUMMARY).is_file():
-        wanted = " ".join(f"--set {text}" for text in settings)
+        wanted = " ".join(f"--set {shlex.quote(text)}" for text in settings)
         raise InvalidInput(f"{folder} has finished ({SUMMARY} is there), so that nothing would read these "
-                           f"settings. To go on with it under them:  distflow resume {folder} --set steps=N {wanted}")
+                           f"settings. To go on with it under them:  distflow resume {quoted(folder)} --set steps=N "
+                           f"{wanted}")
 
 
 def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:

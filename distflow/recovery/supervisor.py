@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.run import Robust
-from distflow.errors import CheckpointError, shown
+from distflow.errors import CheckpointError, quoted, shown
 from distflow.plan import INFERENCE, ROLLOUT
 from distflow.recovery import out_of_memory
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
@@ -69,7 +69,7 @@ def stop_message(folder: Path, step: int) -> str:
         return f"{ended}; {error}"
     if not found:
         return f"{ended}; it has no checkpoint to go on from (`checkpoint.every` in the run file)"
-    return f"{ended}; its checkpoint of step {step_of(found[-1])} is kept. Go on:  distflow resume {folder}"
+    return f"{ended}; its checkpoint of step {step_of(found[-1])} is kept. Go on:  distflow resume {quoted(folder)}"
 
 
 _POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
@@ -480,5 +480,5 @@ class Supervisor:
         """Return the user's part of a traceback, and where the rest is."""
         text, left_out = users_part(details.rstrip() + "\n")
         rest = f"({left_out} frames of distflow and libraries are left out. All of them:  distflow why " \
-               f"{shown(self.folder)}   or event `failure` in {shown(self.folder / 'events.jsonl')})"
+               f"{quoted(shown(self.folder))}   or event `failure` in {shown(self.folder / 'events.jsonl')})"
         return f"{text}{rest}" if left_out else text.rstrip()

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.config.extras import DISTRIBUTION
 from distflow.config.load import Spec, reload
 from distflow.config.yaml_source import dump
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Plan
 from distflow.telemetry import events
 from distflow.telemetry.processes import began
@@ -236,7 +236,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("ranks"), int):
         raise InvalidInput(Diagnostic(f"{file} is missing or damaged, so that the run's ranks are not known", None,
                                       f"Stop the run, if it goes on, and say them, which writes the file again:  "
-                                      f"distflow resume {folder} --ranks N"))
+                                      f"distflow resume {quoted(folder)} --ranks N"))
     return content
 
 
@@ -255,7 +255,7 @@ def _remove(made: list[Path]) -> None:
 
 
 def _exists(path: Path) -> InvalidInput:
-    hint = f"Choose another --name, go on with it:  distflow resume {path}   or delete it."
+    hint = f"Choose another --name, go on with it:  distflow resume {quoted(path)}   or delete it."
     if held := in_use(path):
         hint = f"Process {held.pid} on {held.host} trains it since {held.since}. Choose another --name."
     return InvalidInput(Diagnostic(f"a run named `{path.name}` exists in {path.parent}", None, hint))

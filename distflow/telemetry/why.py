@@ -22,7 +22,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from distflow.errors import InvalidInput
+from distflow.errors import InvalidInput, quoted
 from distflow.telemetry import timeline
 from distflow.telemetry.collectives import absent
 from distflow.telemetry.run_reader import RunReader
@@ -196,7 +196,7 @@ def dead(reader: RunReader, complete: Callable[[Path], Sequence[Path]]) -> Itera
         yield "The traceback of the last failure:"
         yield from (f"  {line}" for line in failures[-1]["details"].splitlines())
     if complete(reader.folder / "checkpoints"):
-        yield f"Go on from the newest checkpoint:  distflow resume {reader.folder}"
+        yield f"Go on from the newest checkpoint:  distflow resume {quoted(reader.folder)}"
     else:
         yield "It has no checkpoint to go on from: start it again under another --name."
 
