@@ -304,7 +304,7 @@ def restart(ranks: int, number: int, client: Store) -> None:
     restarts = RestartCoordinator(client, group, number, 3)
     failure = Failure(number, "it was killed", "training", 7, 7, symptom=number != ranks // 2, outside=True)
     attempt = restarts.next(Attempt(), failure)
-    restarts.done(attempt)
+    restarts.mark_done(attempt)
     restarts.all_done(attempt)
 
 

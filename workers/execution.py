@@ -209,7 +209,7 @@ class SampledRows:
         self.cache, self.found = cache, {}
         self.turns: dict[str, list[Batch]] = {}  # of conversations, by node
         if cache is not None and step is not None:
-            mine = cache.of(step)
+            mine = cache.rows_of_step(step)
             for key in [key for key in mine if key.startswith(_TURNS)]:
                 self.turns.setdefault(key[: key.rindex(" ") + 1], []).append(mine.pop(key)[0])
             all_have = set.intersection(*(set(json.loads(keys)) for keys in gather(json.dumps([*mine]).encode())))

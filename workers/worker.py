@@ -83,7 +83,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
     server = _init_process_group(context, store)
-    context = context.agreed(worker_context.config_change).smaller(attempt.halved)
+    context = context.agreed(worker_context.config_change).smaller(attempt.halved_settings)
     channel = context.channel and context.channel.joined()
     connected = time.monotonic()
 
