@@ -54,7 +54,7 @@ class Cluster:
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--store (\S+)", text, re.DOTALL).groups()
 
     def start(self, name: str) -> None:
-        """A machine of one rank."""
+        """Start a machine of one rank."""
         number = len(self.machines)
         here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": address(number) if self.hosts else "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo"}
@@ -66,7 +66,7 @@ class Cluster:
                                                    stderr=subprocess.STDOUT)
 
     def lose(self, name: str) -> None:
-        """All its processes at once, as when the power fails."""
+        """Kill all processes of a machine at once, as when the power fails."""
         machine = self.machines.pop(name)
         if machine.poll() is None:
             kill_tree(machine.pid)
@@ -77,7 +77,7 @@ class Cluster:
         self.eventually(lambda: bool(self.tells(f"step {step}/")))
 
     def tells(self, text: str) -> list[str]:
-        """The machines that have said it."""
+        """Return the machines whose log has this text."""
         return [name for name in self.machines if text in (self.cwd / f"{name}.log").read_text()]
 
     def ended(self) -> list[str]:
@@ -94,7 +94,7 @@ class Cluster:
             time.sleep(_LOOK)
 
     def ends(self) -> dict[str, int]:
-        """The exit status of each machine that is left.
+        """Return the exit status of each machine that is left.
 
         Raises:
             RunLost: they do not end.
@@ -105,7 +105,7 @@ class Cluster:
             raise RunLost(self.said()) from None
 
     def replace_lost(self) -> None:
-        """Until the run is done: for each machine that is lost another one comes.
+        """Start another machine for each that is lost, until the run is done.
 
         Raises:
             RunLost: one has ended in another way.

@@ -270,7 +270,7 @@ def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> No
 
 
 def fake_relay(client: Store, number: int) -> Directory:
-    """A rollout's view of the weights, without memory and connections."""
+    """Return a rollout's view of the weights, without memory and connections."""
     machine = f"{number // LOCAL:016x}"
     return Directory(client.below("weights/actor"), SourceEntry(f"rollout {number}", ("10.0.0.2", 1), machine=machine))
 
@@ -285,7 +285,7 @@ def publish(ranks: int, attempt: str, version: int, number: int, client: Store) 
 
 
 def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
-    """What a pull asks of the store that finds its source at once, by the rank that its machine has elected."""
+    """Ask the store what a pull asks that finds its source at once, by the rank that its machine has elected."""
     mine = fake_relay(client, number)
     mine.update()
     sought = key(version, attempt)
@@ -318,8 +318,8 @@ def step(client: Store, number: int, ranks: int) -> None:
 
 
 def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
-    """A supervisor's looks, a machine's heartbeat, a holder's heartbeat and a rollout's looks for a new version, each
-    as often as in a second."""
+    """Measure a supervisor's looks, a machine's heartbeat, a holder's heartbeat and a rollout's looks for a new
+    version, each as often as in a second."""
     machines, few = ranks // LOCAL, clients[:SAMPLED]
     seen = {number: Silence() for number in range(machines)}
     attempt, group = Attempt(), RestartGroup("trainer", range(ranks), "trainer")
@@ -408,7 +408,7 @@ def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> 
 
 
 def power(values: dict[int, float]) -> float:
-    """The slope of the logarithms, by least squares."""
+    """Return the slope of the logarithms, by least squares."""
     found = [(math.log(ranks), math.log(value)) for ranks, value in values.items() if value > 0]
     if len(found) < 2:
         return 0.0

@@ -33,7 +33,7 @@ def case_of(mib: float, context: int) -> Case:
 
 
 def carried(contender: Contender, case: Case, limit: int) -> bool:
-    """Whether the busiest process stays within `limit` bytes."""
+    """Return whether the busiest process stays within `limit` bytes."""
     contender.ask("prepare", case=asdict(case))
     contender.settle()
     contender.ask("make")
@@ -42,7 +42,7 @@ def carried(contender: Contender, case: Case, limit: int) -> bool:
 
 
 def largest(contender: Contender, context: int, limit: int) -> int:
-    """Rows of `context` tokens at most that this contender carries within `limit` bytes for each process."""
+    """Return the rows of `context` tokens at most that this contender carries within `limit` bytes for each process."""
     mib, best = limit / 2**20 / 16, 0
     while carried(contender, case := case_of(mib, context), limit):
         best = case.rows
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def over(found: dict[str, list[int]], side: str) -> list[float]:
-    """How many times as many rows the databuffer carries, for each context.
+    """Return how many times as many rows the databuffer carries, for each context.
 
     Raises:
         SystemExit: the side carries none; there is no such ratio.

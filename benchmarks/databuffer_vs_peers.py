@@ -100,7 +100,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
 
 
 def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
-    """The contenders' processes, by name; they end with the stack."""
+    """Start the contenders' processes; return them by name. They end with the stack."""
     entered = {}
     store = 512 + 6 * round(max(given.sizes))  # MiB for Ray's objects: with less, they would go to disk
     for name in given.contenders:
@@ -179,7 +179,7 @@ def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
 
 
 def over(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
-    """How many times as long as the databuffer a contender takes."""
+    """Return how many times as long as the databuffer a contender takes."""
     return ratios(pairs, name, OURS, lambda part: part.seconds)
 
 
@@ -189,7 +189,7 @@ def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -
 
 
 def goals(results: Results) -> Iterator[Goal]:
-    """What was to be shown, in the layout that shows it least: verl first, if it is there."""
+    """Yield what was to be shown, in the layout that shows it least: verl first, if it is there."""
     size = GOAL_MIB if any(case.mib == GOAL_MIB for case in results) else max(case.mib for case in results)
     for form in (PADDED, RAGGED):
         chosen = {case: pairs for case, pairs in results.items() if case.mib == size and case.form == form}
@@ -240,7 +240,7 @@ def options_here() -> argparse.ArgumentParser:
 
 
 def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
-    """The flags with their defaults filled in, and what `--quick` leaves out."""
+    """Return the flags with their defaults filled in, and what `--quick` leaves out."""
     left_out = []
     if given.quick:
         left_out.append("every size, layout and form that the tables do not show")

@@ -126,7 +126,7 @@ class Contest:
                 "checkpoint.every=0", "validation=null"]
 
     def _start_model(self) -> Path:
-        """What distflow's supervised fine-tuning makes of a random model."""
+        """Make a model by distflow's supervised fine-tuning of a random one; return its folder."""
         print(f"training the start model: sft.yaml with {self.given.sft_run_file}", flush=True)
         quick = ("--set", "steps=2") if self.given.quick else ()
         timed(sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file", self.given.sft_run_file,
@@ -136,7 +136,7 @@ class Contest:
 
 
 def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
-    """The DAG without its reference role, the nodes of that role, and the KL term."""
+    """Return the DAG without its reference role, the nodes of that role, and the KL term."""
     gone = {name for name, node in dag["nodes"].items() if node["role"] == "reference"}
     nodes = {name: dict(node) for name, node in dag["nodes"].items() if name not in gone}
     for node in nodes.values():
@@ -149,7 +149,7 @@ def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
 
 
 def drawn(spec: Spec) -> list[dict[str, str]]:
-    """The questions and answers that distflow trains on, in its order."""
+    """Return the questions and answers that distflow trains on, in its order."""
     taken: list[dict[str, str]] = []
     fields = {"question": spec.run.data.question, "answer": spec.run.data.answer}
 

@@ -109,7 +109,8 @@ def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
 
 def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Path | None,
                store: str = "") -> tuple[set[Cell], list[str]]:
-    """The cells whose fault has happened, and what is wrong with the run in which they did. store: of machines."""
+    """Run a course; return the cells whose fault has happened, and what is wrong with the run in which they did. store:
+    of machines."""
     again = [cell for cell in wanted if cell.group == "rollout"]
     tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
     for cell in tried:
@@ -135,7 +136,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
 
 
 def write_dag(folder: Path, talks: bool) -> Path:
-    """The algorithm of these runs, with a tool or without."""
+    """Write the algorithm of these runs, with a tool or without."""
     dag = folder / f"matrix-{'tools' if talks else 'no-tools'}.yaml"
     dag.write_text(DAG.replace("ROLLOUT", TALK if talks else ANSWER).replace("LAST", "rollout" if talks else "reward")
                    .replace("REWARDS", "environment_rewards" if talks else "rewards"))
@@ -143,7 +144,7 @@ def write_dag(folder: Path, talks: bool) -> Path:
 
 
 def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str], store: str) -> Path:
-    """A run on machines, and one more that waits for its place."""
+    """Run on machines, with one more that waits for its place."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     least = course.ranks - (course.mode != "sync")
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines",
@@ -161,7 +162,7 @@ def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Seq
 
 
 def trouble(calm: Path, stormy: Path) -> list[str]:
-    """In what the run with faults is not as the one without."""
+    """Return in what the run with faults differs from the one without."""
     found, theirs, ours = [], steps_of(calm), steps_of(stormy)
     if [line["step"] for line in ours] != [line["step"] for line in theirs]:
         found.append("a step is missing, or was counted twice")
@@ -177,7 +178,7 @@ def trouble(calm: Path, stormy: Path) -> list[str]:
 
 
 def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
-    """A row for each phase of each group."""
+    """Print a row for each phase of each group."""
     kinds = list(dict.fromkeys(cell.kind for cell in wanted))
     for group, phase in dict.fromkeys((cell.group, cell.phase) for cell in wanted):
         told = ", ".join(f"{kind} {'happened' if Cell(kind, group, phase) in happened else 'NOT REACHED'}"

@@ -52,7 +52,7 @@ COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4
 
 def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
                    draw: random.Random, etcd: Etcd) -> Path:
-    """A run on machines, of which one is killed after each of `gaps` steps; its folder."""
+    """Run on machines, of which one is killed after each of `gaps` steps; return the run's folder."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines", f"2:{RANKS}"]
     logs = scratch / f"{name}-machines"
@@ -77,7 +77,7 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
 
 
 def done_in(folder: Path) -> int:
-    """The newest step in its metrics."""
+    """Return the newest step in a run's metrics."""
     return max((line["step"] for line in steps_of(folder)), default=0) if (folder / "metrics.jsonl").is_file() else 0
 
 
