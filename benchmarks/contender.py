@@ -63,7 +63,7 @@ class Contender:
             raise self._failed("ended without an answer")
         return json.loads(line)
 
-    def settle(self) -> None:
+    def measure_baseline(self) -> None:
         """Take what its processes hold now for what they hold without rows."""
         self.idle = {pid: _kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
 
@@ -81,7 +81,7 @@ class Contender:
         """Return the bytes that the busiest of its processes held beside what it holds without rows."""
         return 1024 * max(_kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
 
-    def dismiss(self) -> None:
+    def begin_close(self) -> None:
         """No more orders: it begins to end."""
         self.family |= {pid: _started(pid) for pid in _family(self.process.pid)}
         with contextlib.suppress(BrokenPipeError):
@@ -89,7 +89,7 @@ class Contender:
 
     def close(self) -> None:
         """Wait for its end, and end whatever it started that outlives it."""
-        self.dismiss()
+        self.begin_close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
         deadline = time.monotonic() + 5

@@ -115,7 +115,7 @@ def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
 def leave(entered: dict[str, Contender]) -> dict[str, Contender]:
     """End the contenders, all at once, as they began."""
     for contender in entered.values():
-        contender.dismiss()
+        contender.begin_close()
     for contender in entered.values():
         contender.close()
     return {}
@@ -157,7 +157,7 @@ def run(case: Case, entered: dict[str, Contender], repeats: int) -> list[dict[st
         contender.answer()
     await_calm(list(entered.values()))
     for contender in racing.values():
-        contender.settle()
+        contender.measure_baseline()
         contender.ask("make")
         measure(contender, case, repeats, -1)
     return interleaved({name: partial(measure, contender, case, repeats) for name, contender in racing.items()},
@@ -175,10 +175,10 @@ def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
         print(f"{name:15}{f'{time.median:.1f} ({time.low:.1f} to {time.high:.1f})':>26}"
               f"{peak.median * case.share / 2**20:10.0f}{peak.median:9.2f}"
               f"{through.median * case.share / 2**20:9.0f}{through.median:9.2f}"
-              + (f"  {over(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
+              + (f"  {times_ratio(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
 
 
-def over(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
+def times_ratio(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
     """Return how many times as long as the databuffer a contender takes."""
     return ratios(pairs, name, OURS, lambda part: part.seconds)
 
@@ -197,7 +197,7 @@ def goals(results: Results) -> Iterator[Goal]:
         if OURS not in names:
             continue
         for name in (name for name in GOALS if name in names):
-            case, worst = min(((case, over(pairs, name)) for case, pairs in chosen.items()),
+            case, worst = min(((case, times_ratio(pairs, name)) for case, pairs in chosen.items()),
                               key=lambda found: found[1].median)
             further = FURTHER if form == RAGGED and name != "rank0" else 1.0
             yield Goal(f"redistribution at {case.name}, databuffer over {name}", worst, "x", GOALS[name] * further)
@@ -239,7 +239,7 @@ def options_here() -> argparse.ArgumentParser:
     return parser
 
 
-def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+def complete_flags(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
     """Return the flags with their defaults filled in, and what `--quick` leaves out."""
     left_out = []
     if given.quick:
@@ -257,7 +257,7 @@ def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_here()
-    given, left_out = completed(parsed(parser, arguments))
+    given, left_out = complete_flags(parsed(parser, arguments))
     print(COPIES, flush=True)
     results: Results = {}
     with ExitStack() as stack:

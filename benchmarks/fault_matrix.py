@@ -129,7 +129,7 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     took = [seconds for each in found if not isnan(seconds := each.start + each.connect + each.load)]
     print(f"{course}: {due[-1]} steps, {len(happened)} faults, {len(found)} restarts"
           + (f", each {Spread.of(took)} s" if took else ""), flush=True)
-    wrong = trouble(calm, stormy)
+    wrong = differences(calm, stormy)
     if not course.apart and len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
         wrong.append(f"{deadly} faults end a worker, and {len(found)} restarts were seen")
     return set(happened), wrong
@@ -155,13 +155,13 @@ def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Seq
         for number in range(course.ranks + 1):
             cluster.start(f"machine-{number}")
         cluster.replace_lost()
-        cluster.ends()
+        cluster.exit_statuses()
     finally:
         cluster.close()
     return scratch / name
 
 
-def trouble(calm: Path, stormy: Path) -> list[str]:
+def differences(calm: Path, stormy: Path) -> list[str]:
     """Return in what the run with faults differs from the one without."""
     found, theirs, ours = [], steps_of(calm), steps_of(stormy)
     if [line["step"] for line in ours] != [line["step"] for line in theirs]:

@@ -47,7 +47,7 @@ GRAPHS = {  # tasks, and who reads whom
 MOST = {2: 6, 3: 6, 4: 5}  # devices by tasks, so that everything can be gone through
 
 
-def small(seed: int, devices: int | None = None) -> Problem:
+def random_problem(seed: int, devices: int | None = None) -> Problem:
     """Return a problem of up to so many devices and four model tasks; the same for the same seed. Among them are odd
     counts, links without latency, asymmetric and very slow ones, one device that dominates, memory that just fits, and
     up to seven kinds of devices."""

@@ -127,10 +127,10 @@ def soak(scratch: Path, given: Namespace) -> tuple[dict[int, Course], Counter, l
     run.send_signal(signal.SIGTERM)
     run.wait(GRACE)
     trouble = [f"the run ended by itself: {(scratch / 'output').read_text()[-3000:]}"] if early else []
-    return courses, faults, [*trouble, *left(mark, shared, temporary)]
+    return courses, faults, [*trouble, *leftovers(mark, shared, temporary)]
 
 
-def left(mark: str, shared: set[str], temporary: Path) -> list[str]:
+def leftovers(mark: str, shared: set[str], temporary: Path) -> list[str]:
     """Return what is there of a run that has ended, a moment later."""
     until = time.monotonic() + GRACE / 2
     while (living := list(of_run(mark))) and time.monotonic() < until:

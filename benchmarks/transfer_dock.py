@@ -216,7 +216,7 @@ def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     return max(through) * warehouses / payload, sum(through) / payload
 
 
-def in_copies(rows: int, mean: int, rounds: int) -> Spread:
+def time_in_copies(rows: int, mean: int, rounds: int) -> Spread:
     """Return what put, list and get of one client take, over a copy of the rows' bytes from warm memory to warm
     memory."""
     token = secrets.token_bytes(32)
@@ -247,7 +247,7 @@ def in_copies(rows: int, mean: int, rounds: int) -> Spread:
 
 def show_copies(rounds: int) -> None:
     for rows, mean in SHAPES:
-        measured = in_copies(rows, mean, rounds)
+        measured = time_in_copies(rows, mean, rounds)
         print(f"one client, {rows} rows of {mean} tokens: {measured} copies of their bytes, goal at most "
               f"{COPIES_GOAL:g}: {'met' if measured.median <= COPIES_GOAL else 'NOT met'}", flush=True)
 
