@@ -43,7 +43,7 @@ CASES = [
 
 
 def launch(folder: Path, name: str, dag: str, run_file: str, settings: list[str]) -> dict[int, float]:
-    """One run on one rank; held-out accuracy by step.
+    """Run a DAG on one rank; return the held-out accuracy by step.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.

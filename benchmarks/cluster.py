@@ -54,7 +54,7 @@ class Cluster:
         self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--store (\S+)", text, re.DOTALL).groups()
 
     def start(self, name: str) -> None:
-        """A machine of one rank."""
+        """Start a machine of one rank."""
         number = len(self.machines)
         here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": address(number) if self.hosts else "127.0.0.1",
                 "GLOO_SOCKET_IFNAME": "lo"}
@@ -65,36 +65,36 @@ class Cluster:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)
 
-    def lose(self, name: str) -> None:
-        """All its processes at once, as when the power fails."""
+    def kill(self, name: str) -> None:
+        """Kill all processes of a machine at once, as when the power fails."""
         machine = self.machines.pop(name)
         if machine.poll() is None:
             kill_tree(machine.pid)
         machine.wait()
 
-    def reach(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until the run has done a step."""
-        self.eventually(lambda: bool(self.tells(f"step {step}/")))
+        self.wait_until(lambda: bool(self.machines_that_logged(f"step {step}/")))
 
-    def tells(self, text: str) -> list[str]:
-        """The machines that have said it."""
+    def machines_that_logged(self, text: str) -> list[str]:
+        """Return the machines whose log has this text."""
         return [name for name in self.machines if text in (self.cwd / f"{name}.log").read_text()]
 
-    def ended(self) -> list[str]:
+    def ended_machines(self) -> list[str]:
         return [name for name, machine in self.machines.items() if machine.poll() is not None]
 
-    def eventually(self, happens: Callable[[], object]) -> None:
+    def wait_until(self, happens: Callable[[], object]) -> None:
         """Raises:
             RunLost: it does not.
         """
         until = time.monotonic() + _TIMEOUT
         while not happens():
-            if len(self.ended()) == len(self.machines) or time.monotonic() > until:
-                raise RunLost(self.said())
+            if len(self.ended_machines()) == len(self.machines) or time.monotonic() > until:
+                raise RunLost(self.logs())
             time.sleep(_LOOK)
 
-    def ends(self) -> dict[str, int]:
-        """The exit status of each machine that is left.
+    def exit_statuses(self) -> dict[str, int]:
+        """Return the exit status of each machine that is left.
 
         Raises:
             RunLost: they do not end.
@@ -102,23 +102,23 @@ class Cluster:
         try:
             return {name: machine.wait(_TIMEOUT) for name, machine in self.machines.items()}
         except subprocess.TimeoutExpired:
-            raise RunLost(self.said()) from None
+            raise RunLost(self.logs()) from None
 
     def replace_lost(self) -> None:
-        """Until the run is done: for each machine that is lost another one comes.
+        """Start another machine for each that is lost, until the run is done.
 
         Raises:
             RunLost: one has ended in another way.
         """
         while not any(machine.poll() == 0 for machine in self.machines.values()):
-            for name in self.ended():
+            for name in self.ended_machines():
                 if self.machines[name].returncode != -signal.SIGKILL:
-                    raise RunLost(self.said())
-                self.lose(name)
+                    raise RunLost(self.logs())
+                self.kill(name)
                 self.start(f"{name}+")
             time.sleep(_LOOK)
 
-    def said(self) -> str:
+    def logs(self) -> str:
         return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.cwd.glob("*.log")))
 
     def events(self, kind: str) -> list[Event]:
@@ -126,7 +126,7 @@ class Cluster:
 
     def close(self) -> None:
         for name in list(self.machines):
-            self.lose(name)
+            self.kill(name)
         if self.store:
             self.store.kill()
             self.store.wait()

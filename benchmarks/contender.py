@@ -63,12 +63,12 @@ class Contender:
             raise self._failed("ended without an answer")
         return json.loads(line)
 
-    def settle(self) -> None:
-        """What its processes hold now is what they hold without rows."""
+    def measure_baseline(self) -> None:
+        """Take what its processes hold now for what they hold without rows."""
         self.idle = {pid: _kilobytes(pid, "VmRSS") - _shared(pid) for pid in _family(self.process.pid)}
 
     def used(self) -> float:
-        """Seconds of processor time that its processes have used so far."""
+        """Return the seconds of processor time that its processes have used so far."""
         stats = [_stat(pid) for pid in _family(self.process.pid)]
         return sum(int(fields[11]) + int(fields[12]) for fields in stats if fields) / os.sysconf("SC_CLK_TCK")
 
@@ -78,10 +78,10 @@ class Contender:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Bytes that the busiest of its processes held beside what it holds without rows."""
+        """Return the bytes that the busiest of its processes held beside what it holds without rows."""
         return 1024 * max(_kilobytes(pid, "VmHWM") - _shared(pid) - idle for pid, idle in self.idle.items())
 
-    def dismiss(self) -> None:
+    def begin_close(self) -> None:
         """No more orders: it begins to end."""
         self.family |= {pid: _started(pid) for pid in _family(self.process.pid)}
         with contextlib.suppress(BrokenPipeError):
@@ -89,7 +89,7 @@ class Contender:
 
     def close(self) -> None:
         """Wait for its end, and end whatever it started that outlives it."""
-        self.dismiss()
+        self.begin_close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
         deadline = time.monotonic() + 5
@@ -109,7 +109,8 @@ class Contender:
 
 
 def await_calm(contenders: Sequence[Contender], share: float = 0.5, limit: float = 20.0) -> None:
-    """Until they use less than `share` of one processor: what starts or ends behind one would disturb another."""
+    """Wait until the contenders use less than `share` of one processor: what starts or ends behind one would disturb
+    another."""
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         before, since = sum(contender.used() for contender in contenders), time.monotonic()
@@ -129,7 +130,7 @@ def serve(target: Any) -> None:
 
 
 def _family(root: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all that descend from it."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
@@ -141,7 +142,7 @@ def _family(root: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the command's name; none if the process is gone or only waits to be buried."""
+    """Return the fields after the command's name; none if the process is gone or only waits to be buried."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -150,13 +151,13 @@ def _stat(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """When it was started: a number may be given to another process later."""
+    """Return when it was started: a number may be given to another process later."""
     fields = _stat(pid)
     return fields[19] if fields else ""
 
 
 def _shared(pid: int) -> int:
-    """Of the resident kilobytes, those that other processes account for: a page that n of them map counts 1/n each."""
+    """Return the resident kilobytes that other processes account for: a page that n of them map counts 1/n each."""
     with contextlib.suppress(OSError):
         lines = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
         return int(lines["Rss:"]) - int(lines["Pss:"])

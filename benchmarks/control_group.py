@@ -20,8 +20,8 @@ _LOOK = 0.05
 
 @contextlib.contextmanager
 def control_group(controller: str, name: str) -> Iterator[Path]:
-    """A new one's folder, of this `controller` where each has groups of its own (cgroup v1). At the end it is gone, and
-    so is every process that has not left it.
+    """Yield the folder of a new control group, of this `controller` where each has groups of its own (cgroup v1). At
+    the end it is gone, and so is every process that has not left it.
 
     Raises:
         OSError: there can be none; or, at the end, a process of it does not go.
@@ -50,11 +50,11 @@ def _empty(group: Path) -> None:
 
 
 def joining(group: Path | str) -> list[str]:
-    """What goes before a command that is to run in a group; the shell may have to fill its name in."""
+    """Return what goes before a command that is to run in a group; the shell may have to fill its name in."""
     return ["sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh"]
 
 
 def limit_memory(group: Path, size: int) -> None:
-    """Of all its processes together, in bytes."""
+    """Limit the memory of all processes of a control group together, to `size` bytes."""
     file = group / "memory.max"
     (file if file.exists() else group / "memory.limit_in_bytes").write_text(str(size))

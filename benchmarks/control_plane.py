@@ -137,7 +137,7 @@ class CountedEtcd(EtcdStore):
 
 
 @dataclass
-class Kept:
+class StoreProcess:
     """A store's process, and how a rank becomes its client."""
 
     process: subprocess.Popen
@@ -150,21 +150,21 @@ class Kept:
 
 
 @contextlib.contextmanager
-def tcp_store() -> Iterator[Kept]:
+def tcp_store() -> Iterator[StoreProcess]:
     code = ("from distflow.store.tcp import store_on\nstore = store_on('127.0.0.1')\nprint(store.port, flush=True)\n"
             "input()")
     process = subprocess.Popen([sys.executable, "-c", code], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                env=os.environ | {"PYTHONPATH": str(ROOT)})
     port = int(process.stdout.readline())
     try:
-        yield Kept(process, lambda: CountedTCP(port))
+        yield StoreProcess(process, lambda: CountedTCP(port))
     finally:
         process.kill()
         process.communicate()
 
 
 @contextlib.contextmanager
-def etcd_store() -> Iterator[Kept]:
+def etcd_store() -> Iterator[StoreProcess]:
     ports = []
     for _ in range(2):
         with socket.socket() as probe:
@@ -177,7 +177,7 @@ def etcd_store() -> Iterator[Kept]:
              "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            yield Kept(process, lambda: CountedEtcd(f"etcd://127.0.0.1:{ports[0]}/run"))
+            yield StoreProcess(process, lambda: CountedEtcd(f"etcd://127.0.0.1:{ports[0]}/run"))
         finally:
             process.kill()
             process.wait()
@@ -198,7 +198,7 @@ class Cost:
 class Part:
     """Measures what ranks do on a store. `scale`: what stands for all, where only some ranks were measured."""
 
-    kept: Kept
+    kept: StoreProcess
     clients: Sequence[Any]
     scale: float = 1.0
     cost: Cost = field(default_factory=lambda: Cost(0, 0, 0, 0))
@@ -270,7 +270,7 @@ def meet(ranks: int, attempts: dict[int, str], number: int, client: Store) -> No
 
 
 def fake_relay(client: Store, number: int) -> Directory:
-    """A rollout's view of the weights, without memory and connections."""
+    """Return a rollout's view of the weights, without memory and connections."""
     machine = f"{number // LOCAL:016x}"
     return Directory(client.below("weights/actor"), SourceEntry(f"rollout {number}", ("10.0.0.2", 1), machine=machine))
 
@@ -285,7 +285,7 @@ def publish(ranks: int, attempt: str, version: int, number: int, client: Store) 
 
 
 def pull(ranks: int, attempt: str, version: int, number: int, client: Store) -> None:
-    """What a pull asks of the store that finds its source at once, by the rank that its machine has elected."""
+    """Ask the store what a pull asks that finds its source at once, by the rank that its machine has elected."""
     mine = fake_relay(client, number)
     mine.update()
     sought = key(version, attempt)
@@ -304,7 +304,7 @@ def restart(ranks: int, number: int, client: Store) -> None:
     restarts = RestartCoordinator(client, group, number, 3)
     failure = Failure(number, "it was killed", "training", 7, 7, symptom=number != ranks // 2, outside=True)
     attempt = restarts.next(Attempt(), failure)
-    restarts.done(attempt)
+    restarts.mark_done(attempt)
     restarts.all_done(attempt)
 
 
@@ -317,9 +317,9 @@ def step(client: Store, number: int, ranks: int) -> None:
         status.set(part)
 
 
-def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
-    """A supervisor's looks, a machine's heartbeat, a holder's heartbeat and a rollout's looks for a new version, each
-    as often as in a second."""
+def second(kept: StoreProcess, clients: Sequence[Any], ranks: int) -> Cost:
+    """Measure a supervisor's looks, a machine's heartbeat, a holder's heartbeat and a rollout's looks for a new
+    version, each as often as in a second."""
     machines, few = ranks // LOCAL, clients[:SAMPLED]
     seen = {number: Silence() for number in range(machines)}
     attempt, group = Attempt(), RestartGroup("trainer", range(ranks), "trainer")
@@ -363,7 +363,7 @@ def second(kept: Kept, clients: Sequence[Any], ranks: int) -> Cost:
     return Cost(*total)
 
 
-def measure(kept: Kept, ranks: int) -> dict[str, Cost]:
+def measure(kept: StoreProcess, ranks: int) -> dict[str, Cost]:
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     clients, machines, training = [kept.client() for _ in range(ranks)], ranks // LOCAL, ranks // 2
     found: dict[str, Cost] = {}
@@ -389,7 +389,7 @@ def measure(kept: Kept, ranks: int) -> dict[str, Cost]:
     return found
 
 
-def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> Cost:
+def version(kept: StoreProcess, clients: Sequence[Any], training: int, attempt: str) -> Cost:
     trainers, rollouts, number = clients[:training], clients[training:], 1
     for rank, client in enumerate(trainers):
         publish(training, attempt, number, rank, client)
@@ -407,8 +407,8 @@ def version(kept: Kept, clients: Sequence[Any], training: int, attempt: str) -> 
                 one.seconds + other.seconds)
 
 
-def power(values: dict[int, float]) -> float:
-    """The slope of the logarithms, by least squares."""
+def growth_exponent(values: dict[int, float]) -> float:
+    """Return the slope of the logarithms, by least squares."""
     found = [(math.log(ranks), math.log(value)) for ranks, value in values.items() if value > 0]
     if len(found) < 2:
         return 0.0
@@ -467,7 +467,7 @@ def table(name: str, found: dict[int, dict[str, Cost]]) -> Iterator[str]:
     yield "  part     ranks  operations of a rank (most)     KiB of a rank  store CPU s, of all   power of these"
     for part in PARTS:
         costs = {ranks: cost[part] for ranks, cost in found.items()}
-        powers = [power({ranks: getattr(cost, what) for ranks, cost in costs.items()})
+        powers = [growth_exponent({ranks: getattr(cost, what) for ranks, cost in costs.items()})
                   for what in ("operations", "bytes", "seconds")]
         for ranks, cost in costs.items():
             last = "  ".join(f"{each:.2f}" for each in powers) if ranks == max(costs) else ""
@@ -477,7 +477,7 @@ def table(name: str, found: dict[int, dict[str, Cost]]) -> Iterator[str]:
     yield f"  connections to the store that the thread of a rank made at its start: {connections}"
 
 
-def measured(name: str, store: Callable[[], contextlib.AbstractContextManager[Kept]],
+def measured(name: str, store: Callable[[], contextlib.AbstractContextManager[StoreProcess]],
              sizes: Sequence[int]) -> dict[int, dict[str, Cost]]:
     found = {}
     for ranks in sizes:
@@ -515,7 +515,7 @@ def main(arguments: list[str] | None = None) -> None:
             for lazy in (False, True) for sockets, seconds in [gloo(ranks, lazy)]))
     starts = sum(found[sizes[-1]][part].seconds for part in ("start", "join", "meeting"))
     print(f"  start of {sizes[-1]:,} ranks: {starts:.1f} s of the store's CPU (goal: under 60 s)")
-    powers = [power({ranks: cost[part].operations for ranks, cost in found.items()}) for part in PARTS
+    powers = [growth_exponent({ranks: cost[part].operations for ranks, cost in found.items()}) for part in PARTS
               if part != "join"]
     conclude(f"SIMULATION: power of the growth of a rank's operations on the store, {sizes[0]} to {sizes[-1]:,} ranks",
              Spread(max(powers), min(powers), max(powers)), 0.05, unit="power", holds=starts < 60.0, at_least=False)

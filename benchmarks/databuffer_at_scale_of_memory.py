@@ -33,16 +33,16 @@ def case_of(mib: float, context: int) -> Case:
 
 
 def carried(contender: Contender, case: Case, limit: int) -> bool:
-    """Whether the busiest process stays within `limit` bytes."""
+    """Return whether the busiest process stays within `limit` bytes."""
     contender.ask("prepare", case=asdict(case))
-    contender.settle()
+    contender.measure_baseline()
     contender.ask("make")
     measure(contender, case, 1, -1)
     return measure(contender, case, 1, 0).peak <= limit
 
 
 def largest(contender: Contender, context: int, limit: int) -> int:
-    """Rows of `context` tokens at most that this contender carries within `limit` bytes for each process."""
+    """Return the rows of `context` tokens at most that this contender carries within `limit` bytes for each process."""
     mib, best = limit / 2**20 / 16, 0
     while carried(contender, case := case_of(mib, context), limit):
         best = case.rows
@@ -72,13 +72,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{side:13} largest batch within {given.limit} MiB: {rows} tokens (load {os.getloadavg()[0]:.1f})",
               flush=True)
     for side in sides[1:]:
-        print(f"databuffer over {side}: {Spread.of(over(found, side))} x")
+        print(f"databuffer over {side}: {Spread.of(rows_ratio(found, side))} x")
     conclude(f"largest batch within a limit of memory, {min(contexts)} to {max(contexts)} tokens, over gather and "
-             "scatter by rank 0", Spread.of(over(found, BASE)), GOAL)
+             "scatter by rank 0", Spread.of(rows_ratio(found, BASE)), GOAL)
 
 
-def over(found: dict[str, list[int]], side: str) -> list[float]:
-    """How many times as many rows the databuffer carries, for each context.
+def rows_ratio(found: dict[str, list[int]], side: str) -> list[float]:
+    """Return how many times as many rows the databuffer carries, for each context.
 
     Raises:
         SystemExit: the side carries none; there is no such ratio.

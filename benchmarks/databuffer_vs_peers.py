@@ -100,7 +100,7 @@ def cases(given: argparse.Namespace) -> Iterator[Case]:
 
 
 def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
-    """The contenders' processes, by name; they end with the stack."""
+    """Start the contenders' processes; return them by name. They end with the stack."""
     entered = {}
     store = 512 + 6 * round(max(given.sizes))  # MiB for Ray's objects: with less, they would go to disk
     for name in given.contenders:
@@ -115,7 +115,7 @@ def enter(stack: ExitStack, given: argparse.Namespace) -> dict[str, Contender]:
 def leave(entered: dict[str, Contender]) -> dict[str, Contender]:
     """End the contenders, all at once, as they began."""
     for contender in entered.values():
-        contender.dismiss()
+        contender.begin_close()
     for contender in entered.values():
         contender.close()
     return {}
@@ -157,7 +157,7 @@ def run(case: Case, entered: dict[str, Contender], repeats: int) -> list[dict[st
         contender.answer()
     await_calm(list(entered.values()))
     for contender in racing.values():
-        contender.settle()
+        contender.measure_baseline()
         contender.ask("make")
         measure(contender, case, repeats, -1)
     return interleaved({name: partial(measure, contender, case, repeats) for name, contender in racing.items()},
@@ -175,11 +175,11 @@ def show(case: Case, pairs: Sequence[dict[str, Round]]) -> None:
         print(f"{name:15}{f'{time.median:.1f} ({time.low:.1f} to {time.high:.1f})':>26}"
               f"{peak.median * case.share / 2**20:10.0f}{peak.median:9.2f}"
               f"{through.median * case.share / 2**20:9.0f}{through.median:9.2f}"
-              + (f"  {over(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
+              + (f"  {times_ratio(pairs, name)}" if name != OURS and OURS in pairs[0] else ""), flush=True)
 
 
-def over(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
-    """How many times as long as the databuffer a contender takes."""
+def times_ratio(pairs: Sequence[dict[str, Round]], name: str) -> Spread:
+    """Return how many times as long as the databuffer a contender takes."""
     return ratios(pairs, name, OURS, lambda part: part.seconds)
 
 
@@ -189,7 +189,7 @@ def share(case: Case, pairs: Sequence[dict[str, Round]], name: str, what: str) -
 
 
 def goals(results: Results) -> Iterator[Goal]:
-    """What was to be shown, in the layout that shows it least: verl first, if it is there."""
+    """Yield what was to be shown, in the layout that shows it least: verl first, if it is there."""
     size = GOAL_MIB if any(case.mib == GOAL_MIB for case in results) else max(case.mib for case in results)
     for form in (PADDED, RAGGED):
         chosen = {case: pairs for case, pairs in results.items() if case.mib == size and case.form == form}
@@ -197,7 +197,7 @@ def goals(results: Results) -> Iterator[Goal]:
         if OURS not in names:
             continue
         for name in (name for name in GOALS if name in names):
-            case, worst = min(((case, over(pairs, name)) for case, pairs in chosen.items()),
+            case, worst = min(((case, times_ratio(pairs, name)) for case, pairs in chosen.items()),
                               key=lambda found: found[1].median)
             further = FURTHER if form == RAGGED and name != "rank0" else 1.0
             yield Goal(f"redistribution at {case.name}, databuffer over {name}", worst, "x", GOALS[name] * further)
@@ -239,8 +239,8 @@ def options_here() -> argparse.ArgumentParser:
     return parser
 
 
-def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
-    """The flags with their defaults filled in, and what `--quick` leaves out."""
+def complete_flags(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+    """Return the flags with their defaults filled in, and what `--quick` leaves out."""
     left_out = []
     if given.quick:
         left_out.append("every size, layout and form that the tables do not show")
@@ -257,7 +257,7 @@ def completed(given: argparse.Namespace) -> tuple[argparse.Namespace, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_here()
-    given, left_out = completed(parsed(parser, arguments))
+    given, left_out = complete_flags(parsed(parser, arguments))
     print(COPIES, flush=True)
     results: Results = {}
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ def case_of(count: int, mib: float) -> Case:
 
 
 def measure(case: Case, hosts: dict[str, Ranks], repeats: int) -> list[dict[str, float]]:
-    """Seconds of each side, repeat by repeat; a first round, which opens connections, is not among them."""
+    """Return the seconds of each side, repeat by repeat; a first round, which opens connections, is not among them."""
     def one(way: str, repeat: int) -> float:
         said = hosts[way].round(repeat + 1)
         found = hosts[way].check(repeat + 1, repeat in (-1, repeats - 1))
@@ -73,7 +73,7 @@ def measure(case: Case, hosts: dict[str, Ranks], repeats: int) -> list[dict[str,
 
 
 def run(count: int, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Each side's seconds over the link bound."""
+    """Return each side's seconds over the link bound."""
     case = case_of(count, given.mib)
     with ExitStack() as stack:
         names = stack.enter_context(machines(count, given.megabit))

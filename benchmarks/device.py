@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 
 def name_of(kind: str) -> str:
-    """What the device calls itself."""
+    """Return what the device calls itself."""
     return torch.cuda.get_device_name() if kind == "cuda" else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def versions(kind: str) -> str:
-    """Of torch, of what it was built for, and of the driver."""
+    """Return the versions of torch, of what it was built for, and of the driver."""
     if kind != "cuda":
         return f"torch {torch.__version__}"
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_driver()}"
@@ -41,12 +41,13 @@ def synchronize(kind: str) -> None:
 
 
 def memory(kind: str) -> float:
-    """Bytes of the device, or of the host for the CPU."""
+    """Return the bytes of the device, or of the host for the CPU."""
     return torch.cuda.mem_get_info()[1] if kind == "cuda" else _meminfo("MemTotal")
 
 
 def free(kind: str) -> int | None:
-    """Bytes of the device that other processes may take, once torch keeps none for itself; not known on a CPU."""
+    """Return the bytes of the device that other processes may take, once torch keeps none for itself; not known on a
+    CPU."""
     if kind != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -54,12 +55,12 @@ def free(kind: str) -> int | None:
 
 
 def most_allocated(kind: str) -> int | None:
-    """Bytes of the device that tensors had at the worst moment so far; not known on a CPU."""
+    """Return the bytes of the device that tensors had at the worst moment so far; not known on a CPU."""
     return torch.cuda.max_memory_allocated() if kind == "cuda" else None
 
 
 def host_free() -> int:
-    """Bytes of host memory to be had: by the kernel, and by the limit that the process is under."""
+    """Return the bytes of host memory to be had: by the kernel, and by the limit that the process is under."""
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
     known = _meminfo("MemAvailable")
     if limit.is_file() and limit.read_text().strip() != "max":
@@ -73,12 +74,13 @@ def _meminfo(name: str) -> int:
 
 
 def held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of tensors, or of this rank's parts of them."""
+    """Return the bytes of the storages of tensors, or of this rank's parts of them."""
     return sum(_storages(tensors))
 
 
 def pinned(tensors: Iterable[Tensor]) -> int:
-    """Bytes of pinned host memory that torch takes for copies of them: it rounds each up to a power of two."""
+    """Return the bytes of pinned host memory that torch takes for copies of them: it rounds each up to a power of
+    two."""
     return sum(1 << (size - 1).bit_length() for size in _storages(tensors) if size)
 
 

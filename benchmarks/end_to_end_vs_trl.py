@@ -92,8 +92,8 @@ class Contest:
         ends = timed(sys.executable, "distflow/launch.py", "--dag", str(self.dag), "--run-file", self.given.run_file,
                      "--name", name, *overrides)
         steps = [json.loads(line) for line in (self.scratch / name / "metrics.jsonl").read_text().splitlines()]
-        return self._said("distflow", seed, Curve(ends, [step["tokens"] for step in steps],
-                                                  [step["reward/mean"] for step in steps]))
+        return self._run_and_time("distflow", seed, Curve(ends, [step["tokens"] for step in steps],
+                                                          [step["reward/mean"] for step in steps]))
 
     def trl(self, seed: int) -> Curve:
         spec = load(str(self.dag), self.given.run_file, self._overrides(seed))
@@ -108,9 +108,9 @@ class Contest:
         ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
         tokens = [sum(part["tokens"] for part in parts) for parts in zip(*ranks)]
         rewards = [sum(part["reward"] for part in parts) / sum(part["rows"] for part in parts) for parts in zip(*ranks)]
-        return self._said("TRL", seed, Curve(ends, tokens, rewards))
+        return self._run_and_time("TRL", seed, Curve(ends, tokens, rewards))
 
-    def _said(self, side: str, seed: int, curve: Curve) -> Curve:
+    def _run_and_time(self, side: str, seed: int, curve: Curve) -> Curve:
         if not len(curve.ends) == len(curve.tokens) == len(curve.rewards) == self.given.updates:
             raise SystemExit(f"{side} reported {len(curve.ends)} ends, {len(curve.tokens)} token counts and "
                              f"{len(curve.rewards)} rewards of {self.given.updates} updates")
@@ -126,7 +126,7 @@ class Contest:
                 "checkpoint.every=0", "validation=null"]
 
     def _start_model(self) -> Path:
-        """What distflow's supervised fine-tuning makes of a random model."""
+        """Make a model by distflow's supervised fine-tuning of a random one; return its folder."""
         print(f"training the start model: sft.yaml with {self.given.sft_run_file}", flush=True)
         quick = ("--set", "steps=2") if self.given.quick else ()
         timed(sys.executable, "distflow/launch.py", "--dag", "sft.yaml", "--run-file", self.given.sft_run_file,
@@ -136,7 +136,7 @@ class Contest:
 
 
 def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
-    """The DAG without its reference role, the nodes of that role, and the KL term."""
+    """Return the DAG without its reference role, the nodes of that role, and the KL term."""
     gone = {name for name, node in dag["nodes"].items() if node["role"] == "reference"}
     nodes = {name: dict(node) for name, node in dag["nodes"].items() if name not in gone}
     for node in nodes.values():
@@ -149,7 +149,7 @@ def without_reference(dag: dict[str, Any]) -> dict[str, Any]:
 
 
 def drawn(spec: Spec) -> list[dict[str, str]]:
-    """The questions and answers that distflow trains on, in its order."""
+    """Return the questions and answers that distflow trains on, in its order."""
     taken: list[dict[str, str]] = []
     fields = {"question": spec.run.data.question, "answer": spec.run.data.answer}
 

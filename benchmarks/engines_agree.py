@@ -42,7 +42,7 @@ def prompts() -> Ragged:
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Tensor) -> list[int]:
-    """What a plain transformers model answers, token by token, without a cache."""
+    """Return what a plain transformers model answers, token by token, without a cache."""
     tokens = prompt.tolist()
     for _ in range(LENGTH):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -65,7 +65,7 @@ class Pair:
         self.trainer = engine_class(TRAINERS[trainer])(mine, settings, mesh, 0, 10, True)
 
     def update(self) -> None:
-        """A step that moves every weight, and its weights in the rollout and in the plain model."""
+        """Make a step that moves every weight, and load its weights into the rollout and the plain model."""
         rows = Batch(torch.arange(4), {"prompts": prompts(), "responses": prompts()})
         self.trainer.update(rows, lambda logprobs, *_: -logprobs.sum() / 10, 1.0, 0)
         self.rollout.load(self.trainer.export(self.rollout.dtype, self.rollout.weight_buffers()), self.trainer.version)
@@ -75,7 +75,7 @@ class Pair:
                 own[name].copy_(whole)
 
     def difference(self) -> tuple[bool, float]:
-        """Whether greedy answers are equal, and the largest difference of a log-probability."""
+        """Return whether greedy answers are equal, and the largest difference of a log-probability."""
         asked = prompts()
         answers = self.rollout.generate(asked, 1, torch.arange(4), key=1, temperature=0.0).tokens
         same = [row.tolist() for row in answers.rows] == [greedy(self.model, prompt) for prompt in asked.rows]

@@ -109,7 +109,8 @@ def cells(course: Course, kinds: Sequence[str]) -> Iterator[Cell]:
 
 def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Path | None,
                store: str = "") -> tuple[set[Cell], list[str]]:
-    """The cells whose fault has happened, and what is wrong with the run in which they did. store: of machines."""
+    """Run a course; return the cells whose fault has happened, and what is wrong with the run in which they did. store:
+    of machines."""
     again = [cell for cell in wanted if cell.group == "rollout"]
     tried, due = [*wanted, *again], [2]  # steps: a rollout may come late to its phase, and failing twice in one ends it
     for cell in tried:
@@ -128,14 +129,14 @@ def run_course(scratch: Path, course: Course, wanted: Sequence[Cell], group: Pat
     took = [seconds for each in found if not isnan(seconds := each.start + each.connect + each.load)]
     print(f"{course}: {due[-1]} steps, {len(happened)} faults, {len(found)} restarts"
           + (f", each {Spread.of(took)} s" if took else ""), flush=True)
-    wrong = trouble(calm, stormy)
+    wrong = differences(calm, stormy)
     if not course.apart and len(found) != (deadly := sum(KINDS[cell.kind] for cell in happened)):
         wrong.append(f"{deadly} faults end a worker, and {len(found)} restarts were seen")
     return set(happened), wrong
 
 
 def write_dag(folder: Path, talks: bool) -> Path:
-    """The algorithm of these runs, with a tool or without."""
+    """Write the algorithm of these runs, with a tool or without."""
     dag = folder / f"matrix-{'tools' if talks else 'no-tools'}.yaml"
     dag.write_text(DAG.replace("ROLLOUT", TALK if talks else ANSWER).replace("LAST", "rollout" if talks else "reward")
                    .replace("REWARDS", "environment_rewards" if talks else "rewards"))
@@ -143,7 +144,7 @@ def write_dag(folder: Path, talks: bool) -> Path:
 
 
 def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Sequence[str], store: str) -> Path:
-    """A run on machines, and one more that waits for its place."""
+    """Run on machines, with one more that waits for its place."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     least = course.ranks - (course.mode != "sync")
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines",
@@ -154,14 +155,14 @@ def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Seq
         for number in range(course.ranks + 1):
             cluster.start(f"machine-{number}")
         cluster.replace_lost()
-        cluster.ends()
+        cluster.exit_statuses()
     finally:
         cluster.close()
     return scratch / name
 
 
-def trouble(calm: Path, stormy: Path) -> list[str]:
-    """In what the run with faults is not as the one without."""
+def differences(calm: Path, stormy: Path) -> list[str]:
+    """Return in what the run with faults differs from the one without."""
     found, theirs, ours = [], steps_of(calm), steps_of(stormy)
     if [line["step"] for line in ours] != [line["step"] for line in theirs]:
         found.append("a step is missing, or was counted twice")
@@ -177,7 +178,7 @@ def trouble(calm: Path, stormy: Path) -> list[str]:
 
 
 def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
-    """A row for each phase of each group."""
+    """Print a row for each phase of each group."""
     kinds = list(dict.fromkeys(cell.kind for cell in wanted))
     for group, phase in dict.fromkeys((cell.group, cell.phase) for cell in wanted):
         told = ", ".join(f"{kind} {'happened' if Cell(kind, group, phase) in happened else 'NOT REACHED'}"

@@ -48,16 +48,16 @@ class Way(Protocol):
     case: Case
 
     def load(self, ids: Tensor, columns: Columns) -> None:
-        """This rank's rows of the next round; not timed."""
+        """Take this rank's rows of the next round; not timed."""
 
     def move(self) -> None:
-        """All rows to where they should be; timed."""
+        """Move all rows to where they should be; timed."""
 
     def result(self) -> tuple[Tensor, Columns]:
-        """The rows that this rank has now, and their ids."""
+        """Return the rows that this rank has now, and their ids."""
 
     def through(self) -> int:
-        """Bytes that this rank sent and received since it was asked last."""
+        """Return the bytes that this rank sent and received since the last call."""
 
 
 class ByDatabuffer:
@@ -119,7 +119,7 @@ class Rank:
         self.way = WAYS[way](case, rank)
 
     def rehearse(self) -> None:
-        """A round of a few short rows: what is loaded or set up at first use is not counted as the rows' memory."""
+        """Move a few short rows: what is loaded or set up at first use is not counted as the rows' memory."""
         case = self.case
         self.case = self.way.case = replace(case, mib=0, prompt=8, response=8)
         self.make()
@@ -200,7 +200,7 @@ class Host:
         self.lines, self.processes = [], []
 
     def _all(self, *order: Any) -> list[Any]:
-        """Every rank's answer, by rank; without an order, that it is there."""
+        """Return every rank's answer, by rank; without an order, that it is there."""
         for line in self.lines:
             if order:
                 line.send(order)
@@ -208,7 +208,7 @@ class Host:
 
 
 def work(way: str, case: dict[str, Any], rank: int, store: str, line: Connection) -> None:
-    """One rank, until its line is closed."""
+    """Run one rank until its line is closed."""
     torch.set_num_threads(1)
     made = Case(**case)
     dist.init_process_group("gloo", store=dist.FileStore(store, made.ranks), rank=rank, world_size=made.ranks,

@@ -20,7 +20,7 @@ _SOON = 0.02
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, device: str = "cpu") -> Any:
-    """What `function(*arguments)` gives on rank 0 of `ranks`. With the device `cuda` each has a GPU of its own.
+    """Return what `function(*arguments)` gives on rank 0 of `ranks`. With the device `cuda` each has a GPU of its own.
 
     Raises:
         RuntimeError: a rank failed; its traceback has been printed.
@@ -57,7 +57,7 @@ def _rank(rank: int, ranks: int, store: str, line: Connection, function: Callabl
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done; all begin at one moment."""
+    """Return the seconds until the last rank is done; all begin at one moment."""
     moment = torch.tensor([time.perf_counter() + _SOON], dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)
     time.sleep(max(0.0, moment.item() - time.perf_counter()))
@@ -68,7 +68,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def peak_over(work: Callable[[], Any]) -> int:
-    """Bytes by which this process's memory grew at most while it worked (VmHWM, set back before)."""
+    """Return the bytes by which this process's memory grew at most while it worked (VmHWM, set back before)."""
     Path("/proc/self/clear_refs").write_text("5")
     before = _kilobytes("VmRSS")
     work()

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
-from benchmarks.small_problems import brute_force, small  # noqa: E402
+from benchmarks.small_problems import brute_force, random_problem  # noqa: E402
 from distflow.config.load import Spec, load  # noqa: E402
 from planners.heterogeneous.exact import Proof, prove  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem  # noqa: E402
@@ -68,7 +68,7 @@ def small_ones(count: int) -> tuple[list[float], bool]:
     """Print how the solvers do on small problems; the gaps of the hybrid, and whether all goals are met."""
     gaps, wrong, untrue = [], 0, 0
     for seed in range(count):
-        problem = small(seed)
+        problem = random_problem(seed)
         truth, found = brute_force(problem), searched(problem, seed)
         answer = proven(problem, found.placement)
         if truth == math.inf:
@@ -88,7 +88,7 @@ def larger_ones(count: int) -> bool:
     gaps, seed = [], 0
     while len(gaps) < count:
         seed += 1
-        problem = small(seed, devices=8)
+        problem = random_problem(seed, devices=8)
         found = searched(problem, seed) if sum(problem.hardware.all) >= 7 else None
         if found and found.placement:
             gaps.append(found.placement.seconds / proven(problem, found.placement).placement.seconds - 1)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.cluster import ROOT, Cluster, RunLost
 from benchmarks.etcd import Etcd
-from benchmarks.fault_matrix import SETTINGS, trouble, write_dag
+from benchmarks.fault_matrix import SETTINGS, differences, write_dag
 from benchmarks.modes import run_once, steps_of
 from benchmarks.ratio import Spread, add_size, conclude, options, parsed
 from distflow.telemetry.ettr import read
@@ -52,7 +52,7 @@ COURSES = {"async": Course(False, (2, 5), (SLOW,)), "semi_sync": Course(True, (4
 
 def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...], gaps: Sequence[int],
                    draw: random.Random, etcd: Etcd) -> Path:
-    """A run on machines, of which one is killed after each of `gaps` steps; its folder."""
+    """Run on machines, of which one is killed after each of `gaps` steps; return the run's folder."""
     words = [word for setting in (f"output={scratch}", *settings) for word in ("--set", setting)]
     line = ["--dag", str(dag), "--run-file", "embedded.yaml", "--name", name, *words, "--machines", f"2:{RANKS}"]
     logs = scratch / f"{name}-machines"
@@ -65,19 +65,19 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
         step = 0
         for number, gap in enumerate(gaps):
             step = max(step, done_in(scratch / name)) + gap
-            cluster.eventually(lambda due=step: done_in(scratch / name) >= due)
+            cluster.wait_until(lambda due=step: done_in(scratch / name) >= due)
             time.sleep(draw.random())  # anywhere in a step
             lost = draw.choice(sorted(cluster.machines))
-            cluster.lose(lost)
+            cluster.kill(lost)
             cluster.start(f"machine-{RANKS + 1 + number}")
-        cluster.ends()
+        cluster.exit_statuses()
     finally:
         cluster.close()
     return scratch / name
 
 
 def done_in(folder: Path) -> int:
-    """The newest step in its metrics."""
+    """Return the newest step in a run's metrics."""
     return max((line["step"] for line in steps_of(folder)), default=0) if (folder / "metrics.jsonl").is_file() else 0
 
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"seed {seed}, {mode}: it did not come to its end\n{str(error)[-4000:]}", flush=True)
                 continue
             failures = Counter(event["group"] for event in read(run) if event["event"] == "failure")
-            wrong = trouble(calm[mode], run)
+            wrong = differences(calm[mode], run)
             good += 0 if wrong else given.kills
             print(f"seed {seed}, {mode}: {given.kills} machines killed in {steps} steps, failures seen "
                   f"{dict(failures)}: {'; '.join(wrong) or 'it has ended as the run without faults'}", flush=True)

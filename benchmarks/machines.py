@@ -31,7 +31,8 @@ class NoMachines(Exception):
 
 @contextmanager
 def machines(count: int, megabit: float) -> Iterator[list[str]]:
-    """The names of `count` machines with addresses 10.77.0.1 and on, each linked at `megabit` Mbit/s; gone at the end.
+    """Yield the names of `count` machines with addresses 10.77.0.1 and on, each linked at `megabit` Mbit/s; gone at the
+    end.
 
     Raises:
         NoMachines: says which command failed, and why.
@@ -55,8 +56,8 @@ def machines(count: int, megabit: float) -> Iterator[list[str]]:
 
 @contextmanager
 def far_machines(delay: float) -> Iterator[list[str]]:
-    """The names of two machines with addresses 10.77.0.1 and 10.77.0.2, whose packets take `delay` seconds each way;
-    gone at the end. The link has no rate of its own: its packets, of up to 64 KiB, pass through a process.
+    """Yield the names of two machines with addresses 10.77.0.1 and 10.77.0.2, whose packets take `delay` seconds each
+    way; gone at the end. The link has no rate of its own: its packets, of up to 64 KiB, pass through a process.
 
     Raises:
         NoMachines: says which command failed, and why.
@@ -136,18 +137,19 @@ def enter(name: str) -> None:
 
 
 def within(name: str, *command: str) -> list[str]:
-    """The same command, started in a machine. All but its network, control groups too, is that of this process."""
+    """Return the same command, started in a machine. All but its network, control groups too, is that of this
+    process."""
     settings = [f"{key}={value}" for key, value in _seen(name).items()]
     return ["nsenter", f"--net=/run/netns/{name}", "env", *settings, *command]
 
 
 def address(number: int) -> str:
-    """Of the machine with this number, from 0 on."""
+    """Return the address of the machine with this number, from 0 on."""
     return f"10.77.0.{number + 1}"
 
 
 def _seen(name: str) -> dict[str, str]:
-    """What tells a process of distflow which machine it is on, and which device collectives use."""
+    """Return what tells a process of distflow which machine it is on, and which device collectives use."""
     return {"GLOO_SOCKET_IFNAME": _DEVICE, "DISTFLOW_MACHINE": name}
 
 

@@ -70,7 +70,7 @@ class Course:
         return self.rows * len(timed) / sum(step["seconds"] for step in timed)
 
     def ages(self) -> dict[int, float]:
-        """How many tokens were so many versions old when they were trained on."""
+        """Return how many tokens were so many versions old when they were trained on."""
         found: Counter[int] = Counter()
         for step in self.steps:
             found.update({int(name.rpartition("/")[2]): value for name, value in step.items()
@@ -107,7 +107,7 @@ class Contest:
         return course
 
     def equal_without_staleness(self) -> bool:
-        """Whether async with staleness 0 samples what sync samples, and has its losses to 1e-5."""
+        """Return whether async with staleness 0 samples what sync samples, and has its losses to 1e-5."""
         sync, apart = (steps_of(self._launch(f"equal-{mode}", mode, 0, 0, 4)) for mode in ("sync", "async"))
         same = all(one["response/fingerprint"] == other["response/fingerprint"]
                    and abs(one.get("loss", 0.0) - other.get("loss", 0.0)) <= 1e-5 for one, other in zip(sync, apart))
@@ -122,7 +122,7 @@ class Contest:
             "checkpoint.every=0", f"mode={mode}", *apart, *self.settings(seed, updates)))
 
     def settings(self, seed: int, updates: int) -> tuple[str, ...]:
-        """Those of every run."""
+        """Return the settings of every run."""
         return (f"seed={seed}", f"steps={updates}", f"data.batch={self.given.prompts}",
                 f"roles.actor.model={self.model}", "roles.actor.generation.batch_rows=2048", "validation=null")
 
@@ -132,7 +132,7 @@ class Contest:
         return steps_of(done)[0]["environment/reward"]
 
     def _start_model(self) -> Path:
-        """Weak: it has seen few conversations with a calculator."""
+        """Train a weak start model: it has seen few conversations with a calculator. Return its folder."""
         made = run_once(self.scratch, "start", ROOT / "dags/sft.yaml", "embedded_sft.yaml", RANKS, (
             "data.train=arithmetic/tool_demonstrations.jsonl", "data.batch=48", "validation=null",
             f"steps={30 if self.given.quick else 120}"))
@@ -141,7 +141,7 @@ class Contest:
 
 def run_once(scratch: Path, name: str, dag: Path, run_file: str, ranks: int, settings: Sequence[str],
              restarts: int = 0, group: Path | None = None) -> Path:
-    """One run, which torchrun may start again, in a control group if there is one; its folder.
+    """Run once, in a control group if there is one, where torchrun may start again; return the run's folder.
 
     Raises:
         SystemExit: it failed; shows its last lines.
@@ -178,7 +178,7 @@ def judge(courses: Sequence[dict[str, Course]], side: str, skip: int, equal: boo
 
 
 def contest_options(description: str, updates: tuple[int, int], median: float, repeats: int = 7) -> ArgumentParser:
-    """The flags of benchmarks that make runs as `Contest` does. `updates`: usually, and with `--quick`."""
+    """Return the flags of benchmarks that make runs as `Contest` does. `updates`: usually, and with `--quick`."""
     parser = options(description, repeats)
     add_size(parser, "updates", *updates, "of each run")
     add_size(parser, "prompts", 32, 8, "of an update")

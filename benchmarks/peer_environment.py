@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def peer_python(folder: str, requirements: str, install: bool = True) -> Path | None:
-    """The Python of `folder` in the root, where the packages of `benchmarks/peers/REQUIREMENTS` are.
+    """Return the Python of `folder` in the root, where the packages of `benchmarks/peers/REQUIREMENTS` are.
 
     It is made when it is missing or the list has changed; without `install` the answer is then None.
     """

@@ -26,7 +26,7 @@ class PlainCopy:
         self.got = np.empty(0, dtype=np.uint8)
 
     def load(self, ids: Tensor, columns: Columns) -> None:
-        """What goes to each consumer: an even piece of every column."""
+        """Take what goes to each consumer: an even piece of every column."""
         values = [column[0] if isinstance(column, tuple) else column for column in columns.values()]
         raw = [tensor.numpy().reshape(-1).view("uint8") for tensor in values]
         self.consumers = range(self.case.first, self.case.first + self.case.consumers)
@@ -54,7 +54,7 @@ class PlainCopy:
             memoryview(self.got)[:size] = memoryview(self.memory[self.rank])[:size]
 
     def through(self) -> int:
-        """Bytes that this rank sent; compares what arrived with what was sent.
+        """Return the bytes that this rank sent; compares what arrived with what was sent.
 
         Raises:
             SystemExit: they differ.

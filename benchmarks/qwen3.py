@@ -12,7 +12,7 @@ _SIZES = {
 
 
 def folder(size: str, below: Path, scores: bool = False) -> Path:
-    """A model folder of this size. `scores`: a reward model, with one number for each token."""
+    """Return a model folder of this size. `scores`: a reward model, with one number for each token."""
     hidden, layers, inner, heads, kv_heads, tied = _SIZES[size]
     config = {"architectures": ["Qwen3ForTokenClassification" if scores else "Qwen3ForCausalLM"], "model_type": "qwen3",
               "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "vocab_size": 151936,

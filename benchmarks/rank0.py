@@ -108,7 +108,7 @@ class Rank0:
                 self._send(part, self.case.first + share, name)
 
     def _take(self, lengths: Tensor | None) -> None:
-        """A consumer other than rank 0: its share of all columns."""
+        """Receive, at a consumer other than rank 0, its share of all columns."""
         if self.rank == 0 or not self._consumes(self.rank):
             return
         waiting = []

@@ -36,8 +36,8 @@ class Spread:
 
 
 def options(description: str, repeats: int | None = 7) -> argparse.ArgumentParser:
-    """The flags of every benchmark; `quick` is for seeing that it runs, not for figures. `repeats`: None where nothing
-    is repeated."""
+    """Return the flags of every benchmark; `quick` is for seeing that it runs, not for figures. `repeats`: None where
+    nothing is repeated."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute: shows that the benchmark works, no more")
     parser.set_defaults(usual_and_quick={})
@@ -47,13 +47,13 @@ def options(description: str, repeats: int | None = 7) -> argparse.ArgumentParse
 
 
 def add_size(parser: argparse.ArgumentParser, name: str, usual: float, quick: float, about: str) -> None:
-    """A flag whose default depends on `--quick`; `parsed` fills it in."""
+    """Add a flag whose default depends on `--quick`; `parsed` fills it in."""
     parser.add_argument(f"--{name}", type=type(usual), help=f"{about}; default {usual}, with --quick {quick}")
     parser.get_default("usual_and_quick")[name] = (usual, quick)
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags with all sizes filled in."""
+    """Return the flags with all sizes filled in."""
     result = parser.parse_args(arguments)
     for name, (usual, quick) in result.usual_and_quick.items():
         if getattr(result, name) is None:
@@ -74,7 +74,7 @@ def ratios(pairs: Sequence[dict[str, T]], over: str, under: str, value: Callable
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and half its 95% interval (None: too few values to say), by Student's t."""
+    """Return the mean, and half its 95% interval (None: too few values to say), by Student's t."""
     if len(values) < 3:
         return statistics.mean(values), None
     quantile = _STUDENT.get(len(values), 2.2 if len(values) < 20 else 2.0)
@@ -95,11 +95,11 @@ def conclude(claim: str, measured: Spread, goal: float, *, unit: str = "x", hold
 
 
 def summary(claim: str, measured: Spread, unit: str, goal: float | None, met: bool | None) -> dict[str, Any]:
-    """What the last line says. A figure that nothing is promised of has no goal, and meets none."""
+    """Return what the last line says. A figure that nothing is promised of has no goal, and meets none."""
     return {"claim": claim, "value": rounded(measured.median), "unit": unit, "low": rounded(measured.low),
             "high": rounded(measured.high), "goal": goal, "met": met}
 
 
 def rounded(value: float) -> float:
-    """To four digits."""
+    """Return a number rounded to four digits."""
     return float(f"{value:.4g}")

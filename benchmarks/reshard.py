@@ -59,7 +59,7 @@ def shapes(case: Case, mib: int) -> dict[str, tuple[int, ...]]:
 
 
 def cut(wholes: dict[str, Tensor], dp: int, tp: int) -> dict[str, DTensor]:
-    """As FSDPEngine: by the module's plan, and what is left of each tensor over dp."""
+    """Cut tensors as FSDPEngine does: by the module's plan, and what is left of each tensor over dp."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     layers = nn.ModuleList(_layer(wholes[f"layers.{index}.weight"], wholes[f"layers.{index}.norm"])
                            for index in range(len(wholes) // 2))
@@ -119,7 +119,7 @@ class Side:
             self.place(name, whole)
 
     def copies(self) -> Callable[[], None]:
-        """The same bytes between flat buffers that are there before."""
+        """Return a copy of the same bytes between flat buffers that are there before."""
         ranks = dist.get_world_size()
         mine = torch.cat([shard.to_local().reshape(-1) for shard in self.shards.values()])
         whole = sum(shard.numel() for shard in self.shards.values())
@@ -144,7 +144,7 @@ class Side:
 
 @torch.no_grad()
 def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
-    """Bytes and seconds, the worst of all ranks."""
+    """Return the bytes and seconds, the worst of all ranks."""
     side = Side(case, mib)
     copies = side.copies()
     for way in (side.ours, side.attic.reload, side.naive, copies):  # first use, and what arrives

@@ -60,7 +60,7 @@ def bare_vllm(engine: Any, prompts: list[list[int]], samples: int, length: int) 
 
 def measure(name: str, sizes: dict[str, int], count: int, samples: int, length: int,
             repeats: int) -> list[dict[str, float]]:
-    """Tokens per second of both sides."""
+    """Return the tokens per second of both sides."""
     tokenizer: PreTrainedTokenizerBase = build_tokenizer(["one"] * 3)
     model = build_model(500, 0, **sizes).eval()
     prompts = prompts_of(count)
@@ -80,8 +80,8 @@ def measure(name: str, sizes: dict[str, int], count: int, samples: int, length: 
 
 
 def _bare_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """With the cache, blocks, lengths and batches that ours has on a CPU. Ours differs in what it adds: its own draws,
-    log-probabilities, and weights that arrive after the start."""
+    """Start a bare engine with the cache, blocks, lengths and batches that ours has on a CPU. Ours differs in what it
+    adds: its own draws, log-probabilities, and weights that arrive after the start."""
     import os
     import tempfile
 

@@ -89,7 +89,7 @@ class Case:
 
 
 def make(case: Case, producer: int, pad: bool) -> Columns:
-    """A producer's per-token columns, the same in every repeat; `pad` for who must carry ragged rows padded."""
+    """Return a producer's per-token columns, the same in every repeat; `pad` for who must carry ragged rows padded."""
     return {name: _column(case, name, case.ids(0, producer), pad) for name in PER_TOKEN}
 
 
@@ -99,7 +99,7 @@ def rewards(case: Case, repeat: int, ids: Tensor) -> Tensor:
 
 
 def wrong(case: Case, repeat: int, ids: Tensor, columns: Columns) -> str:
-    """What is wrong with rows that have arrived; nothing if they hold what they should."""
+    """Return what is wrong with rows that have arrived; nothing if they hold what they should."""
     if not torch.equal(columns["rewards"], rewards(case, repeat, ids)):
         return "rewards are not those of the rows"
     numbers = ids - case.first_id(repeat)
@@ -113,7 +113,7 @@ def wrong(case: Case, repeat: int, ids: Tensor, columns: Columns) -> str:
 
 
 def nbytes(columns: Columns, which: Tensor) -> int:
-    """Of some rows ([B] bool) with their ids; counted without a copy, as memory may be watched."""
+    """Return the bytes of some rows ([B] bool) with their ids; counted without a copy, as memory may be watched."""
     total = 8 * int(which.sum())
     for column in columns.values():
         if isinstance(column, tuple):
@@ -160,5 +160,5 @@ def _same(found: Tensor | tuple[Tensor, Tensor], expected: Tensor | tuple[Tensor
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:
-    """Few rows at a time: checking must not need the memory whose peak is measured."""
+    """Return ranges of a few rows each: checking must not need the memory whose peak is measured."""
     return ((start, min(count, start + _BLOCK)) for start in range(0, count, _BLOCK))

@@ -58,22 +58,23 @@ class Shape:
         return self.layers * self.matrices + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     def trainable(self, memory: float) -> Shape:
-        """With as many of its layers, at least one, as can be trained in so many bytes over all devices."""
+        """Return the shape with as many of its layers, at least one, as can be trained in so many bytes over all
+        devices."""
         others = self.parameters - self.layers * self.matrices
         computing = _WHILE_COMPUTING * (2 * self.matrices + others) + _LOGITS
         fitting = int(((memory - computing) / _STATE - others) // self.matrices)
         return replace(self, layers=max(1, min(self.layers, fitting)))
 
     def flops(self, prompt: int, response: int, samples: int = 1) -> float:
-        """Of a forward pass through one prompt and `samples` responses to it, in tokens; the prompt is read once and
-        the responses' tokens are scored."""
+        """Return the FLOPs of a forward pass through one prompt and `samples` responses to it, in tokens; the prompt is
+        read once and the responses' tokens are scored."""
         seen = prompt * (prompt + 1) / 2 + samples * (response * prompt + response * (response + 1) / 2)
         by_token = 2 * self.layers * self.matrices * (prompt + samples * response)
         attention = 4 * self.layers * self.heads * self.head_dim * seen
         return by_token + attention + 2 * self.hidden * self.vocabulary * samples * response
 
     def build(self, device: str) -> PreTrainedModel:
-        """With float32 weights, drawn on the device."""
+        """Build the model with float32 weights, drawn on the device."""
         config = Qwen2Config(
             vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,

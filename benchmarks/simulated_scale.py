@@ -89,8 +89,8 @@ def measured(repeat: int, rows: int, sizes: Sequence[int]) -> Costs:
 
 
 def _route(ranks: int, rows: int, repeat: int) -> float:
-    """What one rank computes to know where the rows of all go: each rank has `rows`, from all over the step as after a
-    first redistribution; they are balanced by tokens, and stay on their machine as far as that allows."""
+    """Return what one rank computes to know where the rows of all go: each rank has `rows`, from all over the step as
+    after a first redistribution; they are balanced by tokens, and stay on their machine as far as that allows."""
     made, notices = np.random.default_rng(repeat), []
     layout, machines = Layout(ranks), (np.arange(ranks) // PER_MACHINE * PER_MACHINE).tolist()
     reads = tuple(Column(name, name, SOURCE, "Ragged") for name in PER_TOKEN)
@@ -114,7 +114,7 @@ def _route(ranks: int, rows: int, repeat: int) -> float:
 
 
 def _metrics(ranks: int) -> float:
-    """What a rank computes to reduce the metrics of all."""
+    """Return what a rank computes to reduce the metrics of all."""
     mine = Metrics()
     for number in range(max(MEANS, MAXIMA, PER_RANK)):
         mine.mean(f"mean/{number}", number)
@@ -150,7 +150,7 @@ def _pass_on() -> float:
 
 
 def seconds(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
-    """The modelled time of one redistribution, for each architecture."""
+    """Return the modelled time of one redistribution, for each architecture."""
     machines, size = max(1, gpus // PER_MACHINE), load.rows * load.row
     several = machines > 1
     notices = gpus * load.rows * load.notice
@@ -162,7 +162,7 @@ def seconds(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
 
 
 def step(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
-    """The modelled time of a step. Only distflow has its metrics reduced by each rank."""
+    """Return the modelled time of a step. Only distflow has its metrics reduced by each rank."""
     return {name: load.compute[gpus] + load.edges * moved + costs.metrics[gpus] * (name == "distflow")
             for name, moved in seconds(gpus, load, costs).items()}
 
@@ -173,7 +173,7 @@ def linearity(gpus: int, load: Load, costs: Costs) -> dict[str, float]:
 
 
 def slowest(gpus: int, compute: float, spread: float) -> float:
-    """The mean seconds of the slowest of so many GPUs, whose logarithms are normal with deviation `spread`."""
+    """Return the mean seconds of the slowest of so many GPUs, whose logarithms are normal with deviation `spread`."""
     drawn = np.random.default_rng(0).lognormal(np.log(compute), spread, (200, gpus))
     return float(drawn.max(1).mean())
 

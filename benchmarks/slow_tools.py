@@ -35,6 +35,7 @@ class SlowCalculator:
 
 
 def latency(said: str, median: float, sigma: float) -> float:
-    """Seconds: the quantile of a lognormal distribution at a place that is drawn by what was said."""
+    """Return the seconds of a call: the quantile of a lognormal distribution at a place that is drawn by what was
+    said."""
     place = (zlib.crc32(said.encode(errors="surrogatepass")) % _PLACES + 0.5) / _PLACES
     return median * math.exp(sigma * NormalDist().inv_cdf(place))

@@ -31,7 +31,7 @@ class Slowed:
         self.join = joining(str(groups[0]).removesuffix("0") + "$RANK")
 
     def begin(self, quotas: Sequence[float]) -> None:
-        """From now on each rank may use so much of one core."""
+        """Limit each rank to so much of one core from now on."""
         for group, quota in zip(self.groups, quotas):
             _limit(group, quota)
 

@@ -47,10 +47,10 @@ GRAPHS = {  # tasks, and who reads whom
 MOST = {2: 6, 3: 6, 4: 5}  # devices by tasks, so that everything can be gone through
 
 
-def small(seed: int, devices: int | None = None) -> Problem:
-    """A problem of up to so many devices and four model tasks; the same for the same seed. Among them are odd counts,
-    links without latency, asymmetric and very slow ones, one device that dominates, memory that just fits, and up to
-    seven kinds of devices."""
+def random_problem(seed: int, devices: int | None = None) -> Problem:
+    """Return a problem of up to so many devices and four model tasks; the same for the same seed. Among them are odd
+    counts, links without latency, asymmetric and very slow ones, one device that dominates, memory that just fits, and
+    up to seven kinds of devices."""
     random = np.random.default_rng(seed)
     works, edges = GRAPHS[str(random.choice(sorted(GRAPHS)))]
     hardware = _hardware(random, int(random.integers(1, (devices or MOST[len(works)]) + 1, 2).max()))
@@ -100,7 +100,8 @@ def _task(random: np.random.Generator, kind: str, role: str, size: tuple[int, in
 
 
 def _just_fitting(random: np.random.Generator, problem: Problem) -> Problem:
-    """All memories scaled so that together they hold the largest trained state a little more than once."""
+    """Return the problem with all memories scaled so that together they hold the largest trained state a little more
+    than once."""
     state = max(20 * task.parameters for task in problem.tasks)
     room = sum(group.memory * group.devices for group in problem.hardware.device_groups)
     factor = float(random.uniform(1.0, 2.5)) * state / room
@@ -114,14 +115,14 @@ Used = tuple[int, ...]  # devices of each machine
 
 
 def brute_force(problem: Problem) -> float:
-    """The seconds of the best placement: every grouping, devices and layout of each task."""
+    """Return the seconds of the best placement: every grouping, devices and layout of each task."""
     costs = CostModel(problem)
     options = [_options(costs, number) for number in range(len(problem.tasks))]
     return min((_best(problem, group_of, options) for group_of in _groupings(problem)), default=math.inf)
 
 
 def _groupings(problem: Problem) -> Iterator[list[int]]:
-    """The group of each task; a role is trained in one group."""
+    """Yield the group of each task; a role is trained in one group."""
     count = len(problem.tasks)
     for group_of in product(range(count), repeat=count):
         first = all(group <= max(group_of[:task], default=-1) + 1 for task, group in enumerate(group_of))
@@ -131,8 +132,8 @@ def _groupings(problem: Problem) -> Iterator[list[int]]:
 
 
 def _options(costs: CostModel, number: int) -> tuple[list[Used], np.ndarray]:
-    """The devices that a task may use, and its seconds there, alone and with swaps; without those that are no faster
-    than others with fewer devices of the same machines."""
+    """Return the devices that a task may use, and its seconds there, alone and with swaps; without those that are no
+    faster than others with fewer devices of the same machines."""
     machines = [group.each for group in costs.problem.hardware.device_groups]
     found: dict[Used, tuple[float, float]] = {}
     for used in product(*(range(count + 1) for count in machines)):
@@ -147,7 +148,7 @@ def _options(costs: CostModel, number: int) -> tuple[list[Used], np.ndarray]:
 
 
 def _splits(costs: CostModel, number: int, used: Used) -> Iterator[tuple[Strategy, tuple[Replicas, ...]]]:
-    """Every strategy on exactly these devices, in every arrangement."""
+    """Yield every strategy on exactly these devices, in every arrangement."""
     task = costs.problem.tasks[number]
     sizes = [group.each for group, count in zip(costs.problem.hardware.device_groups, used) if count]
     for tp, pp in product((1, 2, 4, 8), range(1, task.layers + 1)):
@@ -169,7 +170,7 @@ def _micro_batches(task: ModelTask, dp: int) -> set[int]:
 
 @cache
 def _dealt(blocks: Used, pp: int) -> list[tuple[tuple[int, ...], ...]]:
-    """The stages of every share: all ways to deal all blocks, whatever the order of the shares."""
+    """Return the stages of every share: all ways to deal all blocks, whatever the order of the shares."""
     if not any(blocks):
         return [()]
     found = set()
@@ -181,7 +182,7 @@ def _dealt(blocks: Used, pp: int) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def _best(problem: Problem, group_of: list[int], options: list[tuple[list[Used], np.ndarray]]) -> float:
-    """The best choice of an option for each task, all choices at once in arrays."""
+    """Return the best choice of an option for each task, all choices at once in arrays."""
     sizes = [len(used) for used, _ in options]
     if 0 in sizes:
         return math.inf
@@ -213,7 +214,7 @@ def _engine(problem: Problem, task: int) -> tuple[str, bool]:
 
 def _iteration(problem: Problem, group_of: list[int], seconds: list[np.ndarray], sent: list[np.ndarray],
                synced: list[np.ndarray]) -> np.ndarray:
-    """The objective, from the layouts."""
+    """Return the objective, from the layouts."""
     tasks = range(len(seconds))
     if problem.mode == ASYNC:
         return np.max([sum(seconds[task] for task in tasks if group_of[task] == group)
@@ -229,8 +230,8 @@ def _iteration(problem: Problem, group_of: list[int], seconds: list[np.ndarray],
 
 
 def _transfer(problem: Problem, edge: Edge, weights: bool, own: bool, source: Used, target: Used) -> float:
-    """Seconds from the machines that one layout uses to those of another. Of weights each machine of the source has a
-    part that all others need; rows stay where they are if they can."""
+    """Return the seconds from the machines that one layout uses to those of another. Of weights each machine of the
+    source has a part that all others need; rows stay where they are if they can."""
     here, there = ([machine for machine, count in enumerate(used) if count] for used in (source, target))
     if not edge.nbytes or (own and here == there):
         return 0.0

@@ -65,7 +65,7 @@ class Course:
 
 
 def of_run(mark: str) -> Iterator[int]:
-    """The processes that have this run's mark in their environment."""
+    """Yield the processes that have this run's mark in their environment."""
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark.encode() in (place / "environ").read_bytes() and int(place.name) != os.getpid():
@@ -73,7 +73,7 @@ def of_run(mark: str) -> Iterator[int]:
 
 
 def look(mark: str, torchrun: int, courses: dict[int, Course]) -> None:
-    """One sample of the seats, which torchrun has started, and of the dock."""
+    """Take one sample of the supervisors, which torchrun has started, and of the dock."""
     for process in of_run(mark):
         with contextlib.suppress(OSError):
             dock = b"dock.child" in Path(f"/proc/{process}/cmdline").read_bytes()
@@ -127,11 +127,11 @@ def soak(scratch: Path, given: Namespace) -> tuple[dict[int, Course], Counter, l
     run.send_signal(signal.SIGTERM)
     run.wait(GRACE)
     trouble = [f"the run ended by itself: {(scratch / 'output').read_text()[-3000:]}"] if early else []
-    return courses, faults, [*trouble, *left(mark, shared, temporary)]
+    return courses, faults, [*trouble, *leftovers(mark, shared, temporary)]
 
 
-def left(mark: str, shared: set[str], temporary: Path) -> list[str]:
-    """What is there of a run that has ended, a moment later."""
+def leftovers(mark: str, shared: set[str], temporary: Path) -> list[str]:
+    """Return what is there of a run that has ended, a moment later."""
     until = time.monotonic() + GRACE / 2
     while (living := list(of_run(mark))) and time.monotonic() < until:
         time.sleep(LOOK / 10)

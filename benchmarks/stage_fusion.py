@@ -53,7 +53,7 @@ class Trial(Contest):
         AutoTokenizer.from_pretrained(self.model).save_pretrained(self.reference)
 
     def measure(self, mode: str, fuse: bool, seed: int) -> list[dict[str, float]]:
-        """The metrics of a run's steps but the first."""
+        """Return the metrics of a run's steps but the first."""
         name = f"{mode}-{'fused' if fuse else 'whole'}-{seed}"
         steps = self._steps(name, mode, fuse, seed, self.given.updates)[1:]
         means = [statistics.mean(step.get(key, 0.0) for step in steps) for key in (
@@ -63,7 +63,8 @@ class Trial(Contest):
         return steps
 
     def are_equal(self, mode: str) -> bool:
-        """Whether both sides sample the same where each row is sampled alone, and have the same losses to 1e-5."""
+        """Return whether both sides sample the same where each row is sampled alone, and have the same losses to
+        1e-5."""
         whole, fused = (self._steps(f"{mode}-equal-{fuse}", mode, fuse, 0, EQUAL, "data.batch=8",
                                     "roles.actor.generation.batch_rows=1") for fuse in (False, True))
         same = all(one["response/fingerprint"] == other["response/fingerprint"]

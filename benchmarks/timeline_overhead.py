@@ -32,7 +32,7 @@ def median_step(scratch: Path, steps: int, timeline: bool, repeat: int) -> float
 
 
 def cost_of_a_span(folder: Path, count: int = 10_000) -> float:
-    """Seconds for one span, with its part of the line that is written."""
+    """Return the seconds for one span, with its part of the line that is written."""
     mine = Timeline()
     mine.begin(role="trainer", attempt=0)
     mine.open(folder / "timeline" / "rank0.jsonl", 0)

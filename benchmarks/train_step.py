@@ -89,7 +89,7 @@ class Bare:
 
 
 def measure(case: Case, sizes: dict[str, int], repeats: int) -> list[dict[str, float]]:
-    """Seconds of a step of each side, and the gradient norms that must agree."""
+    """Return the seconds of a step of each side, and the gradient norms that must agree."""
     model = build_model(512, 0, **sizes)
     mesh, batch = init_device_mesh("cpu", (dist.get_world_size(),)), rows(case)
     bare, ours = Bare(copy.deepcopy(model)), copy.deepcopy(model)

@@ -99,7 +99,7 @@ def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:
 
 
 def batch_of(ids: torch.Tensor, mean: int) -> Batch:
-    """Rows whose tokens are their own id."""
+    """Return the rows whose tokens are their own id."""
     lengths = lengths_of(ids, mean)
     values = ids.repeat_interleave(lengths)
     return Batch(ids, {"tokens": Ragged(values, lengths), "logprobs": Ragged(values.float(), lengths),
@@ -107,7 +107,7 @@ def batch_of(ids: torch.Tensor, mean: int) -> Batch:
 
 
 def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, number: int) -> None:
-    """One of the dock's clients: rounds until there are no more."""
+    """Run one of the dock's clients: rounds until there are no more."""
     torch.set_num_threads(1)
     with DockClient(addresses, token, f"client {number}", timeout=_WAIT) as dock:
         dock.status()
@@ -142,7 +142,7 @@ class Driver:
         self.next = 0
 
     def round(self, clients: int, cycles: int, rows: int, mean: int) -> float:
-        """Seconds for every client's `cycles`."""
+        """Return the seconds for every client's `cycles`."""
         while len(self.clients) < clients:
             self._start()
         lines = [line for _, line in self.clients[:clients]]
@@ -198,7 +198,8 @@ def contest(given: Namespace) -> list[Spread]:
 
 
 def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
-    """Bytes through the busiest warehouse over the even share of the rows, and all bytes over those of the rows."""
+    """Return the bytes through the busiest warehouse over the even share of the rows, and all bytes over those of the
+    rows."""
     token = secrets.token_bytes(32)
     services = [StorageShardServer(token) for _ in range(warehouses)]
     batch = batch_of(torch.arange(rows), mean)
@@ -215,8 +216,9 @@ def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     return max(through) * warehouses / payload, sum(through) / payload
 
 
-def in_copies(rows: int, mean: int, rounds: int) -> Spread:
-    """What put, list and get of one client take, over a copy of the rows' bytes from warm memory to warm memory."""
+def time_in_copies(rows: int, mean: int, rounds: int) -> Spread:
+    """Return what put, list and get of one client take, over a copy of the rows' bytes from warm memory to warm
+    memory."""
     token = secrets.token_bytes(32)
     children = [start(token) for _ in range(2)]
     found = []
@@ -245,7 +247,7 @@ def in_copies(rows: int, mean: int, rounds: int) -> Spread:
 
 def show_copies(rounds: int) -> None:
     for rows, mean in SHAPES:
-        measured = in_copies(rows, mean, rounds)
+        measured = time_in_copies(rows, mean, rounds)
         print(f"one client, {rows} rows of {mean} tokens: {measured} copies of their bytes, goal at most "
               f"{COPIES_GOAL:g}: {'met' if measured.median <= COPIES_GOAL else 'NOT met'}", flush=True)
 

@@ -82,7 +82,7 @@ class Trainer:
         return time.perf_counter() - begun
 
     def open(self, said: dict[str, Any]) -> dict[str, Any]:
-        """What the raw transports need to know."""
+        """Return what the raw transports need to know."""
         if "worker" in said:
             self.source_end = transports("ucx", self.publisher.buffers)["ucx"].source_end(said)
             return self.source_end.reply
@@ -95,7 +95,7 @@ class Trainer:
         return {"address": list(self.publisher.buffers.address_of(self.memory))}
 
     def send(self, way: str) -> None:
-        """All of it, when the other side has said that it is ready."""
+        """Send all of the weights, when the other side has said that it is ready."""
         self.sock.recv(1)
         if way == "tcp":
             self.sock.sendall(memoryview(self.memory))
@@ -132,7 +132,7 @@ class Rollout:
         return seconds
 
     def _connections(self, token: bytes, way: str) -> SourceConnections:
-        """As the puller makes them itself, for one of the transports."""
+        """Return connections as the puller makes them, for one of the transports."""
         ways = transports(way, self.puller.buffers)
         return SourceConnections(lambda entry, head: SourceClient(entry, head, "rollout", token, ways, way,
                                                                   self.puller.deadline))

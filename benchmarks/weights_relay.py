@@ -103,7 +103,7 @@ class Rollout:
         self.puller = Puller(store, token, f"rollout-{host}", host=host, transport="tcp", deadline=30.0)
 
     def pull(self, version: int, relays: bool) -> float:
-        """Seconds until it is here. Without relays only trainer ranks are seen."""
+        """Return the seconds until it is here. Without relays only trainer ranks are seen."""
         puller.order_sources = _ORDERED if relays else _trainers
         puller.ChunkPuller._successor = _SUCCESSOR if relays else lambda *_: None
         return timed_pull(self.puller, version)
@@ -125,7 +125,7 @@ class Fleet:
         self.rollouts = [started(name, Rollout, token, address(number)) for number, name in enumerate(names) if number]
 
     def update(self, count: int, relays: bool) -> float:
-        """Seconds until the first `count` rollouts have a new version."""
+        """Return the seconds until the first `count` rollouts have a new version."""
         return max(ask(self.rollouts[:count], "pull", self.publish(), relays))
 
     def publish(self) -> int:
@@ -135,7 +135,7 @@ class Fleet:
         return ask(self.trainer, "sent")[0]
 
     def join_late(self, count: int) -> tuple[int, int]:
-        """The trainer's bytes before and after a rollout joins that has nothing yet; it is the last one."""
+        """Return the trainer's bytes before and after a rollout joins that has nothing yet; it is the last one."""
         self.update(count, True)
         version, before = self.publish(), self.sent()
         ask(self.rollouts[:count], "pull", version, True)

@@ -65,15 +65,15 @@ def test_an_etcd_that_loses_a_member_and_then_stands_still_ends_no_run(cluster, 
     run = cluster("--machines", "2", "--set", "steps=40", store=etcd.address("grpo-1"))
     for name in ("one", "two"):
         run.start(name)
-    run.reach(2)
+    run.wait_for_step(2)
     etcd.processes[0].kill()
-    run.reach(5)
+    run.wait_for_step(5)
     for member in (1, 2):
         etcd.signal(member, signal.SIGSTOP)
-    run.reach(25)
+    run.wait_for_step(25)
     for member in (1, 2):
         etcd.signal(member, signal.SIGCONT)
-    assert set(run.ends().values()) == {0}, run.said()
+    assert set(run.exit_statuses().values()) == {0}, run.logs()
     assert run.events("failure") == []
 
 
@@ -81,11 +81,11 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     run = cluster(*ASYNC)
     for name in ("one", "two", "three"):
         run.start(name)
-    run.reach(2)
-    run.lose(next(name for name in run.machines if name not in run.tells("step 2/")))
+    run.wait_for_step(2)
+    run.kill(next(name for name in run.machines if name not in run.machines_that_logged("step 2/")))
     run.start("four")
-    run.eventually(lambda: "has taken its place" in str(run.events("failure")))
-    assert set(run.ends().values()) == {0}, run.said()
+    run.wait_until(lambda: "has taken its place" in str(run.events("failure")))
+    assert set(run.exit_statuses().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     assert not [event for event in run.events("failure") if event["group"] == "the machines"]
     assert run.store.wait(60) == 0
@@ -110,12 +110,12 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
                   f"steps={SOME}")
     for name in ("one", "two", "three"):
         run.start(name)
-    run.eventually(lambda: {event["rank"] for event in run.events("worker_caught_up")} >= {0, 1, 2})
-    run.eventually(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
-    run.eventually(lambda: run.tells("step 2/"))
-    lost, = run.tells("step 2/")
-    run.lose(lost)
-    assert set(run.ends().values()) == {0}, run.said()
+    run.wait_until(lambda: {event["rank"] for event in run.events("worker_caught_up")} >= {0, 1, 2})
+    run.wait_until(lambda: any(line.get("dock/standbys") for line in metrics_of(run.run).values()))
+    run.wait_until(lambda: run.machines_that_logged("step 2/"))
+    lost, = run.machines_that_logged("step 2/")
+    run.kill(lost)
+    assert set(run.exit_statuses().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["group"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state_restored")
@@ -131,11 +131,11 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     run = cluster("--machines", "2", "--set", "checkpoint={every: 0}", "--set", f"steps={FEW}", "--set", fault)
     for name in ("one", "two", "three"):
         run.start(name)
-    run.eventually(run.ended)
-    lost, = run.ended()
+    run.wait_until(run.ended_machines)
+    lost, = run.ended_machines()
     assert "step 6/" in (run.cwd / f"{lost}.log").read_text()
-    run.lose(lost)
-    assert set(run.ends().values()) == {0}, run.said()
+    run.kill(lost)
+    assert set(run.exit_statuses().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
     assert [event["group"] for event in run.events("failure")][-1] == "the machines"
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
@@ -161,14 +161,14 @@ def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspac
         end.callback(run.close)
         for name in ("one", "two", "three"):
             run.start(name)
-        run.reach(6)
-        first, = run.tells("step 2/")
+        run.wait_for_step(6)
+        first, = run.machines_that_logged("step 2/")
         here, there = (number for number, name in enumerate(run.machines) if name != first)
         subprocess.run(["ip", "netns", "exec", hosts[here], "ip", "route", "add", "blackhole", address(there)],
                        check=True)
-        status = run.ends()
+        status = run.exit_statuses()
         (lost, code), = [each for each in status.items() if each[1]]
-        assert (sorted(status.values()), code) == ([0, 0, 1], 1), run.said()
+        assert (sorted(status.values()), code) == ([0, 0, 1], 1), run.logs()
         assert lost != first
         assert "do not reach each other, though all reach the store" in (workspace / f"{lost}.log").read_text()
         assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
@@ -180,11 +180,11 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     """Mode sync: the ranks are those of the machines that are there."""
     run = cluster("--machines", "1:2")
     run.start("one")
-    run.reach(4)
+    run.wait_for_step(4)
     run.start("two")
-    run.eventually(lambda: any(event["rank"] == 1 for event in run.events("worker_caught_up")))
-    run.lose("one")
-    assert run.ends() == {"two": 0}, run.said()
+    run.wait_until(lambda: any(event["rank"] == 1 for event in run.events("worker_caught_up")))
+    run.kill("one")
+    assert run.exit_statuses() == {"two": 0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     said = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
     assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]

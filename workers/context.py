@@ -35,7 +35,7 @@ from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
-from workers.engines.collectives import chosen
+from workers.engines.collectives import choose_backend
 from workers.rollout_channel import DockMembership, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
@@ -96,7 +96,7 @@ class RankContext:
 
     def is_obsolete(self) -> bool:
         """Return whether this rank works for a trainer that has done its last step."""
-        return bool(self.role != TRAINER and self.channel and self.channel.over)
+        return bool(self.role != TRAINER and self.channel and self.channel.is_over)
 
     def leave_out(self) -> bool:
         """Take this rank's replica of its group out of the run. Return whether another is left: of two that leave, one
@@ -119,10 +119,10 @@ class RankContext:
     def live_config(self) -> LiveConfig:
         return LiveConfig(self.path, self.role)
 
-    def reloaded(self, number: int) -> RankContext:
+    def reload(self, number: int) -> RankContext:
         return self if number <= self.known_change else self._reread()
 
-    def agreed(self, number: int) -> RankContext:
+    def agree_on_settings(self, number: int) -> RankContext:
         """Return `reloaded`'s result once the whole restart group has read the same settings, or raise Disagreement."""
         context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
@@ -135,7 +135,7 @@ class RankContext:
                                    "folder must be on a file system that all machines share")
             context, read = context._reread(), True
 
-    def smaller(self, halved: Collection[str]) -> RankContext:
+    def with_halved_settings(self, halved: Collection[str]) -> RankContext:
         """Return a context whose roles have half of these settings, since the memory was too small for the whole. The
         run folder keeps the whole."""
         def size(settings: RoleRun) -> RoleRun:
@@ -214,7 +214,7 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if lock and resume:
         lock.hold()
     device, device_index = _device(spec, plan, store)
-    backend = chosen(spec.run.backend, device)
+    backend = choose_backend(spec.run.backend, device)
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)

@@ -49,7 +49,7 @@ class Executor:
         count = Counter(task.function for task in chain)
         self.shared = {function for function, nodes in count.items() if nodes > 1}  # their metrics are named by node
         self.seconds: defaultdict[str, float] = defaultdict(float)  # of each node since the step began
-        self.streams = streams_of(chain, {name: role.stream for name, role in roles.items()})
+        self.streams = random_streams(chain, {name: role.stream for name, role in roles.items()})
 
     def watch(self, task: Task) -> contextlib.AbstractContextManager[None]:
         """Surround a task from taking its inputs to putting its outputs."""
@@ -209,7 +209,7 @@ class SampledRows:
         self.cache, self.found = cache, {}
         self.turns: dict[str, list[Batch]] = {}  # of conversations, by node
         if cache is not None and step is not None:
-            mine = cache.of(step)
+            mine = cache.rows_of_step(step)
             for key in [key for key in mine if key.startswith(_TURNS)]:
                 self.turns.setdefault(key[: key.rindex(" ") + 1], []).append(mine.pop(key)[0])
             all_have = set.intersection(*(set(json.loads(keys)) for keys in gather(json.dumps([*mine]).encode())))
@@ -241,7 +241,7 @@ class SampledRows:
             self.cache.clear()
 
 
-def streams_of(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int | None]:
+def random_streams(chain: Iterable[Task], of_role: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return each sampling node's random stream: its role's, or its own if a node of the role samples before it."""
     found: dict[str, int | None] = {}
     for task in (task for task in chain if task.samples):
@@ -260,14 +260,14 @@ def _as_columns(task: Task, location: str, result: Any, rows: int) -> dict[str, 
     if len(values) != len(task.writes):
         raise ColumnError(f"{who} {len(values)} columns; it declares {', '.join(task.writes)}")
     for name, value in zip(task.writes, values):
-        if wrong := _wrong(value, rows):
+        if wrong := _column_error(value, rows):
             raise ColumnError(f"{who} {wrong} for column `{name}`. Return one value for each of the {rows} rows: a "
                               "Tensor, a Ragged or a list of str")
     return {name: encode_text(value) if isinstance(value, list) else _without_graph(value)
             for name, value in zip(task.writes, values)}
 
 
-def _wrong(value: Any, rows: int) -> str:
+def _column_error(value: Any, rows: int) -> str:
     """Return why a value is no column of so many rows; empty if it is one."""
     if value is None:
         return "None"

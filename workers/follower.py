@@ -112,12 +112,12 @@ class LeaderLink:
         self.store, self.roles, self.limit, self.leads = store, roles, limit, rank == 0
         self.written: set[str] = set()  # keys of metrics that were read
 
-    def ask(self, step: int) -> None:
+    def begin_checkpoint(self, step: int) -> None:
         if self.leads:
             self.store.put("asked", str(step))
 
     @contextlib.contextmanager
-    def part(self, step: int) -> Iterator[None]:
+    def checkpoint_part(self, step: int) -> Iterator[None]:
         """Wait for the others' parts of a checkpoint before it is written. Raises CheckpointError: one is missing."""
         for role in self.roles:
             key = f"parts/{role}/{step}"
@@ -163,7 +163,7 @@ class FollowerLink:
         self.store, self.role, self.leads = store, role, rank == 0
         self.asked_before = -1  # the last step whose checkpoint was begun
 
-    def ask(self, step: int) -> None:
+    def begin_checkpoint(self, step: int) -> None:
         """Note that a checkpoint is being written, which is not to be asked for twice."""
         self.asked_before = step
 
@@ -173,15 +173,16 @@ class FollowerLink:
             self.store.put(f"metrics/{self.role}/{done}", json.dumps(values))
 
     @property
-    def asked(self) -> int:
+    def requested_checkpoint(self) -> int:
         """The step whose checkpoint the first trainer asks for, unless it was written before; else -1."""
         step = int(self.store.get("asked") or -1)
         return -1 if step == self.asked_before or self.store.has(f"parts/{self.role}/{step}") else step
 
-    def look(self, step: int) -> list[bool]:
+    def poll(self, step: int) -> list[bool]:
         """Return whether the state after `step` steps is asked for, and whether the first trainer does no more. A
         state of before, to which that trainer has gone back, is refused: it is gone."""
-        over, asked = self.ended_by(step), self.asked  # in this order: it asks for the last state before it ends
+        # In this order: the first trainer asks for the last state before it ends.
+        over, asked = self.ended_by(step), self.requested_checkpoint
         if 0 <= asked < step:
             self._report(asked, "its ranks have done later steps, and kept no state of this one")
         return [asked == step, over]
@@ -197,7 +198,7 @@ class FollowerLink:
         return json.loads(self.store.get("ended") or "[0, false]")[1]
 
     @contextlib.contextmanager
-    def part(self, step: int) -> Iterator[None]:
+    def checkpoint_part(self, step: int) -> Iterator[None]:
         """Report to the first trainer how the writing of this part has gone."""
         try:
             yield
@@ -262,7 +263,7 @@ class FollowerSink:
     def end(self, finished: bool = True) -> None:
         """Wait until the first trainer has ended, and save what it asks for meanwhile. Collective."""
         while True:
-            due, over = gather_values(self.link.look(self.done))[0]
+            due, over = gather_values(self.link.poll(self.done))[0]
             if due:
                 self.save(self.done)
             elif over:

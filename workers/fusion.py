@@ -76,7 +76,8 @@ class Fusion:
     def _seen(self, dock: DockClient, draw: int, least: int, timeout: SampleTimeout) -> bytes:
         """Return the rows that are there; nothing if they are too few so far, as the other ranks wait for an answer."""
         try:
-            seen = dock.peek(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw, wait=timeout.wait)
+            seen = dock.peek(TRAINER, self.loader.batch * self.channel.rows, least=least, step=draw,
+                             wait=timeout.poll_seconds)
         except TimedOut as error:
             timeout.check(error)
             return b""

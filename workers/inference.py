@@ -133,7 +133,7 @@ class InferenceContext:
 
 def _packed(lease: Lease | None, channel: RolloutChannel) -> bytes:
     if lease is None:
-        return b"over" if channel.over else b""
+        return b"over" if channel.is_over else b""
     return msgpack.packb([lease.ids.tolist(), lease.tokens.tolist()]) or b""
 
 

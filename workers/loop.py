@@ -8,14 +8,14 @@
                  until enough is in the dock (ColocatedSource)       only samples
 
     loop         runs on                                             one turn
-    train        ranks that train, in mode sync all                  next_prompts → run_chain → _ends
+    train        ranks that train, in mode sync all                  next_prompts → run_chain → _conclude_step
     rollout      ranks that sample for others                        lease → load newer weights → run_chain → put
     infer        ranks that only read a model for others             lease → run_chain → put
-    serve        as train, for a training client (mode sync)         the client's calls → _ends
+    serve        as train, for a training client (mode sync)         the client's calls → _conclude_step
 
-`run_chain` is the only place where a task runs: take its inputs, compute, put its outputs. `_ends` records a step and
-begins its snapshot before it publishes the step to other groups: a worker that dies between two of these lines repeats
-one finished step at most.
+`run_chain` is the only place where a task runs: take its inputs, compute, put its outputs. `_conclude_step` records a
+step and begins its snapshot before it publishes the step to other groups: a worker that dies between two of these lines
+repeats one finished step at most.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def train(ctx: TrainContext) -> bool:
         for step in ctx.steps():
             ctx.next_prompts()
             run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
-            if _ends(ctx, step):
+            if _conclude_step(ctx, step):
                 break
-            if ctx.leaves:
+            if ctx.leaves_early:
                 return ctx.leave(step)
     return ctx.finish()
 
@@ -54,16 +54,16 @@ def serve(ctx: TrainContext, calls: TrainingCalls) -> bool:
         if not calls.until_update(step):
             ctx.stopping = True
             return ctx.leave(step - 1)
-        ended = _ends(ctx, step, learnt=calls.learnt)
+        ended = _conclude_step(ctx, step, learnt=calls.learnt)
         calls.confirm(step)  # a client that has this answer may rely on the step
         if ended:
             break
-        if ctx.leaves:
+        if ctx.leaves_early:
             return ctx.leave(step)
     return ctx.finish()
 
 
-def _ends(ctx: TrainContext, step: int, learnt: bool = True) -> bool:
+def _conclude_step(ctx: TrainContext, step: int, learnt: bool = True) -> bool:
     """Conclude a step, which has trained a role unless it has not `learnt`. Return whether it is the last one."""
     with ctx.finishing():
         ctx.record(step)  # metrics and samples; detectors look at them

@@ -263,7 +263,7 @@ class RolloutContext:
         may_pass = self.dedicated and isinstance(error, DistflowError)
         if may_pass and not over:
             with contextlib.suppress(StoreUnavailable):  # then it is not known to be over
-                over = self.channel.over
+                over = self.channel.is_over
         if may_pass and over:
             self.ended = True
         elif error is not None and not isinstance(error, EngineStopped):
@@ -282,7 +282,7 @@ class RolloutContext:
                         self.ended = True  # prompts under way do not outlast a dock that fails
                 self._save_partial(dock)
                 self.complete.put(None)
-                while not self.all_put.wait(_POLL_INTERVAL) and self.failure is None and not self.channel.over:
+                while not self.all_put.wait(_POLL_INTERVAL) and self.failure is None and not self.channel.is_over:
                     self._renew_leases(dock)
         finally:
             self.complete.put(None)

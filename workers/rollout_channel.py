@@ -147,23 +147,23 @@ class RolloutChannel:
     def validation_of(self, lease: Lease) -> int:
         return int(lease.ids[0]) // self.rows - _REQUESTS[0]
 
-    def begin(self, step: int) -> None:
+    def announce_start(self, step: int) -> None:
         """Announce the step at which the trainer begins."""
         self.store.put(_FIRST, str(step))
 
     @property
-    def first(self) -> int:
+    def first_step(self) -> int:
         """The step at which the trainer begins; waits until it is announced."""
         while not self.store.wait([_FIRST], self.store.deadline.seconds):
             pass
         return int(self.store.get(_FIRST) or 0)
 
-    def end(self) -> None:
+    def announce_end(self) -> None:
         """Announce that nothing more is to be sampled."""
         self.store.put(_OVER, "")
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing more is to be sampled; many ranks look less often than they ask."""
         if (now := time.monotonic()) >= self.look_at and not self.known_over:
             self.known_over, self.look_at = self.store.has(_OVER), now + poll_interval(0.0, self.ranks)
@@ -226,21 +226,21 @@ class SampleTimeout:
         self.since = time.monotonic()
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return max(self.since + self.limit - time.monotonic(), 0.0)
 
     @property
-    def wait(self) -> float:
+    def poll_seconds(self) -> float:
         """Seconds to wait before the next look at who validates."""
-        return min(self.left, self.limit / _STATUS_POLLS)
+        return min(self.seconds_left, self.limit / _STATUS_POLLS)
 
     def is_over(self) -> bool:
         """Return whether `limit` seconds have passed since anybody was seen to validate."""
-        if (now := time.monotonic()) >= self.look_at or not self.left:  # each look is a message
+        if (now := time.monotonic()) >= self.look_at or not self.seconds_left:  # each look is a message
             self.look_at = now + self.limit / _STATUS_POLLS
             if self.channel.is_validating(self.dock):
                 self.renew()
-        return not self.left
+        return not self.seconds_left
 
     def check(self, error: TimedOut) -> None:
         """Raise the error of a wait if that is over."""
@@ -387,7 +387,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, memb
     taken = directory is not None and number is not None and number in directory.known
     if taken and number is not None:
         again = partial(started, layout=layout_at(tuple(before)), number=number, standby=True)
-        shard_process = taken_over(membership.standbys.pop(number, None), again)
+        shard_process = take_over_shard(membership.standbys.pop(number, None), again)
     else:
         shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
         met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
@@ -403,7 +403,7 @@ def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, memb
     return channel
 
 
-def taken_over(standby: ShardProcess | None, again: Callable[[], ShardProcess]) -> ShardProcess:
+def take_over_shard(standby: ShardProcess | None, again: Callable[[], ShardProcess]) -> ShardProcess:
     """Have a standby serve its shard, or if it does not another one, with no rows, that `again` starts. Raises
     DockError: neither does."""
     if standby is not None:

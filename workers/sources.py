@@ -120,16 +120,16 @@ class AsyncSource(Dataloader):
 
     def _receive(self, number: int, timeout: SampleTimeout) -> Batch:
         """Return this rank's rows of draw `number`."""
-        return self._leased(number, timeout, self.batch)
+        return self._lease_batch(number, timeout, self.batch)
 
-    def _leased(self, number: int, timeout: SampleTimeout, prompts: int) -> Batch:
+    def _lease_batch(self, number: int, timeout: SampleTimeout, prompts: int) -> Batch:
         return self.dock.fetch(self._lease(self.consumer, number, timeout, prompts))
 
     def _lease(self, consumer: str, number: int, timeout: SampleTimeout, prompts: int) -> Lease:
         """Lease so many prompts under this number, which all ranks name."""
         while True:
             try:
-                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=timeout.wait, step=number,
+                lease = self.dock.lease(consumer, prompts * self.channel.rows, wait=timeout.poll_seconds, step=number,
                                         share=self.rank, shares=self.plan.ranks)
                 self.leases.append(lease)
                 return lease
@@ -149,7 +149,7 @@ class AsyncSource(Dataloader):
     def _put(self, rows: Batch) -> None:
         self.dock.put(rows)
 
-    def _kept(self, buffer: Databuffer) -> Tensor:
+    def _kept_ids(self, buffer: Databuffer) -> Tensor:
         """Return the ids of this rank's rows that have not been dropped."""
         if buffer.drawn is not None:
             return self.rows.ids
@@ -161,7 +161,7 @@ class AsyncSource(Dataloader):
         self.dock.report_activity(f"waiting for node `{node}` of other ranks")
         began, number = time.perf_counter(), self.drawn_before - 1
         self._lease(self.awaited[node], number, SampleTimeout(self.channel, self.dock, self.limit), self.batch)
-        received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept(buffer)
+        received, mine = ReceivedColumns(self.plan, self.channel.rows, node), self._kept_ids(buffer)
         if len(self.rows):
             rows = self.dock.fetch(self.rows.ids, self.dock.layout.consumer(self.awaited[node]).reads)
             _add_reports(rows)  # of which some may stand in rows that were dropped
@@ -300,7 +300,7 @@ class FollowerSource(AsyncSource):
         given = {"step": number, "share": self.rank, "shares": self.plan.ranks}
         while True:
             mine = self.dock.try_lease(consumer, count, wait=_WAIT, **given) if self.rank == 0 else None
-            look = self.link.look(number) if self.rank == 0 else []  # it asks before it puts what this step waits for
+            look = self.link.poll(number) if self.rank == 0 else []  # it asks before it puts what this step waits for
             there, due, over = gather_values([mine is not None, *look])[0]
             if due:
                 self.save_after(number)
@@ -380,11 +380,11 @@ class UnorderedSource(AsyncSource):
         while missing:
             if parts and self.colocated is not None and self.colocated.alone:
                 self._sample(number, missing)
-            rows = self._leased(self.taken, timeout, missing)
+            rows = self._lease_batch(self.taken, timeout, missing)
             timeout.renew()  # what is missing now is sampled again from its beginning
             self.taken += 1
             prompts = rows.ids // self.channel.rows
-            good = self._taken(prompts, self._are_old(rows))
+            good = self._take_prompts(prompts, self._are_old(rows))
             missing -= len(good)
             parts.append(rows.select(torch.isin(prompts, torch.tensor(good, dtype=torch.int64)).nonzero().squeeze(1)))
         rows = Batch.concat(parts)
@@ -403,7 +403,7 @@ class UnorderedSource(AsyncSource):
                 old |= first < bounds[0]
         return old
 
-    def _taken(self, prompts: Tensor, old: Tensor) -> list[int]:
+    def _take_prompts(self, prompts: Tensor, old: Tensor) -> list[int]:
         """Return those of all ranks' prompts to train on, and enqueue again those that are too old. What a worker has
         trained on and not committed before it ended may come again; it is left out."""
         mine = dict.fromkeys(prompts.tolist(), False) | dict.fromkeys(prompts[old].tolist(), True)

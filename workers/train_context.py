@@ -98,7 +98,7 @@ class TrainContext:
         """Load the newest state; return how many steps are done, None in a new run. Another trainer than the first goes
         on from where that does, which has made the folder then, or if it alone starts again from where itself was."""
         context, run = self.context, self.spec.run
-        first = self.channel.first if self.channel and self.follower else None
+        first = self.channel.first_step if self.channel and self.follower else None
         self.state = TrainState(context.path / "checkpoints", run.checkpoint, in_memory, self.changing, self.source,
                                 run.wait_limit, self.leader or self.follower,
                                 [name for name, role in self.spec.dag.roles.items()
@@ -279,7 +279,7 @@ class TrainContext:
         return last
 
     @property
-    def leaves(self) -> bool:
+    def leaves_early(self) -> bool:
         """Whether this worker ends before the last step, on all ranks alike."""
         return self.stopping or self.superseded
 

@@ -107,7 +107,7 @@ class TrainState:
                 slot = self._copy(step)
             self.snapshots.held.append(slot)
             if self.link:
-                self.link.ask(step)
+                self.link.begin_checkpoint(step)
             self.writing = self.pool.submit(self._write, step, slot, self._state(), self._progress()), slot
 
     def finish(self) -> None:
@@ -197,7 +197,7 @@ class TrainState:
         """Write a checkpoint from a snapshot of `state`, whose values are not read; in a thread of its own."""
         began = timeline.now()
         self.snapshots.wait()
-        with self.link.part(step) if self.link else contextlib.nullcontext():
+        with self.link.checkpoint_part(step) if self.link else contextlib.nullcontext():
             self.checkpoints.save(step, self.snapshots.view(slot, state), progress)
         timeline.current().add(timeline.CHECKPOINTS, "checkpoint", began, step)
         record("checkpoint_written", of_step=step, seconds=round((timeline.now() - began) / 1e6, 3))

@@ -55,7 +55,7 @@ def _rollout_dtype(role: RoleEngines) -> torch.dtype:
 
 def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: SharedEngine) -> None:
     """Load new weights once all ranks of the engine have them; ranks that pulled different versions pull again."""
-    weights = updates.arrived() if updates else None
+    weights = updates.pulled_weights() if updates else None
     found = engine.rollout.candidates(weights.key if weights else "")
     if updates is None or weights is None:
         return
@@ -64,6 +64,6 @@ def load_if_newer(updates: WeightUpdates | None, on_new_weights: str, engine: Sh
             engine.rollout.load(weights.tensors(), weights.version)
         if on_new_weights == "restart":
             engine.restart()
-        updates.loaded()
+        updates.mark_loaded()
     elif len(found - {""}) > 1:
         updates.drop()

@@ -73,7 +73,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     heartbeat.set_current(own_heartbeat)
     own_heartbeat.start()
     timeline.current().begin(role=context.role, attempt=attempt.number)
-    context = context.reloaded(worker_context.config_change)
+    context = context.reload(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)
     store = context.store.store.below(f"{context.restart_group.name}/{attempt.number}")
@@ -83,7 +83,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
     server = _init_process_group(context, store)
-    context = context.agreed(worker_context.config_change).smaller(attempt.halved)
+    context = context.agree_on_settings(worker_context.config_change).with_halved_settings(attempt.halved_settings)
     channel = context.channel and context.channel.joined()
     connected = time.monotonic()
 
@@ -158,10 +158,10 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
         if leads and context.resume and worker_context.first:
             _describe_resumed(context, ctx.first_step + 1)
         if channel and leads:
-            channel.begin(ctx.first_step)
+            channel.announce_start(ctx.first_step)
         done = serve(ctx, TrainingCalls(ctx)) if ctx.spec.run.training_api else train(ctx)
         if channel and done and not ctx.follower:
-            channel.end()
+            channel.announce_end()
     ctx.close()
     return done
 
@@ -227,7 +227,7 @@ def _sample(context: RankContext, worker_context: WorkerContext, channel: Rollou
             engines = {name: SharedEngine(engine if plan.ranks == 1 else TPLeader(engine),
                                           partial(load_if_newer, updates.get(name), spec.run.on_new_weights))
                        for name, engine in rollouts.items()}
-            rollout(ctx, engines, lambda dock: channel.over)
+            rollout(ctx, engines, lambda dock: channel.is_over)
             for engine in engines.values():
                 engine.rollout.release_followers()
         else:
@@ -262,7 +262,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
 def _rollout_context(context: RankContext, worker_context: WorkerContext, channel: RolloutChannel,
                      roles: dict[str, RoleEngines], who: str) -> RolloutContext:
     spec, plan = context.spec, context.own
-    first = channel.first if worker_context.first else None
+    first = channel.first_step if worker_context.first else None
     trajectories().open(context.path / f"trajectories/rank{context.store.rank}.jsonl", spec.run.trajectories, first)
     n_loops = context.plan.sampling_ranks // plan.ranks
     functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)

@@ -44,7 +44,7 @@ class Client:
                             in rows.make(self.case, self.rank, pad=self.case.form == PADDED).items()}
 
     def load(self, repeat: int) -> None:
-        """What to put, and the keys of what to get."""
+        """Take what to put, and the keys of what to get."""
         if self.rank < self.case.producers:
             ids = self.case.ids(repeat, self.rank)
             self.keys = _keys(ids)

@@ -19,7 +19,7 @@ _STORE = 256 << 20
 
 
 def lengths_of(ids: torch.Tensor, mean: int) -> torch.Tensor:
-    """As in `transfer_dock.py`."""
+    """Return the lengths of rows, as in `transfer_dock.py`."""
     return 1 + (ids * 2654435761 % (2 * mean - 1))
 
 
@@ -69,7 +69,7 @@ class Driver:
         self.next = 0
 
     def round(self, clients: int, cycles: int, rows: int, mean: int) -> float:
-        """Seconds for every client's `cycles`."""
+        """Return the seconds for every client's `cycles`."""
         self.clients += [Client.remote(number) for number in range(len(self.clients), clients)]
         at_work = self.clients[:clients]
         ray.get([client.make.remote(self.next + place * cycles * rows, cycles, rows, mean)

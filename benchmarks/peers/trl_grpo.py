@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def settings(config: dict[str, Any]) -> GRPOConfig:
-    """What `end_to_end_vs_trl.py` says of TRL's configuration, in TRL's words."""
+    """Return what `end_to_end_vs_trl.py` says of TRL's configuration, in TRL's words."""
     ranks = int(os.environ["WORLD_SIZE"])
     same = {name: config[name] for name in ("temperature", "learning_rate", "weight_decay", "max_grad_norm", "seed",
                                             "warmup_steps", "adam_beta1", "adam_beta2", "num_generations",
@@ -81,7 +81,8 @@ def settings(config: dict[str, Any]) -> GRPOConfig:
 
 
 def prompts(config: dict[str, Any], tokenizer: Any) -> Dataset:
-    """The records in distflow's order, rendered by the chat template beforehand: TRL would do it in every update.
+    """Return the records in distflow's order, rendered by the chat template beforehand: TRL would do it in every
+    update.
 
     Raises:
         ValueError: TRL would read other tokens than distflow, which renders and tokenizes in one go.

@@ -39,11 +39,11 @@ from distflow.recovery.checkpoint_files import (
     checkpoint_of,
     checksum,
     complete_checkpoints,
-    damage,
-    finished,
+    find_damage,
     read_progress,
     step_of,
     write_progress,
+    written_checkpoints,
 )
 from distflow.telemetry.events import record
 
@@ -111,8 +111,8 @@ class Checkpoints:
 
     def claim(self, job: str, round: int, attempt: int) -> None:
         """Claim the folder for this trainer. Collective; raises Superseded or CheckpointError on every rank."""
-        self._on_first(self.folder, lambda: setattr(self, "generation", generations.claim(self.folder, job, round,
-                                                                                          attempt)))
+        self._run_on_first_rank(self.folder, lambda: setattr(
+            self, "generation", generations.claim(self.folder, job, round, attempt)))
         self.generation = generations.TrainerGeneration(*json.loads(gather(json.dumps(self.generation).encode())[0]))
 
     def save(self, step: int, sharded: Mapping[str, Any] | None, progress: dict[str, Any]) -> None:
@@ -128,22 +128,22 @@ class Checkpoints:
             Superseded: on every rank, if a newer trainer has claimed the folder.
         """
         final = checkpoint_of(self.folder, step)
-        partial = generations.partial(final, self.generation)
+        partial = generations.partial_folder(final, self.generation)
         try:
-            self._require_none("" if sharded is not None else f"{final} could not be written: the copy of it in the "
-                               f"memory of rank {dist.get_rank()} has changed since it was made")
-            self._on_first(final, lambda: self._prepare(partial))
+            self._raise_everywhere("" if sharded is not None else f"{final} could not be written: the copy of it in "
+                                   f"the memory of rank {dist.get_rank()} has changed since it was made")
+            self._run_on_first_rank(final, lambda: self._prepare(partial))
             state_dict_saver.save(dict[str, Any](sharded or {}), checkpoint_id=partial, process_group=self.group)
             checksums = self._checksums(partial)
-            self._on_first(final, lambda: self._conclude(final, {"step": step, **progress}, checksums))
+            self._run_on_first_rank(final, lambda: self._commit(final, {"step": step, **progress}, checksums))
         except (CheckpointException, CheckpointError, Superseded) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # others may need the room
             # what a newer trainer took away looks like a broken disk
-            self._on_first(final, lambda: generations.require_newest(self.folder, self.generation))
+            self._run_on_first_rank(final, lambda: generations.require_newest(self.folder, self.generation))
             if not isinstance(error, CheckpointException):
                 raise
-            raise CheckpointError(f"{final} could not be written: {_first(error)}") from error
+            raise CheckpointError(f"{final} could not be written: {_first_error(error)}") from error
 
     def _prepare(self, partial: Path) -> None:
         generations.require_newest(self.folder, self.generation)
@@ -157,13 +157,13 @@ class Checkpoints:
             mine = {path.name: checksum(path) for path in partial.glob(f"__{dist.get_rank()}_*")}
         except OSError as error:
             trouble = f"{partial} could not be read back: {error}"
-        self._require_none(trouble)
+        self._raise_everywhere(trouble)
         return {name: each for part in gather(json.dumps(mine).encode(), self.group)
                 for name, each in json.loads(part).items()}
 
-    def _conclude(self, final: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
-        write_progress(generations.partial(final, self.generation), {**progress, GENERATION: list(self.generation)},
-                       checksums)
+    def _commit(self, final: Path, progress: dict[str, Any], checksums: dict[str, str]) -> None:
+        write_progress(generations.partial_folder(final, self.generation),
+                       {**progress, GENERATION: list(self.generation)}, checksums)
         generations.commit(final, self.generation)
         with contextlib.suppress(CheckpointError):  # one cannot be read now: old ones are removed after the next save
             for old in self._old():
@@ -179,12 +179,12 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """Remove checkpoints of later steps, which the run is to do again. Collective."""
         def forget() -> None:
-            for later in (each for each in finished(self.folder) if step_of(each) > step):
+            for later in (each for each in written_checkpoints(self.folder) if step_of(each) > step):
                 _remove(later)
 
-        self._on_first(self.folder, forget)
+        self._run_on_first_rank(self.folder, forget)
 
-    def _on_first(self, final: Path, act: Callable[[], None]) -> None:
+    def _run_on_first_rank(self, final: Path, act: Callable[[], None]) -> None:
         trouble, kind = "", CheckpointError
         if dist.get_rank() == 0:
             try:
@@ -193,9 +193,9 @@ class Checkpoints:
                 trouble, kind = str(error), Superseded
             except (OSError, DistflowError) as error:
                 trouble = f"{final} could not be written: {error}"
-        self._require_none(trouble, kind)
+        self._raise_everywhere(trouble, kind)
 
-    def _require_none(self, trouble: str, kind: type[DistflowError] = CheckpointError) -> None:
+    def _raise_everywhere(self, trouble: str, kind: type[DistflowError] = CheckpointError) -> None:
         """Raise the trouble of one rank on every rank, or the others would wait. Collective."""
         for each in gather(json.dumps([trouble, kind is Superseded]).encode(), self.group):
             text, superseded = json.loads(each)
@@ -224,8 +224,8 @@ class Checkpoints:
             try:
                 state_dict_loader.load(state, storage_reader=SafeReader(part), planner=_Exact())
             except CheckpointException as error:
-                raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first(error)}. Was the "
-                                      "model, its engine or `freeze`, or the DAG changed since, as `trained` and "
+                raise CheckpointError(f"{checkpoint} cannot be loaded into role `{name}`: {_first_error(error)}. Was "
+                                      "the model, its engine or `freeze`, or the DAG changed since, as `trained` and "
                                       "`follow` of its roles?") from error
             engine.load_state_dict(state[name])
         if (progress := read_progress(checkpoint)) is None:
@@ -269,7 +269,7 @@ class Checkpoints:
         wrong, unread, seal = "", "", ""
         try:
             seal = (read_progress(checkpoint) or {CHECKSUM: "damaged"}).get(CHECKSUM)
-            wrong = damage(checkpoint, dist.get_rank(), dist.get_world_size()) or _misread(checkpoint)
+            wrong = find_damage(checkpoint, dist.get_rank(), dist.get_world_size()) or _metadata_error(checkpoint)
         except CheckpointError as error:
             unread = str(error)
         reported = [json.loads(each) for each in gather(json.dumps([wrong, unread, seal]).encode())]
@@ -282,7 +282,7 @@ class Checkpoints:
     def _seen(self) -> list[str]:
         names, unread = [], ""
         try:
-            names = [each.name for each in finished(self.folder)]
+            names = [each.name for each in written_checkpoints(self.folder)]
         except CheckpointError as error:
             unread = str(error)
         reported = [json.loads(each) for each in gather(json.dumps([names, unread]).encode())]
@@ -324,7 +324,7 @@ def _set_aside(damaged: Iterable[Path]) -> None:
             each.rename(each.with_suffix(".damaged"))
 
 
-def _misread(checkpoint: Path) -> str:
+def _metadata_error(checkpoint: Path) -> str:
     """Return on rank 0 what is wrong with a checkpoint's metadata; empty on the other ranks."""
     if dist.get_rank() > 0:
         return ""
@@ -349,8 +349,8 @@ class _Exact(DefaultLoadPlanner):
         saved, asked = self.metadata and self.metadata.planner_data or {}, set(self.mappings)
         written = {path[:2] for path in saved.values() if path[0] in self.original_state_dict}
         if written and heads and written.isdisjoint(heads):
-            raise CheckpointError(f"it was written as {_some(_joined(written))}, and this rank reads "
-                                  f"{_some(_joined(heads))}. Set `engine:` and `layouts:` as they were then")
+            raise CheckpointError(f"it was written as {_some(_dotted_names(written))}, and this rank reads "
+                                  f"{_some(_dotted_names(heads))}. Set `engine:` and `layouts:` as they were then")
         there = {key for key, path in saved.items() if path[:2] in heads}
         odd = [f"only {where} has {_some(keys)}" for where, keys in
                (("the checkpoint", there - asked), ("the run", asked - there)) if keys]
@@ -359,7 +359,7 @@ class _Exact(DefaultLoadPlanner):
         return super().create_local_plan()
 
 
-def _joined(paths: Iterable[tuple[str | int, ...]]) -> Iterator[str]:
+def _dotted_names(paths: Iterable[tuple[str | int, ...]]) -> Iterator[str]:
     return (".".join(map(str, path)) for path in paths)
 
 
@@ -374,7 +374,7 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".old")))
 
 
-def _first(error: CheckpointException) -> str:
+def _first_error(error: CheckpointException) -> str:
     rank = min(error.failures)
     cause = error.failures[rank][0]
     return str(cause) if isinstance(cause, DistflowError) else f"{type(cause).__name__} on rank {rank}: {cause}"

@@ -2,7 +2,7 @@
 
 A checkpoint is written as `step-NNNNNNNN.GENERATION.partial` and renamed to `step-NNNNNNNN` when it is complete
 (`generations.py`). Its commit record, `progress.json`, lists the files with their sizes, which shows at once what a
-full disk or a torn copy cut short, and with their checksums, by which `damage` finds every flipped bit.
+full disk or a torn copy cut short, and with their checksums, by which `find_damage` finds every flipped bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def finished(folder: Path) -> list[Path]:
+def written_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since. Raises
     CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing."""
     try:
@@ -42,7 +42,7 @@ def finished(folder: Path) -> list[Path]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first; partial and torn ones are passed over. Raises
     CheckpointError: a checkpoint cannot be read, so that it is unknown whether it is complete."""
-    return [path for path in finished(folder) if read_progress(path) is not None]
+    return [path for path in written_checkpoints(folder) if read_progress(path) is not None]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -84,7 +84,7 @@ def write_progress(checkpoint: Path, progress: dict[str, Any], checksums: dict[s
         os.fsync(file.fileno())  # else a power cut could leave the final name over an empty file
 
 
-def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
+def find_damage(checkpoint: Path, share: int = 0, shares: int = 1) -> str:
     """Return what is damaged in a checkpoint; empty if nothing is. Each rank reads its `share` of the files. Raises
     CheckpointError: a file cannot be read, which is no damage."""
     progress = read_progress(checkpoint)

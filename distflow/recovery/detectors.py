@@ -196,7 +196,7 @@ class HealthMonitor:
             self.cores = worked and TensorCores(worked)
         return Observation(self.group, reading.phase, reading.step, time.monotonic() - reading.since,
                            self.progress.of(reading.progress), self.heartbeats.of(self.heartbeat.page.heartbeats),
-                           self.cores and self.cores.idle())
+                           self.cores and self.cores.idle_seconds())
 
 
 class TensorCores:
@@ -205,7 +205,7 @@ class TensorCores:
     def __init__(self, worked: Callable[[], bool]):
         self.worked, self.silence, self.periods, self.looked = worked, Silence(_POLL_INTERVAL), 0, time.monotonic()
 
-    def idle(self) -> float:
+    def idle_seconds(self) -> float:
         """Return the seconds since they last worked, by a look once a second."""
         if time.monotonic() - self.looked > _POLL_INTERVAL:
             self.looked = time.monotonic()
@@ -249,7 +249,7 @@ def straggler(steps: Sequence[StepReport], *, factor: float = 2.0, during: float
     recent = steps[-max(1, math.ceil(during)):]
     if len(recent) < during:
         return None
-    slowest, phase, rank = max(((min(_slower(step, phase, rank, share) for step in recent), phase, rank)
+    slowest, phase, rank = max(((min(_slowdown(step, phase, rank, share) for step in recent), phase, rank)
                                 for phase, ranks in recent[-1].compute_seconds.items() for rank in range(len(ranks))),
                                default=(0.0, "waiting", 0))
     if slowest < factor:
@@ -260,7 +260,7 @@ def straggler(steps: Sequence[StepReport], *, factor: float = 2.0, during: float
                  f"{rank} {phase}")
 
 
-def _slower(step: StepReport, phase: Phase, rank: int, share: float) -> float:
+def _slowdown(step: StepReport, phase: Phase, rank: int, share: float) -> float:
     """Return how many times as long as its peers a rank takes, in total and per row: the lesser of the two."""
     ranks = step.compute_seconds.get(phase, ())
     peers = [each for other, each in enumerate(ranks) if other != rank and each[1]]

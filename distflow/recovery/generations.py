@@ -80,7 +80,7 @@ def require_newest(folder: Path, mine: TrainerGeneration) -> None:
                          "stopped for a while.")
 
 
-def partial(final: Path, mine: TrainerGeneration) -> Path:
+def partial_folder(final: Path, mine: TrainerGeneration) -> Path:
     """Return the folder in which a trainer writes what will be `final`."""
     return final.with_name(f"{final.name}.{mine}{_PARTIAL}")
 
@@ -88,7 +88,7 @@ def partial(final: Path, mine: TrainerGeneration) -> Path:
 def commit(final: Path, mine: TrainerGeneration) -> None:
     """Give what a trainer has written the name `final`. Raises `Superseded`; OSError: its folder was taken away."""
     require_newest(final.parent, mine)
-    written = partial(final, mine)
+    written = partial_folder(final, mine)
     try:
         written.rename(final)
     except OSError as error:

@@ -40,7 +40,7 @@ class LinkTarget:
                 self.socket.accept()[0].close()
 
 
-def unreached(addresses: Mapping[int, Address], seconds: float) -> list[int]:
+def unreachable_machines(addresses: Mapping[int, Address], seconds: float) -> list[int]:
     """Return the machines to which no connection is made within `seconds`, by their blocks."""
     poll, pending, found = select.poll(), dict[int, tuple[int, socket.socket]](), list[int]()
     for block, (host, port) in addresses.items():

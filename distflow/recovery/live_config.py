@@ -41,7 +41,7 @@ class LiveConfig:
         """Return the number of the newest change that concerns this group; 0 if there is none."""
         return max((number for number, change in enumerate(self._read(), 1) if self.group in change.groups), default=0)
 
-    def since(self, number: int) -> dict[str, list[Any]]:
+    def changes_since(self, number: int) -> dict[str, list[Any]]:
         """Return the old and new values of what has changed for this group after change `number`."""
         after = [change.settings for change in self._read()[number:] if self.group in change.groups]
         return {key: [next(each[key][0] for each in after if key in each), values[1]]

@@ -34,7 +34,7 @@ from functools import partial
 from typing import Protocol
 
 from distflow.errors import DistflowError, InvalidInput
-from distflow.recovery.links import LinkTarget, most_cut_off, unreached
+from distflow.recovery.links import LinkTarget, most_cut_off, unreachable_machines
 from distflow.recovery.worker_process import WorkerContext
 from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.telemetry.heartbeat import Silence
@@ -160,7 +160,7 @@ class Membership:
         """Propose the next round, for this machine and all others but that of block `lost`. `cut_off`: its name, if it
         lives and must not come again."""
         blocks = range(self.most)
-        expected = [name for block, (name, left, _) in zip(blocks, self.signs(round, blocks))
+        expected = [name for block, (name, left, _) in zip(blocks, self.signs_of_life(round, blocks))
                     if name and block != lost and not left]
         expected += [self.name] if self.name not in (*expected, cut_off) else []
         before = self._round_record(round)
@@ -186,7 +186,7 @@ class Membership:
     def holders(self, round: int) -> dict[int, str]:
         """Return the machine of each block that has, or had, one."""
         blocks = range(self.most)
-        return {block: name for block, (name, _, _) in zip(blocks, self.signs(round, blocks)) if name}
+        return {block: name for block, (name, _, _) in zip(blocks, self.signs_of_life(round, blocks)) if name}
 
     def successor(self, block: int) -> int:
         """Return the block whose machine takes over another one, which trains, when that is lost; -1: none does."""
@@ -212,11 +212,11 @@ class Membership:
         """Connect to all machines that train, and report which are not reached; once all have, propose to go on without
         the one that has the most broken links, if there are any."""
         training = range(min(self.vital, blocks))
-        names = {each: name for each, (name, left, _) in zip(training, self.signs(round, training)) if name and
+        names = {each: name for each, (name, left, _) in zip(training, self.signs_of_life(round, training)) if name and
                  not left}
         texts = zip(names, self.store.get_all([f"{round}/address/{each}" for each in names]))
-        mine = unreached({each: tuple(json.loads(text)) for each, text in texts if text and each != block},
-                         _ANSWER)
+        mine = unreachable_machines({each: tuple(json.loads(text)) for each, text in texts if text and each != block},
+                                    _ANSWER)
         keys = [f"{round}/unreached/{attempt}/{each}" for each in names]
         self.store.put(f"{round}/unreached/{attempt}/{block}", json.dumps(mine))
         self.store.wait(keys, _REPORTS)
@@ -230,7 +230,7 @@ class Membership:
     def named(self, block: int, name: str) -> str:
         return f"machine {host_of(name)} (ranks {block * self.local} to {(block + 1) * self.local - 1})"
 
-    def signs(self, round: int, blocks: Sequence[int]) -> list[tuple[str, bool, str]]:
+    def signs_of_life(self, round: int, blocks: Sequence[int]) -> list[tuple[str, bool, str]]:
         """Return for each of the blocks its machine, whether that has ended by itself, and its last heartbeat; empty
         where there is none, or the last one there is another machine's."""
         members = self._members(round) or []
@@ -331,7 +331,7 @@ class Membership:
         silences = {block: Silence(self.silence / 2) for block in range(self.most)}
         reported, since, free = set[str](), time.monotonic(), range(self.vital, blocks)
         while not self.is_superseded(round):
-            for block, (before, left, heartbeat) in zip(free, self.signs(round, free)):
+            for block, (before, left, heartbeat) in zip(free, self.signs_of_life(round, free)):
                 silent = silences[block].of((before, heartbeat)) > self.silence
                 if (not before or silent or left) and not self.is_superseded(round) and \
                         (replaces := self._take(round, block, before, silent)) is not None:
@@ -402,7 +402,7 @@ def _report_losses(membership: Membership, rendezvous: Rendezvous, silences: dic
     heir_of = [block for block in ring if membership.successor(block) == rendezvous.block >= membership.vital > block]
     for near in (heir_of, *(ring[at : at + width] for at in range(0, len(ring), width))):
         lives = False
-        for block, (name, left, heartbeat) in zip(near, membership.signs(rendezvous.number, near)):
+        for block, (name, left, heartbeat) in zip(near, membership.signs_of_life(rendezvous.number, near)):
             if not name or left or name in reported:
                 continue
             seconds = silences[block].of((name, heartbeat))
@@ -426,7 +426,7 @@ def _is_taken_over(membership: Membership, rendezvous: Rendezvous, block: int, n
     """Return whether a machine that samples takes the place of a silent one that trains, while another one samples on.
     This one does so, if it is that machine."""
     samplers, successor = range(membership.vital, rendezvous.blocks), membership.successor(block)
-    signs = membership.signs(rendezvous.number, samplers) if block < membership.vital else []
+    signs = membership.signs_of_life(rendezvous.number, samplers) if block < membership.vital else []
     living = [each for each, (sampler, left, heartbeat) in zip(samplers, signs) if sampler and not left
               and (each == rendezvous.block or silences[each].of((sampler, heartbeat)) <= membership.silence)]
     if successor not in living or len(living) < 2:

@@ -119,7 +119,7 @@ class PeerReplica:
             copying.result()
         began = time.monotonic()
         with contextlib.closing(connect(self._address(), self.token, _READ_TIMEOUT)) as connection:
-            head, rest = slot.image()
+            head, rest = slot.content()
             connection.send({"shard": slot.shard, "head": head, "retained": retained})
             reply, _ = connection.receive()
             if not reply:

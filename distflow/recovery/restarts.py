@@ -63,7 +63,7 @@ class Failure:
     out_of_memory: bool = False
 
     @property
-    def too_large(self) -> str:
+    def setting_to_halve(self) -> str:
         """The setting of roles that decides how much memory the worker took when it ran out of it; "": none does."""
         return _SIZES.get(self.phase, "") if self.out_of_memory else ""
 
@@ -77,9 +77,9 @@ class Attempt:
     end: str = ""
 
     @property
-    def halved(self) -> set[str]:
+    def halved_settings(self) -> set[str]:
         """Settings of roles of which this attempt takes half, since the memory was too small for the whole."""
-        return {failure.too_large for failure in self.failures} - {""}
+        return {failure.setting_to_halve for failure in self.failures} - {""}
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -112,7 +112,7 @@ class RestartCoordinator:
             attempt = self.next(attempt, None)
         return attempt
 
-    def before(self, takeover: str) -> Attempt:
+    def attempt_before(self, takeover: str) -> Attempt:
         """Return the last attempt that had begun when the first rank of a machine took another's place."""
         number = int(self.store.put_if(f"before {takeover}", str(self.newest().number), None))
         attempt = Attempt()
@@ -134,7 +134,7 @@ class RestartCoordinator:
         following = replace(attempt, number=attempt.number + 1, failures=failures)
         return Attempt.unpack(self.store.put_if(str(following.number), following.pack(), None))
 
-    def done(self, attempt: Attempt) -> None:
+    def mark_done(self, attempt: Attempt) -> None:
         self.store.put(f"{attempt.number}/done/{self.rank}", "")
 
     def all_done(self, attempt: Attempt) -> bool:
@@ -175,7 +175,7 @@ def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
     """
     if failures[-1].hopeless:
         return "it would fail the next time too"
-    if not failures[-1].outside and (mistake := _mistake(failures)):
+    if not failures[-1].outside and (mistake := _repeated_mistake(failures)):
         return mistake
     if budget is None:
         return "the run file says  robust: {restart: task}"
@@ -184,16 +184,16 @@ def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
     return ""
 
 
-def _mistake(failures: tuple[Failure, ...]) -> str:
+def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
     """Return why the last failure is a mistake in a program; empty if it may be transient."""
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
-    if last.too_large and all(each.too_large != last.too_large for each in before):
+    if last.setting_to_halve and all(each.setting_to_halve != last.setting_to_halve for each in before):
         return ""  # the next attempt takes less
     if len(failures) == 1 and not last.finished and last.phase != "waiting":
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
     if before and last.step and before[-1].step == last.step:
-        half = f", also with half of its {last.too_large}" if last.too_large else ""
+        half = f", also with half of its {last.setting_to_halve}" if last.setting_to_halve else ""
         return f"it failed twice in step {last.step}{half}"
     return ""

@@ -81,7 +81,7 @@ def _exchange(state: ConsistentState, mine: dict[StateShard, Slot], snapshots: S
     any rank was overwritten by a newer one that came torn."""
     rank = dist.get_rank()
     held = {owner: mine[state.shard(owner)] for owner, holder in enumerate(state.holders) if holder == rank}
-    images = {owner: slot.image() for owner, slot in held.items() if slot.shard == state.shard(owner)}
+    images = {owner: slot.content() for owner, slot in held.items() if slot.shard == state.shard(owner)}
     reported = gather(msgpack.packb({owner: head for owner, (head, _) in images.items()}) or b"")
     heads = {owner: head for part in reported for owner, head in msgpack.unpackb(part, strict_map_key=False).items()}
     if len(heads) < len(state.holders):

@@ -59,7 +59,7 @@ class RolloutCache:
                                       _checksum(memory, start, offset)))
         memory[:_WORD] = offset.to_bytes(_WORD, "little")  # from here on it counts
 
-    def of(self, step: int) -> dict[str, tuple[Batch, bytes]]:
+    def rows_of_step(self, step: int) -> dict[str, tuple[Batch, bytes]]:
         """Return rows and report by key, up to the first torn entry."""
         found: dict[str, tuple[Batch, bytes]] = {}
         if (memory := self.slot.memory()) is None:

@@ -126,7 +126,7 @@ class Slot:
             return None
         return header, torch.frombuffer(memory, dtype=torch.uint8)[_body_start(length) : end]
 
-    def image(self) -> tuple[bytes, memoryview]:
+    def content(self) -> tuple[bytes, memoryview]:
         """Return the content of a complete slot as `paste` takes it: the first bytes, and the others."""
         memory = self.reserve(HEAD)
         head = memory[:HEAD]

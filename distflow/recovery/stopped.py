@@ -33,7 +33,7 @@ def continue_stopped(supervisor: int, seconds: float) -> None:
 
 def continue_all(supervisor: int) -> None:
     """Continue all stopped processes: the supervisor must see this worker end, and the next one needs the dock."""
-    for process in [supervisor, *(dict(_unwatched(supervisor)) if _below_torchrun() else ())]:
+    for process in [supervisor, *(dict(_unmonitored_processes(supervisor)) if _below_torchrun() else ())]:
         if stopped(process):
             with contextlib.suppress(OSError):
                 os.kill(process, signal.SIGCONT)
@@ -47,7 +47,7 @@ def _watch(supervisor: int, seconds: float) -> None:
     silences: dict[int, Silence] = {}
     while True:
         time.sleep(min(_POLL, seconds))
-        found = {process: what for process, what in _unwatched(supervisor) if stopped(process)}
+        found = {process: what for process, what in _unmonitored_processes(supervisor) if stopped(process)}
         silences = {process: silences.get(process) or Silence(2 * _POLL) for process in found}
         for process, what in found.items():
             if (silent := silences[process].of(None)) > seconds:
@@ -63,7 +63,7 @@ def _continue(process: int, what: str, seconds: float) -> None:
         record("process_continued", what=text, pid=process)
 
 
-def _unwatched(supervisor: int) -> Iterator[tuple[int, str]]:
+def _unmonitored_processes(supervisor: int) -> Iterator[tuple[int, str]]:
     """Yield the pid and the description of each process that nothing else monitors."""
     with contextlib.suppress(OSError):
         above = parent(supervisor)

@@ -247,7 +247,7 @@ class Supervisor:
         """Return attempt 0; on a machine that replaces another, the attempt after the last one of the lost machine."""
         if not (self.elastic and self.elastic.replaces):
             return Attempt()
-        before = self.restarts.before(self.elastic.takeover)
+        before = self.restarts.attempt_before(self.elastic.takeover)
         lost = Failure(self.rank, "its machine was lost, and another has taken its place", "waiting",
                        silent=self.elastic.silence)
         following = self.restarts.next(before, lost)
@@ -290,7 +290,7 @@ class Supervisor:
         reports = not self.context.first and self.rank == self.group.ranks.start
         if self.live_config and number > self.context.config_change and reports:
             self._record("settings_changed", group=self.group.name, attempt=attempt.number,
-                         settings=self.live_config.since(self.context.config_change))
+                         settings=self.live_config.changes_since(self.context.config_change))
         self.context = replace(self.context, config_change=number)
 
     def _run_worker(self, attempt: Attempt) -> Failure | _WorkerEnd:
@@ -359,7 +359,7 @@ class Supervisor:
                 held = stopped(worker.pid)
                 stack = "" if held else self.stack.dump(worker)
                 what = finding.what + " It was stopped (SIGSTOP)." * held + \
-                    (f" It stands{where}." if (where := location_in(stack)) else "") + self._absent()
+                    (f" It stands{where}." if (where := location_in(stack)) else "") + self._describe_absent_ranks()
                 return self._failure(what, details=stack and f"{stack}\n{what}", symptom=finding.symptom,
                                      silent=finding.silent, outside=held)
 
@@ -416,14 +416,14 @@ class Supervisor:
             why = f" {out_of_memory.kill_cause(self.kills_before)}" if killed else ""
             own = killed and out_of_memory.killed_since(self.kills_before)
             if status == -signal.SIGABRT:  # so NCCL ends a process whose collective has timed out
-                why = self._absent()
+                why = self._describe_absent_ranks()
             stack = "" if -status in _EXTERNAL else self.stack.read()
             what = f"it was ended by {signal.Signals(-status).name}{location_in(stack)}.{why}"
             return self._failure(what, details=stack and f"{stack}\n{what}",
                                  outside=-status in _EXTERNAL and not own, out_of_memory=own)
         return self._failure(f"it ended with exit status {status} and reported nothing")
 
-    def _absent(self) -> str:
+    def _describe_absent_ranks(self) -> str:
         """Return a sentence about collectives that not all ranks of the group have entered, if there are any."""
         with self.store.within(_STORE_TIMEOUT):
             text = absent_ranks(self.store.below(f"{self.group.name}/{self.heartbeat.attempt}"), self.group.ranks)
@@ -437,7 +437,7 @@ class Supervisor:
         """Wait until all workers of the group are done. If one of them fails now, all repeat their last step."""
         if self.restarts.is_superseded(attempt):
             return False
-        self.restarts.done(attempt)
+        self.restarts.mark_done(attempt)
         while not self.restarts.all_done(attempt):
             if self.restarts.is_superseded(attempt):
                 return False
@@ -462,7 +462,7 @@ class Supervisor:
             text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:
-            half = f" with half of its {cause.too_large}" if cause.too_large else ""
+            half = f" with half of its {cause.setting_to_halve}" if cause.setting_to_halve else ""
             text = f"{name} starts again{half}: {where}: {cause.what}"
             text += f"\n{line}" if (line := users_line(cause.details)) else ""
         elif cause.hopeless:

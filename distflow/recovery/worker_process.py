@@ -95,7 +95,8 @@ def _write_report(pipe: int, what: str, details: str = "", **more: int) -> None:
     report, longest = b"", 2 * _LONGEST
     while not 0 < len(report) <= _LARGEST:  # a character has up to six bytes in JSON
         longest //= 2
-        text = json.dumps({"what": _cut(what, longest), "details": _cut(details, longest), **more}, ensure_ascii=False)
+        fields = {"what": _truncate(what, longest), "details": _truncate(details, longest), **more}
+        text = json.dumps(fields, ensure_ascii=False)
         report = text.encode(errors="backslashreplace") + b"\n"
     os.write(pipe, report)
 
@@ -110,5 +111,5 @@ def read_exit_report(pipe: int) -> bytes:
     return b""
 
 
-def _cut(text: str, longest: int) -> str:
+def _truncate(text: str, longest: int) -> str:
     return text if len(text) < longest else f"{text[: longest // 2]}\n…\n{text[-longest // 2 :]}"

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks.contender import ROOT, Contender
-from benchmarks.databuffer_vs_peers import Round, completed, goals, measure, options_here, run, verify
+from benchmarks.databuffer_vs_peers import Round, complete_flags, goals, measure, options_here, run, verify
 from benchmarks.rows import PADDED, RAGGED, Case
 from distflow.data.row_copies import COPIES
 
@@ -80,7 +80,7 @@ def test_wrong_rows_end_the_benchmark(fake, mistake, expected):
     case = Case(0, 2, 2, prompt=4, response=4)
     contender = fake(mistake)
     contender.ask("prepare", case=dataclasses.asdict(case))
-    contender.settle()
+    contender.measure_baseline()
     with pytest.raises(SystemExit, match=expected):
         measure(contender, case, 3, 0)
 
@@ -144,9 +144,9 @@ def test_goals_are_those_of_the_layout_that_shows_least():
 
 def test_quick_leaves_out_peers_that_are_not_installed(monkeypatch):
     monkeypatch.setattr("benchmarks.databuffer_vs_peers.peer_python", lambda *_, install: "python" if install else None)
-    given, left_out = completed(options_here().parse_args(["--quick"]))
+    given, left_out = complete_flags(options_here().parse_args(["--quick"]))
     assert given.contenders == ["databuffer", "rank0", "rank0-padded"]
     assert "TransferQueue" in left_out
-    given, left_out = completed(options_here().parse_args([]))
+    given, left_out = complete_flags(options_here().parse_args([]))
     assert {"verl", "transfer_queue"} < set(given.contenders)
     assert not left_out

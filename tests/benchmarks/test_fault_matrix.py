@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fault_matrix import trouble
+from benchmarks.fault_matrix import differences
 
 CALM = [{"step": step, "seconds": 1.0, "loss": 0.5, "response/fingerprint": step * 7} for step in (1, 2, 3)]
 
@@ -29,4 +29,4 @@ def run(folder: Path, lines: list[dict], weights: bytes = b"weights") -> Path:
     ([*CALM[:2], CALM[2] | {"loss": float("nan")}], b"weights", ["step 3 has another loss"])])
 def test_runs_that_differ(tmp_path, lines, weights, expected):
     calm, stormy = run(tmp_path / "calm", CALM), run(tmp_path / "stormy", lines, weights)
-    assert trouble(calm, stormy) == expected
+    assert differences(calm, stormy) == expected

@@ -21,7 +21,7 @@ from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import Unreachable
 from distflow.rpc.shared_payloads import MappedHeap
 from distflow.telemetry.processes import stopped
-from workers.rollout_channel import RolloutChannel, taken_over
+from workers.rollout_channel import RolloutChannel, take_over_shard
 
 ROWS = 4
 CONSUMERS = (Consumer("rollout", ("order",), ("tokens",), group_size=2, step_rows=ROWS),
@@ -261,7 +261,7 @@ def test_a_shard_whose_standby_has_ended_begins_with_no_rows(children, token, di
     lost = children(layout=layout, directory=directory, standby=True)
     assert lost.address
     lost.process.signal(signal.SIGKILL)
-    served = taken_over(lost, lambda: children(layout=layout, directory=directory, standby=True))
+    served = take_over_shard(lost, lambda: children(layout=layout, directory=directory, standby=True))
     with DockClient([served.address], token, "trainer", directory=directory) as at:
         assert at.status()[0]["rows"] == 0
     assert "begins with no rows: the process of shard 0 of the dock has ended" in capfd.readouterr().err

@@ -227,8 +227,8 @@ def test_new_weights_may_come_while_the_engine_is_paused(engine, model, prompts)
 def test_weights_come_in_several_buckets(engine, model, prompts, monkeypatch):
     monkeypatch.setattr(arrival, "BUCKET", 20_000)
     sizes = []
-    seal = arrival.sealed
-    monkeypatch.setattr(arrival, "sealed", lambda named: sizes.append(len(named)) or seal(named))
+    seal = arrival.serialize_handles
+    monkeypatch.setattr(arrival, "serialize_handles", lambda named: sizes.append(len(named)) or seal(named))
     engine.load(weights(changed(model)), version=1)
     assert len(sizes) > 3
     assert max(sizes) > 1

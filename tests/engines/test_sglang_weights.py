@@ -19,7 +19,7 @@ from distflow.errors import EngineError
 from workers.engines.devices import NAMES
 from workers.engines.sglang import weights as arrival
 from workers.engines.sglang.engine import TPGroup, TurnResult
-from workers.engines.sglang.weights import Buckets, unfused
+from workers.engines.sglang.weights import Buckets, split_experts
 
 SHAPES = {"a": torch.Size([3, 5]), "b": torch.Size([7]), "c": torch.Size([40, 10]), "d": torch.Size([])}
 
@@ -74,7 +74,7 @@ def test_experts_are_named_as_in_a_checkpoint(tmp_path):
         num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    named = dict(part for name, tensor in model.named_parameters() for part in unfused(name, tensor))
+    named = dict(part for name, tensor in model.named_parameters() for part in split_experts(name, tensor))
     assert named.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in named.items())
 

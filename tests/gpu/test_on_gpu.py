@@ -19,7 +19,7 @@ from workers.engines.devices import choose
 from workers.engines.embedded import build_model
 from workers.engines.hf import HFRollout
 from workers.engines.packing import Packing
-from workers.engines.sampling import pick
+from workers.engines.sampling import sample_tokens
 from workers.engines.vocabulary import kernels_for
 
 pytestmark = [pytest.mark.gpu,
@@ -108,7 +108,7 @@ def test_tokens_that_are_excluded_are_never_drawn(noise):
     """Sums are added up in another order there."""
     logits = torch.full((64, 151_936), -torch.inf, device="cuda")
     logits[:, 1000:9000] = torch.randn(64, 8000, device="cuda")
-    tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64, device="cuda"), 1.0)
+    tokens, logprobs = sample_tokens(logits, torch.full((64,), noise, dtype=torch.float64, device="cuda"), 1.0)
     assert ((tokens >= 1000) & (tokens < 9000)).all()
     assert logprobs.isfinite().all()
 
@@ -133,8 +133,8 @@ def test_kernels_of_logits_score_as_plain_passes_do(monkeypatch, dtype, many):
 def test_kernels_draw_the_tokens_of_plain_passes(monkeypatch, temperature):
     logits = torch.randn(64, 151_936, device="cuda").mul_(3).bfloat16()
     noise = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64, device="cuda")
-    tokens, logprobs = pick(logits, noise, temperature)
+    tokens, logprobs = sample_tokens(logits, noise, temperature)
     monkeypatch.setattr(sampling, "kernels_for", lambda device: None)
-    expected, wanted = pick(logits, noise, temperature)
+    expected, wanted = sample_tokens(logits, noise, temperature)
     assert (tokens == expected).sum() >= 62  # rounding chooses a neighbour now and then
     assert torch.allclose(logprobs[tokens == expected], wanted[tokens == expected], atol=1e-4)

@@ -11,9 +11,9 @@ from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError, InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Group
 from workers.context import gpu_index
-from workers.engines.collectives import chosen, torch_name
+from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose
-from workers.engines.vllm.start import environment, launched_outside
+from workers.engines.vllm.start import environment, launcher_environment
 
 
 def test_tests_without_the_mark_see_no_gpu():
@@ -59,8 +59,8 @@ def test_groups_share_gpus_where_they_are_asked_to_but_ranks_of_one_group_do_not
 def test_vllm_starts_on_the_gpu_of_its_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setenv("RANK", "5")
-    assert launched_outside(1, None) == {}
-    launched = launched_outside(1, 3)
+    assert launcher_environment(1, None) == {}
+    launched = launcher_environment(1, 3)
     with environment(Generation(), launched):
         assert {name: os.environ[name] for name in launched} == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3"}
     assert os.environ["LOCAL_RANK"] == os.environ["RANK"] == "5"
@@ -77,7 +77,7 @@ def test_large_models_recompute_by_default():
 
 
 def test_collectives_are_chosen_by_device():
-    assert [chosen("auto", device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
+    assert [choose_backend("auto", device) for device in ("cpu", "cuda")] == ["gloo", "nccl"]
     assert torch_name("gloo", "cpu") == "gloo"
     assert torch_name("nccl", "cuda") == "cpu:gloo,cuda:nccl"
     assert torch_name("ucc", "cuda") == "cpu:ucc,cuda:ucc"
@@ -87,8 +87,8 @@ def test_collectives_are_chosen_by_device():
                                              ("nccl", "NCCL needs a torch for CUDA")])
 def test_collectives_that_do_not_work_here_are_refused(asked, says):
     with pytest.raises(EngineError, match=f"`backend: {asked}` does not work here: .*{says}"):
-        chosen(asked, "cpu")
+        choose_backend(asked, "cpu")
 
 
 def test_collectives_that_were_asked_for_are_tried():
-    assert chosen("gloo", "cpu") == "gloo"
+    assert choose_backend("gloo", "cpu") == "gloo"

@@ -11,7 +11,7 @@ import pytest
 
 from distflow.errors import Superseded
 from distflow.recovery import generations
-from distflow.recovery.checkpoint_files import complete_checkpoints, damage, read_progress
+from distflow.recovery.checkpoint_files import complete_checkpoints, find_damage, read_progress
 from distflow.recovery.generations import TrainerGeneration, claim, require_newest
 
 _PLACES = ["the start", "the shards", "the checksums", "the look for claims", "the name"]
@@ -96,7 +96,7 @@ def test_a_trainer_that_was_stopped_while_it_saved_commits_nothing_beside_its_su
     checkpoints = complete_checkpoints(folder)
     assert [path.name for path in checkpoints] == ["step-00000002", "step-00000003"]
     for checkpoint in checkpoints:
-        assert (read_progress(checkpoint)["attempt"], damage(checkpoint)) == (1, "")
+        assert (read_progress(checkpoint)["attempt"], find_damage(checkpoint)) == (1, "")
         assert read_progress(checkpoint)["generation"][:3] == [1, 0, 1]
     assert len(list(folder.iterdir())) == 2
     assert len(list((folder.parent / "generations").iterdir())) == 1

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from distflow.recovery.links import LinkTarget, most_cut_off, unreached
+from distflow.recovery.links import LinkTarget, most_cut_off, unreachable_machines
 
 
 def test_a_connection_that_is_not_made_is_a_broken_link_and_one_that_is_refused_is_none():
@@ -19,9 +19,9 @@ def test_a_connection_that_is_not_made_is_a_broken_link_and_one_that_is_refused_
         each.setblocking(False)
         each.connect_ex(full.getsockname())
     assert target.address is not None
-    assert unreached({0: target.address, 1: full.getsockname(), 2: refused}, 0.5) == [1]
+    assert unreachable_machines({0: target.address, 1: full.getsockname(), 2: refused}, 0.5) == [1]
     target.clear()
-    assert unreached({0: target.address}, 0.5) == []
+    assert unreachable_machines({0: target.address}, 0.5) == []
     for each in (*waiting, full):
         each.close()
 

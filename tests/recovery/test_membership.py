@@ -81,12 +81,12 @@ def test_another_machines_heartbeat_keeps_no_holder_alive(store, pool):
     rounds = joined(pool, *machines)
     lost = next(each for round, each in zip(rounds, machines) if round.block == 1)
     lost.send_heartbeat(0, 1, 7)
-    assert machines[0].signs(0, [1]) == [(lost.name, False, f"{lost.name} 7")]
+    assert machines[0].signs_of_life(0, [1]) == [(lost.name, False, f"{lost.name} 7")]
     machine(store, "c").send_heartbeat(0, 1, 8)  # it died before it had the block
-    assert machines[0].signs(0, [1]) == [(lost.name, False, "")]
+    assert machines[0].signs_of_life(0, [1]) == [(lost.name, False, "")]
     spare = machine(store, "d", most=2, silence=1.0)
     assert spare._take(0, 1, lost.name)
-    assert machines[0].signs(0, [1]) == [(spare.name, False, "")], "it has the block before its first heartbeat"
+    assert machines[0].signs_of_life(0, [1]) == [(spare.name, False, "")], "it has the block before its first heartbeat"
 
 
 def test_a_look_at_other_machines_costs_a_machine_the_same_however_many_there_are(store):
@@ -94,7 +94,7 @@ def test_a_look_at_other_machines_costs_a_machine_the_same_however_many_there_ar
         counting = CountingStore(store.port)
         mine = Membership(counting.below(str(machines)), "b", 1, 2, machines, 1, False, LONG, 20)
         counting.put(f"{machines}/0/members", json.dumps([f"machine-{number}" for number in range(machines)]))
-        mine.signs(0, [0])
+        mine.signs_of_life(0, [0])
         counting.operations.clear(), counting.keys.clear()
         _report_losses(mine, Rendezvous(0, 1, machines), {block: Silence() for block in range(machines)}, set())
         cost = len(counting.operations), sum(counting.keys)
@@ -290,11 +290,11 @@ def test_who_took_the_place_of_one_that_left_keeps_it(store, pool):
     gone.leave(0, 1)
     assert joined(pool, machine(store, "c", most=2)) == [Rendezvous(0, 1, 2, True)]
     late = pool.submit(machine(store, "d", most=2).join)
-    assert machines[0].signs(0, [1])[0][0] == "c"
+    assert machines[0].signs_of_life(0, [1])[0][0] == "c"
     machines[0].propose(0, "over")
     machines[0].finish(1)
     assert late.result(30) is None
-    assert machines[0].signs(0, [1])[0][0] == "c"
+    assert machines[0].signs_of_life(0, [1])[0][0] == "c"
 
 
 def test_losses_are_not_without_end(store, pool):

@@ -287,7 +287,7 @@ def test_one_that_is_cut_off_on_the_way_leaves_the_one_before(rank, start, repli
         rank.step(step, SIZE)
         rank.arrived()
     host, port = rank.peer_replica._address()
-    head, rest = rank.snapshots.newest.image()
+    head, rest = rank.snapshots.newest.content()
     connection = connect((host, port), TOKEN, 30)
     connection.send({"shard": [0, 0, 9, 0, 1], "head": head, "retained": [0, 0, 2, 0, 1]})
     assert connection.receive() == ({}, 0), "the rest is to come"

@@ -164,12 +164,12 @@ def test_a_failure_that_comes_late_joins_the_attempt_that_has_begun(store):
 def test_the_ranks_of_a_new_machine_begin_one_attempt_whoever_comes_first(store):
     first, second = (rank_of(store, rank) for rank in range(2))
     first.next(Attempt(), failed())  # on the machine before
-    lost = first.before("a 1")
+    lost = first.attempt_before("a 1")
     assert lost.number == 1
     following = first.next(lost, failed())
-    assert second.before("a 1").number == 1
-    assert second.next(second.before("a 1"), failed()).number == following.number == second.newest().number == 2
-    assert second.before("b 1").number == 2
+    assert second.attempt_before("a 1").number == 1
+    assert second.next(second.attempt_before("a 1"), failed()).number == following.number == second.newest().number == 2
+    assert second.attempt_before("b 1").number == 2
 
 
 def test_groups_know_nothing_of_each_other(store):
@@ -183,7 +183,7 @@ def test_all_are_done_when_the_last_one_is(store):
     ranks = [rank_of(store, rank) for rank in range(3)]
     for each in ranks:
         assert not each.all_done(Attempt())
-        each.done(Attempt())
+        each.mark_done(Attempt())
     assert all(each.all_done(Attempt()) for each in ranks)
     assert not ranks[0].all_done(Attempt(1)), "in the next life all do it again"
 
@@ -224,6 +224,6 @@ def test_three_processes_that_fail_at_once_begin_the_same_attempts():
 def test_new_settings_are_taken_whole(store):
     rank = rank_of(store, 0)
     attempt = rank.next(Attempt(), FULL)
-    assert attempt.halved == {"micro_batch_tokens"}
-    assert rank.next(attempt, failed()).halved == {"micro_batch_tokens"}
-    assert not rank.renew(Attempt(7, attempt.failures)).halved
+    assert attempt.halved_settings == {"micro_batch_tokens"}
+    assert rank.next(attempt, failed()).halved_settings == {"micro_batch_tokens"}
+    assert not rank.renew(Attempt(7, attempt.failures)).halved_settings

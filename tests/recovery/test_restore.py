@@ -127,13 +127,13 @@ def spoilt_on_the_way(holder: int) -> tuple[int, str, int] | None:
     own, replicas = survivors()
     if dist.get_rank() == holder:
         newest = max(replicas.complete().items())[1]
-        image = newest.image
+        image = newest.content
 
         def spoilt() -> tuple[bytes, memoryview]:
             newest.memory()[-1] ^= 0xFF
             return image()
 
-        newest.image = spoilt
+        newest.content = spoilt
     return (found := fetch_shard(own, replicas, -1)) and (found.slot.shard.step, found.source, found.holder)
 
 
@@ -150,7 +150,7 @@ def crowded(slots: int, moved: bool) -> int | None:
         put(own, *shards(OLD, 1, *(() if moved else (3, 4)), 5))
         put(replicas, *shards(OLD, 0, 5))
         slot = replicas.slots[0]
-        image = slot.image()
+        image = slot.content()
         slot.memory()[-1] ^= 0xFF
         slot.read = lambda: image  # as if it had changed since
     found = fetch_shard(own, replicas, -1)

@@ -44,29 +44,29 @@ def test_a_process_that_is_killed_leaves_its_rows():
         finally:
             os._exit(1)
     assert os.waitpid(process, 0)[1] == 0
-    found = rows.of(3)
+    found = rows.rows_of_step(3)
     assert list(found) == ["1/rollout", "2/rollout"]
     require_equal(found["1/rollout"][0], batch())
     require_equal(found["2/rollout"][0], batch(10))
     assert found["1/rollout"][1] == b"report"
-    assert rows.of(2) == {}, "of another step"
+    assert rows.rows_of_step(2) == {}, "of another step"
     rows.clear()
-    assert rows.of(3) == {}
+    assert rows.rows_of_step(3) == {}
 
 
 def test_an_entry_that_is_torn_and_those_after_it_are_left_out():
     rows = RolloutCache()
-    assert rows.of(0) == {}
+    assert rows.rows_of_step(0) == {}
     for key in "abc":
         rows.add(0, key, batch(), b"")
     memory = rows.slot.memory()
     size = (int.from_bytes(memory[:8], "little") - 8) // 3
     memory[8 + 2 * size - 5] ^= 1
-    assert list(rows.of(0)) == ["a"]
+    assert list(rows.rows_of_step(0)) == ["a"]
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(rows):
     kept = RolloutCache()
     kept.add(5, "x", batch().slice(0, rows), b"")
-    require_equal(kept.of(5)["x"][0], batch().slice(0, rows))
+    require_equal(kept.rows_of_step(5)["x"][0], batch().slice(0, rows))

@@ -30,7 +30,7 @@ def context(spec: Spec, folder: Path) -> RankContext:
 def tokens_agreed(before: Path, folders: list[Path], knows: list[int]) -> int:
     """Agree from the settings of the job's beginning, with `knows[rank]` changes known."""
     mine = dist.get_rank()
-    found = context(reload(before), folders[mine]).agreed(knows[mine])
+    found = context(reload(before), folders[mine]).agree_on_settings(knows[mine])
     return found.spec.run.roles["actor"].micro_batch_tokens
 
 
@@ -61,9 +61,9 @@ def test_ranks_that_never_read_alike_say_so(written):
 
 def test_what_did_not_fit_the_memory_is_halved(written):
     before = context(reload(written("run", 64)), Path())
-    whole, halved = before.spec.run.roles["actor"], before.smaller({"batch_rows"}).spec.run.roles["actor"]
+    whole, halved = before.spec.run.roles["actor"], before.with_halved_settings({"batch_rows"}).spec.run.roles["actor"]
     assert (halved.generation.batch_rows, halved.micro_batch_tokens) == (
         whole.generation.batch_rows // 2, whole.micro_batch_tokens)
-    smaller = before.smaller({"micro_batch_tokens"})
+    smaller = before.with_halved_settings({"micro_batch_tokens"})
     assert smaller.spec.run.roles["actor"].micro_batch_tokens == 32
     assert smaller.written_spec is before.spec, "the run's files keep the whole"

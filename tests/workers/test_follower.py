@@ -192,7 +192,7 @@ def test_what_the_first_asks_for_is_done_before_the_next_step(trainers):
         got = [threads.submit(each, trainers) for each in (follow, lead)]
         sample(trainers, 0)
         assert all(each.result(20) for each in got)
-        leader.ask(1)
+        leader.begin_checkpoint(1)
         got = threads.submit(follow, trainers)
         trainers.sources[0]._enqueue_prompts(1)
         sample(trainers, 1)
@@ -204,16 +204,17 @@ def test_what_the_first_asks_for_is_done_before_the_next_step(trainers):
     assert critic.state_dict()["position"] == 2 * PROMPTS, "the draw under way counts"
     for step, refused in ((1, None), (2, "the disk is full"), (0, "have done later steps")):
         if step:
-            with contextlib.suppress(CheckpointError), link.part(step):
+            with contextlib.suppress(CheckpointError), link.checkpoint_part(step):
                 if refused:
                     raise CheckpointError(refused)
         else:
-            leader.ask(0)
-            assert link.look(1) == [False, True]
-        with pytest.raises(CheckpointError, match=refused) if refused else contextlib.nullcontext(), leader.part(step):
+            leader.begin_checkpoint(0)
+            assert link.poll(1) == [False, True]
+        with pytest.raises(CheckpointError, match=refused) if refused else contextlib.nullcontext(), \
+                leader.checkpoint_part(step):
             pass
-    assert link.asked == -1, "it is written"
-    with pytest.raises(RankMissing), link.part(4):
+    assert link.requested_checkpoint == -1, "it is written"
+    with pytest.raises(RankMissing), link.checkpoint_part(4):
         raise RankMissing("a rank has ended while it wrote")
     assert not leader.store.has("parts/critic/4")
     assert link.finished
@@ -261,14 +262,14 @@ def test_a_checkpoint_is_there_when_all_its_parts_are(tmp_path, capsys):
     first, other = (state_of(tmp_path, [role], link, value) for role, link, value in
                     (("actor", links[0], 1.0), ("critic", links[1], 2.0)))
     first.save(1)
-    assert links[1].asked == 1
+    assert links[1].requested_checkpoint == 1
     assert not complete_checkpoints(tmp_path)
     other.save(1)
     other.finish()
     first.finish()
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]
     first.save(2)
-    assert links[1].look(3) == [False, False]
+    assert links[1].poll(3) == [False, False]
     first.finish()
     assert "lacks the part of role `critic`: its ranks have done later steps" in capsys.readouterr().err
     assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1]

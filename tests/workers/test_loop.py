@@ -8,7 +8,7 @@ from harness import ROOT, metrics_of
 from distflow.config.load import load
 from planners import plan
 from planners.check import prompted_role
-from workers.execution import streams_of
+from workers.execution import random_streams
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "solver_reviser", "distill"])
@@ -35,7 +35,7 @@ def test_a_dag_that_trains_no_vocabulary_has_the_prompts_of_its_first_model():
 
 def test_each_role_has_a_stream_of_random_numbers():
     chain = plan(load("solver_reviser.yaml"), 1).chain(0)
-    assert streams_of(chain, {"actor": 0, "reviser": 1}) == {"solve": 0, "revise": 1}
+    assert random_streams(chain, {"actor": 0, "reviser": 1}) == {"solve": 0, "revise": 1}
 
 
 AGAIN = """

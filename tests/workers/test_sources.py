@@ -91,7 +91,7 @@ def test_the_wait_for_samples_begins_when_nobody_validates_any_more(channel, fus
                                      "clients": [["rollout 1", VALIDATING, 0.0]]}
         timeout = SampleTimeout(channel, dock, limit)
         look = partial(fusion._seen, dock, 3, ROWS, timeout) if fused else partial(
-            source._leased, 3, timeout, PROMPTS)
+            source._lease_batch, 3, timeout, PROMPTS)
         with pytest.raises(TimedOut):
             list(iter(look, None))
     assert time.monotonic() >= ended + limit / 2, "from the last look on it is a whole one"
@@ -159,7 +159,7 @@ def test_with_restart_conversations_of_other_weights_begin_again(restart, kept):
     (False, True, False, True)])  # a rank that goes on to train still needs what it sampled
 def test_errors_count_unless_the_run_is_over(dedicated, stopped, over, fails):
     job = Future()
-    rollout = SimpleNamespace(dedicated=dedicated, stopped=stopped, channel=SimpleNamespace(over=over), failure=None)
+    rollout = SimpleNamespace(dedicated=dedicated, stopped=stopped, channel=SimpleNamespace(is_over=over), failure=None)
     job.set_exception(RewardsFailed("all of them"))
     RolloutContext._notice(rollout, job)
     assert (rollout.failure is not None) == fails
@@ -168,7 +168,7 @@ def test_errors_count_unless_the_run_is_over(dedicated, stopped, over, fails):
 def test_a_store_that_does_not_answer_is_no_end_of_the_run():
     class Channel:
         @property
-        def over(self):
+        def is_over(self):
             raise StoreUnavailable("there:1", 600.0)
 
     job = Future()
@@ -477,9 +477,9 @@ def test_a_prompt_that_is_sampled_again_has_a_whole_wait_limit(empty, unordered,
 def test_a_full_dock_lets_trained_steps_go_but_the_newest_two(empty, unordered):
     """However many leases a step took; no checkpoint is written meanwhile."""
     source, held = unordered(), []
-    source.draws, source.staleness, lease = None, 0, source._leased
+    source.draws, source.staleness, lease = None, 0, source._lease_batch
     source.dock.configure(source.dock.layout.consumers, 1)
-    source._leased = lambda taken, timeout, prompts: lease(taken, timeout, 1)
+    source._lease_batch = lambda taken, timeout, prompts: lease(taken, timeout, 1)
     for number in range(6):
         prompts = [*range(number * PROMPTS, (number + 1) * PROMPTS)]
         source._enqueue_prompts(number)

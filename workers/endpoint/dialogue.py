@@ -22,13 +22,13 @@ from workers.endpoint.messages import (
     ServedTurn,
     find_tool_calls,
 )
-from workers.engines.chat import Between, prompt_tokens, tokenizer_lock
+from workers.engines.chat import TurnTemplate, prompt_tokens, tokenizer_lock
 
 _UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a template raises for messages or tools that it does not expect."""
 
 
-class Sampled(NamedTuple):
+class AnsweredTurn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     version: int  # of the weights at its last token
@@ -58,7 +58,7 @@ class Addition(NamedTuple):
 class Dialogue:
     name: str  # of the row, in ids of answers
     tokenizer: PreTrainedTokenizerBase
-    between: Between
+    between: TurnTemplate
     limits: DialogueLimits
     messages: list[ChatMessage] = field(default_factory=list)  # what was said, sampled turns among it
     tools: list[dict[str, Any]] | None = None
@@ -78,7 +78,7 @@ class Dialogue:
         tokens, text = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
         return Addition(tokens, self._room(len(tokens), request.limit), text)
 
-    def sampled(self, request: ChatRequest | CompletionRequest, addition: Addition, turn: Sampled) -> ServedTurn:
+    def sampled(self, request: ChatRequest | CompletionRequest, addition: Addition, turn: AnsweredTurn) -> ServedTurn:
         """Take up a sampled turn, and return it as it is answered."""
         self.prompt = self.prompt if self.turns else len(addition.tokens)
         before = [*self.tokens, *addition.tokens]
@@ -171,7 +171,7 @@ class Dialogue:
 def _difference(given: list[ChatMessage], known: list[ChatMessage]) -> str:
     """Return why messages do not extend those that are known; "" if they do."""
     for index, (one, other) in enumerate(zip(given, known)):
-        if not one.same(other):
+        if not one.says_the_same(other):
             return f"message {index}, of role {one.role}, is another one"
     if len(given) <= len(known):
         return "they end before the last turn"

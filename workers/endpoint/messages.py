@@ -66,7 +66,7 @@ class ChatMessage(BaseModel):
         content = self.content
         return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
-    def same(self, other: ChatMessage) -> bool:
+    def says_the_same(self, other: ChatMessage) -> bool:
         """Return whether it says the same. White space around what an assistant said does not count: the tokens that
         were sampled stay as they are."""
         mine, theirs = (each.text.strip() if each.role == "assistant" else each.text for each in (self, other))
@@ -198,16 +198,16 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
     return (text.partition("<tool_call>")[0].strip() if calls else text), calls
 
 
-def answer_of(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
-              decode: Callable[[int], str]) -> dict[str, Any]:
+def response_body(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
+                  decode: Callable[[int], str]) -> dict[str, Any]:
     """Return the body of an answer. `decode` gives the text of one token."""
     kind = "chat.completion" if isinstance(request, ChatRequest) else "text_completion"
     return {**_head(request, turn, created, kind), "choices": [_choice(request, turn, decode)], "usage": turn.usage,
             **({"prompt_token_ids": turn.prompt} if request.return_token_ids else {})}
 
 
-def chunks_of(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
-              decode: Callable[[int], str]) -> Iterator[dict[str, Any]]:
+def stream_chunks(request: ChatRequest | CompletionRequest, turn: ServedTurn, created: int,
+                  decode: Callable[[int], str]) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a streamed answer: a turn is sampled whole, so that one chunk holds all of its text."""
     kind = "chat.completion.chunk" if isinstance(request, ChatRequest) else "text_completion"
     head, choice = _head(request, turn, created, kind), _choice(request, turn, decode)

@@ -1,11 +1,11 @@
 """Server of the endpoint: one per process, on the loopback address.
 
-    agent ── request with its row's token ──▶ EndpointServer ── Ask ──▶ the thread that samples
-                                                    ◀── Sampled, by `Ask.answer` ──
+    agent ── request with its row's token ──▶ EndpointServer ── TurnRequest ──▶ the thread that samples
+                                                    ◀── AnsweredTurn, by `TurnRequest.answer` ──
 
     EndpointServer   reads requests, looks up the row by its token, writes answers
     ServedRow        one row with its dialogue: a request at a time, and none is answered twice unless it is a retry
-    Ask              a turn to be sampled
+    TurnRequest      a turn to be sampled
 
 A row of which too many requests are refused loses its token, and is not kept; fewer are the agent's own affair.
 """
@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from workers.endpoint.dialogue import Addition, Dialogue, Sampled
+from workers.endpoint.dialogue import Addition, AnsweredTurn, Dialogue
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import (
     ChatRequest,
     CompletionRequest,
     RequestRefused,
     ServedTurn,
-    answer_of,
-    chunks_of,
     read_request,
+    response_body,
+    stream_chunks,
 )
 
 MAX_REFUSED = 64  # requests of a row that are refused before it loses its token
@@ -40,10 +40,10 @@ _KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
 
 
-class Ask:
+class TurnRequest:
     """A turn to be sampled for row `row`, after `addition`. `answer` may be called from any thread, once."""
 
-    def __init__(self, row: int, addition: Addition, answer: Callable[[Sampled], object]):
+    def __init__(self, row: int, addition: Addition, answer: Callable[[AnsweredTurn], object]):
         self.row, self.addition, self.answer = row, addition, answer
 
 
@@ -51,7 +51,7 @@ class ServedRow:
     """Row that an agent may ask for turns. `ask` is called in the server's thread; `lost`: why it has no token any
     more."""
 
-    def __init__(self, id: int, dialogue: Dialogue, ask: Callable[[Ask], None]):
+    def __init__(self, id: int, dialogue: Dialogue, ask: Callable[[TurnRequest], None]):
         self.id, self.dialogue, self.ask = id, dialogue, ask
         self.token = secrets.token_urlsafe(32)
         self.refused, self.lost, self.ended = 0, "", False
@@ -70,7 +70,7 @@ class ServedRow:
             loop = asyncio.get_running_loop()
             self.digest, self.turn = digest, loop.create_future()
             take_up = functools.partial(self._take_up, self.turn, request, addition)
-            self.ask(Ask(self.id, addition, lambda turn: loop.call_soon_threadsafe(take_up, turn)))
+            self.ask(TurnRequest(self.id, addition, lambda turn: loop.call_soon_threadsafe(take_up, turn)))
         assert self.turn is not None
         return await asyncio.shield(self.turn)
 
@@ -81,7 +81,7 @@ class ServedRow:
             self.turn.cancel()
 
     def _take_up(self, answered: asyncio.Future[ServedTurn], request: ChatRequest | CompletionRequest,
-                 addition: Addition, turn: Sampled) -> None:
+                 addition: Addition, turn: AnsweredTurn) -> None:
         if answered.done():  # the row has ended
             return
         try:
@@ -160,8 +160,8 @@ def _json(status: int, body: dict[str, Any]) -> Reply:
 def _success(request: ChatRequest | CompletionRequest, turn: ServedTurn, dialogue: Dialogue) -> Reply:
     created, decode = int(time.time()), lambda token: str(dialogue.tokenizer.decode([token]))
     if not request.stream:
-        return _json(HTTPStatus.OK, answer_of(request, turn, created, decode))
-    return HTTPStatus.OK, "text/event-stream", _events(chunks_of(request, turn, created, decode))
+        return _json(HTTPStatus.OK, response_body(request, turn, created, decode))
+    return HTTPStatus.OK, "text/event-stream", _events(stream_chunks(request, turn, created, decode))
 
 
 def _events(chunks: Iterable[dict[str, Any]]) -> bytes:

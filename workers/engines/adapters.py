@@ -48,7 +48,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def base(model: nn.Module) -> list[nn.Parameter]:
+def base_model(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
@@ -86,11 +86,11 @@ class BaseEngine:
             return self.engine.top_logprobs(prompts, responses, temperature, count, images)
 
 
-def merged(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
     `weights`: whole adapters and value head, by their names after `attach`."""
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
-    missed = wrapped.load_state_dict({in_peft(name): tensor for name, tensor in weights.items()}, strict=False)
+    missed = wrapped.load_state_dict({peft_name(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])
     if odd:
@@ -110,6 +110,6 @@ def _has_value_head(model: PreTrainedModel) -> bool:
     return isinstance(getattr(model, _HEAD, None), nn.Linear)
 
 
-def in_peft(name: str) -> str:
+def peft_name(name: str) -> str:
     """Return a parameter's name in peft's wrapper."""
     return _PREFIX + name.replace(f"{_HEAD}.", f"{_HEAD}.modules_to_save.{NAME}.")

@@ -21,13 +21,13 @@ NO_MASK = (1, 1, 0, 0)
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            scaling: float | None = None, **settings) -> tuple[Tensor, None]:
     """Attend with a mask and grouped queries, at less cost than transformers' `sdpa`, which repeats keys and values.
-    query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool. In its place a
-    `packing` may say what each token sees: `LastColumns`, or that of `workers.engines.packing`, where B is 1."""
-    if packing := settings.pop("packing", None):
-        return packing.attend(query, key, value, scaling), None
+    query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool. In its place an
+    `attention_pattern` may say which keys each query sees: `LastColumns`, or `packing.Packing`, where B is 1."""
+    if pattern := settings.pop("attention_pattern", None):
+        return pattern.attend(query, key, value, scaling), None
     if attention_mask is not None and attention_mask.shape == NO_MASK:
-        raise EngineError(f"{type(module).__name__} is not told how its rows are packed: transformers' code of this "
-                          "model does not hand on what attention is given. Give the role another model")
+        raise EngineError(f"{type(module).__name__} gets no `attention_pattern`: transformers' code of this model "
+                          "does not hand on what attention is given. Give the role another model")
     plain = not settings.get("dropout") and settings.get("position_bias") is None
     if not plain or attention_mask is None or attention_mask.dtype != torch.bool:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
@@ -67,9 +67,9 @@ def has_flash(model: PreTrainedModel) -> bool:
 
 
 class LastColumns:
-    """What one new token of each row sees in a cache: the columns up to `column` [1], its own, as many as the row has
-    tokens before it (`lengths` [B, 1]) and that one. FlashAttention reads these columns alone; with a mask all are
-    read, at half the speed (H200)."""
+    """Attention pattern of one new token of each row, which sees in a cache the columns up to `column` [1], its own, as
+    many as the row has tokens before it (`lengths` [B, 1]) and that one. FlashAttention reads these columns alone; with
+    a mask all are read, at half the speed (H200)."""
 
     def __init__(self, column: Tensor, lengths: Tensor):
         # A row that has ended may have been longer than the window is now.

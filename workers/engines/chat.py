@@ -44,7 +44,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
                                "it out of the run file, or give the role a model whose template has it")
 
 
-class Between:
+class TurnTemplate:
     """Tokens between a sampled answer and the next one: the template's text around messages by others, derived once
     from a known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
     `options`: variables of the template, as the prompt had them. Raises InvalidInput: the template cannot render such a
@@ -57,10 +57,10 @@ class Between:
         self.around: dict[tuple[str, ...], list[list[int]]] = {}  # by the roles of the messages
         self._around((role,))
 
-    def with_options(self, **options: Any) -> Between:
+    def with_options(self, **options: Any) -> TurnTemplate:
         """Return the same with further variables of the template."""
         merged = {**self.options, **options}
-        return self if merged == self.options else Between(self.tokenizer, [*self.end_tokens], self.role, merged)
+        return self if merged == self.options else TurnTemplate(self.tokenizer, [*self.end_tokens], self.role, merged)
 
     def ended(self, answer: Tensor) -> bool:
         """Return whether an answer has its end token: not if it was cut off or ended by `generation.stop`."""

@@ -31,7 +31,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def chosen(asked: Backend, device: str) -> str:
+def choose_backend(asked: Backend, device: str) -> str:
     """Return the backend for tensors on `device`. Raises EngineError: the one that was asked for does not work here."""
     if asked == "auto":
         return _AUTO[device]

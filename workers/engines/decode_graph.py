@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from distflow.errors import EngineError
 from workers.engines.attention import NO_MASK, LastColumns, has_flash, sees_all_before
-from workers.engines.kv_slots import Slots
+from workers.engines.kv_slots import SlotCache
 
 _RECOMPUTED = ("dynamic", "longrope")
 """Rotary embeddings that read positions back from the device."""
@@ -40,7 +40,7 @@ class DecodeGraph:
     """Reads one token of every slot, for as long as the slots have the same buffers and the model its weights' places.
     The first step is computed as it is, which loads kernels; the second is captured, without a GPU it is not."""
 
-    def __init__(self, model: PreTrainedModel, slots: Slots, wakes: int, former: DecodeGraph | None):
+    def __init__(self, model: PreTrainedModel, slots: SlotCache, wakes: int, former: DecodeGraph | None):
         """`wakes`: how often the weights have got new places. `former`: the graph whose memory is used again."""
         self.model, self.slots = model, slots
         self.former = former if former is None or former.graph else former.former
@@ -70,11 +70,11 @@ class DecodeGraph:
     def _forward(self) -> Tensor:
         if has_flash(self.model):
             seen: dict[str, Any] = {"attention_mask": self.tokens.new_empty(NO_MASK),
-                                    "packing": LastColumns(self.column, self.lengths)}
+                                    "attention_pattern": LastColumns(self.column, self.lengths)}
         else:
             mask = (self.columns >= self.column - self.lengths) & (self.columns <= self.column)
             seen = {"attention_mask": mask[:, None, None]}
-        with self.slots.whole(self.column):
+        with self.slots.show_all(self.column):
             return self.model(self.tokens, position_ids=self.positions, past_key_values=self.slots, use_cache=True,
                               **seen).logits[:, -1]
 

@@ -41,7 +41,7 @@ from workers.engines.vision import image_inputs, same_as_previous, with_dummy_im
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
+def clip_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh, most: float, device: torch.device) -> float:
     """Scale the gradients to a norm of at most `most`; return the norm before. Collective over `mesh`. torch's own
     function refuses parameters of different meshes, as FSDP with tensor parallelism has them."""
     parts: dict[int, list[Tensor]] = {}
@@ -72,7 +72,7 @@ def _pieces(gradient: Tensor) -> int:
                      if not placement.is_replicate())
 
 
-def recompute(layer: nn.Module) -> None:
+def recompute_layer(layer: nn.Module) -> None:
     """Recompute all but the layer's input (Chen et al. 2016); unlike transformers' own, it keeps the cache."""
     number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
     layer.forward = functools.partial(_checkpoint, layer.forward, number)
@@ -91,7 +91,7 @@ def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: C
     return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
-def compiled(layer: nn.Module) -> None:
+def compile_layer(layer: nn.Module) -> None:
     """Compile the layer, but not attention, which indexes the cache by layer, or experts, whose rows vary."""
     for name, part in layer.named_children():
         if name != "self_attn" and not hasattr(part, "experts"):
@@ -155,9 +155,9 @@ class FSDPEngine(Trainer):
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole,
                 "reshard_after_forward": not self.keeps}
         for layer in layers if self.settings.compile else ():
-            compiled(layer)
+            compile_layer(layer)
         for layer in layers if recomputes else ():
-            recompute(layer)
+            recompute_layer(layer)
         for module in (self.policy,) if self.small else (*layers, self.policy):  # one at a time is there as a whole
             convert((each for each in module.parameters() if each not in whole and not isinstance(each, DTensor)),
                     self.held, self.device)
@@ -273,7 +273,7 @@ class FSDPEngine(Trainer):
                 module.reshard()
 
     def _step(self, rate: float) -> float:
-        norm = clip(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
+        norm = clip_gradients(self.shards().values(), self.mesh, self.settings.max_grad_norm, self.device)
         if self.optimizer and math.isfinite(norm):
             for group in self.optimizer.param_groups:  # the run's settings may differ from those in the checkpoint
                 group.update(lr=rate, betas=tuple(self.settings.betas),

@@ -1,7 +1,7 @@
 """Generation by a transformers model, with continuous batching.
 
     HFRollout   the engine: model, settings, weights that are replaced in place
-    Decoding    its session: rows join the batch at any time, leave it when they end, and may come back with more to
+    HFSession   its session: rows join the batch at any time, leave it when they end, and may come back with more to
     read
 
 A prompt is read once for all its samples. Keys and values lie in `workers.engines.kv_slots`.
@@ -28,10 +28,10 @@ from distflow.telemetry import heartbeat
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
-from workers.engines.kv_slots import Past, Slots, prefixes
-from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, matching
+from workers.engines.kv_slots import PrefilledRow, SlotCache, prefixes
+from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, require_shapes
 from workers.engines.routing import Routers
-from workers.engines.sampling import TokenLimits, pick, uniform
+from workers.engines.sampling import TokenLimits, sample_tokens, uniform
 from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
@@ -76,10 +76,10 @@ class HFRollout(Rollout):
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
-                limits: TokenLimits | None = None) -> Decoding:
+                limits: TokenLimits | None = None) -> HFSession:
         keep_cache &= self.generation.batch_rows > 1  # with one slot a row rounds alike, however long its tools take
         temperature = self.generation.temperature if temperature is None else temperature
-        return Decoding(self, key, temperature, keep_cache, limits)
+        return HFSession(self, key, temperature, keep_cache, limits)
 
     def weight_buffers(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
@@ -88,7 +88,7 @@ class HFRollout(Rollout):
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         own, size = self.weight_buffers(), 0
         shapes = {name: weight.shape for name, weight in own.items()}
-        for name, whole in matching(weights, shapes):
+        for name, whole in require_shapes(weights, shapes):
             if own[name].data_ptr() != whole.data_ptr():
                 own[name].copy_(whole)
             size += own[name].nbytes
@@ -112,7 +112,7 @@ class HFRollout(Rollout):
     def close(self) -> None: ...
 
 
-class Decoding(Session):
+class HFSession(Session):
     """Session of a transformers model: `step` samples one token for each row in a slot."""
 
     def __init__(self, engine: HFRollout, key: int, temperature: float, keep_cache: bool = False,
@@ -121,12 +121,12 @@ class Decoding(Session):
         self.temperature, self.keep_cache = temperature, keep_cache
         self.device = self.model.device
         self.unread: deque[list[SampledRow]] = deque()  # lists of rows that share their whole sequence; to be prefilled
-        self.ready: deque[tuple[SampledRow, Past]] = deque()
+        self.ready: deque[tuple[SampledRow, PrefilledRow]] = deque()
         self.parked: dict[SampledRow, None] = {}  # rows with a past that are in no slot, longest parked first
         self.returning: set[SampledRow] = set()  # ended rows that may get another turn
         self.rows: list[SampledRow | None] = []  # row of each slot
         self.live = 0  # number of occupied slots
-        self.slots, self.state, self.version = Slots(), _no_slots(self.device), engine.version
+        self.slots, self.state, self.version = SlotCache(), _no_slots(self.device), engine.version
         self.graph: DecodeGraph | None = None
         if engine.routers:
             self.state["experts"] = torch.zeros(0, 0, 0, 0, dtype=engine.routers.routing.dtype, device=self.device)
@@ -177,8 +177,8 @@ class Decoding(Session):
         heartbeat.current().tick()
         state, slot = self.state, torch.arange(len(self.rows), device=self.device)
         limits = self.limits or self.engine.generation
-        chosen, logprobs = pick(state["logits"], state["noise"][slot, state["count"]], self.temperature,
-                                limits.top_k, limits.top_p, limits.min_p)
+        chosen, logprobs = sample_tokens(state["logits"], state["noise"][slot, state["count"]], self.temperature,
+                                         limits.top_k, limits.top_p, limits.min_p)
         state["tokens"][slot, state["count"]] = chosen
         state["logprobs"][slot, state["count"]] = logprobs
         state["count"] += state["live"]
@@ -210,21 +210,21 @@ class Decoding(Session):
             chosen = self._compact(chosen)
         self.slots.grow()
         length = self.state["length"]
-        read = self._captured if self.engine.captures else self._computed
+        read = self._next_logits_by_graph if self.engine.captures else self._next_logits
         self.state["logits"] = read(chosen, length + self.state["shift"], length)
         if self.engine.routers:
             slot = torch.arange(len(self.rows), device=self.device)
             self.state["experts"][slot, self.state["count"] - 1] = self.engine.routers.take()
         length += self.state["live"]
 
-    def _computed(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+    def _next_logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         """Return the logits [B, V] after `tokens` [B], which have `lengths` [B] tokens before them."""
         width = self.slots.width + 1
         mask = torch.arange(width, device=self.device) >= width - 1 - lengths[:, None]
         return self.model(tokens[:, None], attention_mask=mask, position_ids=positions[:, None],
                           past_key_values=self.slots, use_cache=True).logits[:, -1]
 
-    def _captured(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
+    def _next_logits_by_graph(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         if self.graph is None or self.graph.made_for != (self.slots.resized, self.engine.wakes):
             self.graph = DecodeGraph(self.model, self.slots, self.engine.wakes, self.graph)
         return self.graph.step(tokens, positions, lengths)
@@ -249,7 +249,7 @@ class Decoding(Session):
         if self.keep_cache:
             batch = self.slots.take(gone, max(lengths))
             for index, (row, length) in enumerate(zip(rows, lengths)):
-                row.past = Past(batch, index, length)
+                row.past = PrefilledRow(batch, index, length)
                 self.parked[row] = None
             self.returning.update(rows)
         state["live"][gone], state["count"][gone] = False, 0
@@ -257,7 +257,7 @@ class Decoding(Session):
             self.rows[slot] = None
         self.live -= len(slots)
         if self.live:
-            self.slots.show(int(state["length"][state["live"]].max()))
+            self.slots.set_window(int(state["length"][state["live"]].max()))
         return rows
 
     def _fill(self) -> None:
@@ -289,7 +289,7 @@ class Decoding(Session):
                     row.experts = torch.cat([before[: past.length - len(past.experts)], past.experts])
             self._drop(rows[0])
 
-    def _read(self, rows: list[SampledRow]) -> list[Past]:
+    def _read(self, rows: list[SampledRow]) -> list[PrefilledRow]:
         """Prefill what the model has not read of these rows. Every row reads as many tokens as the row with most unread
         ones, some of them again instead of padding: the columns of a row then have no gap."""
         lengths = torch.tensor([len(row.sequence) for row in rows], device=self.device)
@@ -316,8 +316,8 @@ class Decoding(Session):
                                 logits_to_keep=1, **inputs)
         batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
         chosen = self._choices(lengths, longest)
-        return [Past(batch, index, length, logits, shift, experts) for index, (length, logits, shift, experts) in
-                enumerate(zip(lengths.tolist(), output.logits[:, -1], shifts, chosen))]
+        of_rows = zip(lengths.tolist(), output.logits[:, -1], shifts, chosen)
+        return [PrefilledRow(batch, index, *of_row) for index, of_row in enumerate(of_rows)]
 
     @contextlib.contextmanager
     def _chosen_before(self, rows: list[SampledRow], width: int) -> Iterator[None]:
@@ -360,23 +360,23 @@ class Decoding(Session):
         every[:, with_images] = inputs["position_ids"]
         return {**inputs, "position_ids": every}, shifts
 
-    def _join(self, rows: list[SampledRow], pasts: list[Past]) -> None:
+    def _join(self, rows: list[SampledRow], pasts: list[PrefilledRow]) -> None:
         empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
         old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
         taken = [*empty, *range(old, count)]
         self.rows += [None] * (count - old)
         slots = torch.tensor(taken, device=self.device)
-        width = max(Slots.width_of(pasts), self.slots.width if self.live else 0)
+        width = max(SlotCache.width_of(pasts), self.slots.width if self.live else 0)
         if count > old or width > self.slots.width:
             self.slots.keep(None, count, width)
         self.slots.put(slots, pasts)
-        self.slots.show(width)
+        self.slots.set_window(width)
         for slot, row in zip(taken, rows):
             self.rows[slot] = row
         self.live += len(rows)
         self._start(rows, pasts, slots, count)
 
-    def _start(self, rows: list[SampledRow], pasts: list[Past], slots: Tensor, count: int) -> None:
+    def _start(self, rows: list[SampledRow], pasts: list[PrefilledRow], slots: Tensor, count: int) -> None:
         limits = torch.tensor([row.limit for row in rows], device=self.device)
         first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
         ids = torch.tensor([row.id for row in rows], device=self.device)

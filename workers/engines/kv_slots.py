@@ -20,7 +20,7 @@ left of its first token hold finite, meaningless values."""
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class PrefilledRow:
     """Prefilled row: row `index` of `batch`, `length` tokens, and the logits [V] after them."""
 
     batch: KeysValues
@@ -31,7 +31,7 @@ class Past:
     experts: Tensor | None = None  # chosen for the tokens just read [tokens, layers, experts of a token], on the CPU
 
 
-class Slots(Cache):
+class SlotCache(Cache):
     """A transformers cache that rows join and leave. All rows end at the same column, so that a step writes one column
     whatever the lengths. The model sees a window as wide as the longest row."""
 
@@ -57,7 +57,7 @@ class Slots(Cache):
         return self.layers[0].end
 
     @contextlib.contextmanager
-    def whole(self, column: Tensor) -> Iterator[None]:
+    def show_all(self, column: Tensor) -> Iterator[None]:
         """Let the model see all columns, spare ones too, and write to `column` [1]: shapes then stay until the buffers
         are replaced."""
         for layer in self.layers:
@@ -71,12 +71,12 @@ class Slots(Cache):
     def advance(self) -> None:
         """Take the column that was written while all were seen into the window."""
         for layer in self.layers:
-            layer.show(layer.start, layer.end + 1)
+            layer.set_window(layer.start, layer.end + 1)
 
-    def show(self, width: int) -> None:
+    def set_window(self, width: int) -> None:
         """Narrow the window to the last `width` columns: no row is longer."""
         for layer in self.layers:
-            layer.show(layer.end - width, layer.end)
+            layer.set_window(layer.end - width, layer.end)
 
     def grow(self) -> None:
         if self.layers and self.layers[0].full:
@@ -89,7 +89,7 @@ class Slots(Cache):
         self.count = count
         self.resized += 1
 
-    def put(self, slots: Tensor, pasts: list[Past]) -> None:
+    def put(self, slots: Tensor, pasts: list[PrefilledRow]) -> None:
         for index, batch, chosen in _by_batch(pasts, slots.device):
             where: Tensor | slice = slots[index]
             if bool((where[1:] - where[:-1] == 1).all()):
@@ -103,7 +103,7 @@ class Slots(Cache):
                 layer.values[where, :, -width:] = values[chosen, :, -width:]
 
     @staticmethod
-    def width_of(pasts: list[Past]) -> int:
+    def width_of(pasts: list[PrefilledRow]) -> int:
         return max(past.length for past in pasts)
 
     def take(self, slots: Tensor, width: int) -> KeysValues:
@@ -121,9 +121,9 @@ class _Window(DynamicLayer):
         super().__init__()
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.buffers = [like.new_zeros(count, like.shape[1], _room(width), like.shape[3]) for like in (keys, values)]
-        self.show(0, width)
+        self.set_window(0, width)
 
-    def show(self, start: int, end: int) -> None:
+    def set_window(self, start: int, end: int) -> None:
         self.start, self.end = start, end
         self.keys, self.values = (buffer[:, :, start:end] for buffer in self.buffers)
 
@@ -141,7 +141,7 @@ class _Window(DynamicLayer):
             # A masked column must hold finite numbers: NaN would spread.
             buffer[len(part) :], buffer[:, :, : width - shared], buffer[:, :, width:] = 0, 0, 0
             self.buffers[index] = buffer
-        self.show(0, width)
+        self.set_window(0, width)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.column is not None:
@@ -151,7 +151,7 @@ class _Window(DynamicLayer):
         end = self.end + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             buffer[:, :, self.end : end] = states
-        self.show(self.start, end)
+        self.set_window(self.start, end)
         return self.keys, self.values
 
 
@@ -159,7 +159,7 @@ def _room(width: int) -> int:
     return -(-(width + max(_SPARE, width // 4)) // _SPARE) * _SPARE  # masks of other widths are copied by a kernel
 
 
-def prefixes(pasts: list[Past | None], lengths: Tensor) -> KeysValues:
+def prefixes(pasts: list[PrefilledRow | None], lengths: Tensor) -> KeysValues:
     """Return the first `lengths` [B] tokens of each row as one batch; zeros for a row without a past."""
     known = [(row, past) for row, past in enumerate(pasts) if past is not None and lengths[row]]
     width, result = int(lengths.max()), []
@@ -176,7 +176,7 @@ def prefixes(pasts: list[Past | None], lengths: Tensor) -> KeysValues:
     return result
 
 
-def _by_batch(pasts: list[Past], device: torch.device) -> list[tuple[Tensor, KeysValues, Tensor]]:
+def _by_batch(pasts: list[PrefilledRow], device: torch.device) -> list[tuple[Tensor, KeysValues, Tensor]]:
     """Group rows by their batch: (indices in `pasts`, the batch, row numbers in it)."""
     groups: dict[int, list[int]] = {}
     for index, past in enumerate(pasts):

@@ -36,8 +36,8 @@ class _Block:
 
 
 class Packing:
-    """Places of sequences among packed tokens [T]. Each has tokens of its own, and may see those of a prompt before
-    them; none sees what comes after it."""
+    """Attention pattern of sequences among packed tokens [T]. Each has tokens of its own, and may see those of a prompt
+    before them; none sees what comes after it."""
 
     def __init__(self, prompts: Sequence[int], prompt_of: Sequence[int], rest: Sequence[int], device: torch.device):
         """`rest`: tokens after the prompt, of each row."""

@@ -92,7 +92,7 @@ class SharedPrompt(nn.Module):
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
                                        response_lengths, asked, read)
         if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
-                                          self._wastes(prompts, prompt_lengths, response_lengths)):
+                                          self._is_padding_wasteful(prompts, prompt_lengths, response_lengths)):
             packed = packed or self.pack(prompts, prompt_lengths, prompt_of, responses, response_lengths)
             return self._forward_packed(packed, prompts, responses, asked, read)
         return self._forward_padded(prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read,
@@ -121,7 +121,7 @@ class SharedPrompt(nn.Module):
         back = torch.argsort(torch.cat(order_of))
         return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
 
-    def _wastes(self, prompts: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> bool:
+    def _is_padding_wasteful(self, prompts: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> bool:
         """Return whether padding costs more than packing does on a CPU."""
         parts = response_lengths.sort().values.chunk(min(self.chunks, len(response_lengths)))
         padded = prompts.numel() + sum(len(part) * int(part[-1]) for part in parts)
@@ -151,8 +151,8 @@ class SharedPrompt(nn.Module):
         """Compute `forward` without padding, all tokens in one row."""
         tokens = torch.cat([prompts.flatten().index_select(0, packed.prompt_tokens),
                             _padded(responses, self.after_last).flatten().index_select(0, packed.response_tokens)])
-        outputs = self.run_packed(packed.outputs, tokens[None], position_ids=packed.positions, packing=packed.packing,
-                                  attention_mask=tokens.new_empty(NO_MASK))
+        outputs = self.run_packed(packed.outputs, tokens[None], position_ids=packed.positions,
+                                  attention_pattern=packed.packing, attention_mask=tokens.new_empty(NO_MASK))
         return read(outputs, _padded(asked, self.after_last).flatten(0, 1).index_select(0, packed.asked))
 
     def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
@@ -185,14 +185,14 @@ def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, pro
                            position_ids=(own - begins[:, None]).clamp(min=0))
     following = asked.new_zeros(*tokens.shape, *asked.shape[2:])
     following[:, last : last + asked.shape[1]] = asked
-    return tuple(context.join(_placed(here, part))[wanted] for part in read(states[here], following[:, own][here]))
+    return tuple(context.join(_scatter(here, part))[wanted] for part in read(states[here], following[:, own][here]))
 
 
 def _places(where: Tensor) -> Tensor:
     return where.flatten().nonzero().squeeze(1)
 
 
-def _placed(where: Tensor, values: Tensor) -> Tensor:
+def _scatter(where: Tensor, values: Tensor) -> Tensor:
     """Return the values [N, …] at the places `where` [B, w] that is True, and 0 elsewhere."""
     table = values.new_zeros(*where.shape, *values.shape[1:])
     return table.index_put(where.nonzero(as_tuple=True), values)

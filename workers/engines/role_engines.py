@@ -268,11 +268,13 @@ class RoleEngines:
         return model
 
     def _merged(self, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
-        from workers.engines.adapters import merged  # peft takes seconds to import; only runs with adapters pay for it
+        from workers.engines.adapters import (
+            merge_adapters,  # peft takes seconds to import; only runs with adapters pay for it
+        )
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
-        return merged(self._load(self.source)[0].float(), lora, weights, beside)
+        return merge_adapters(self._load(self.source)[0].float(), lora, weights, beside)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
@@ -290,7 +292,7 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     from workers.engines import adapters
 
     adapters.attach(model, lora, seed)
-    frozen = adapters.base(model)
+    frozen = adapters.base_model(model)
     convert(frozen, dtype_of(settings, device))  # they are never updated, so that no float32 is needed
     if shares:
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]

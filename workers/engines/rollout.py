@@ -329,7 +329,9 @@ class _EmptySession(Session):
         return []
 
 
-def matching(weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+def require_shapes(weights: Iterable[tuple[str, Tensor]],
+                   shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights. Raises EngineError: one does not fit a model of these shapes."""
     for name, weight in weights:
         if wrong := weight_mismatch(name, weight, shapes):
             raise EngineError(wrong)

@@ -50,15 +50,16 @@ def key_of(*parts: int) -> int:
     return int(key)
 
 
-def pick(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
-         min_p: float = 0.0) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, noise: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0,
+                  min_p: float = 0.0) -> tuple[Tensor, Tensor]:
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
     Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k, top-p and min-p."""
     if temperature and not top_k and top_p == 1.0 and not min_p and (kernels := kernels_for(logits.device)):
         return _pick_by_blocks(logits, noise, temperature, kernels)
     scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
     logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
-    tokens = logprobs.argmax(-1) if temperature == 0 else _draw(_restricted(logprobs, top_k, top_p, min_p).exp(), noise)
+    tokens = logprobs.argmax(-1) if temperature == 0 else \
+        _draw(_mask_improbable(logprobs, top_k, top_p, min_p).exp(), noise)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -111,7 +112,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     return torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last).squeeze(1)
 
 
-def _restricted(logprobs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+def _mask_improbable(logprobs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     if top_k:
         limit = logprobs.topk(min(top_k, logprobs.shape[1])).values[:, -1:]
         logprobs = logprobs.masked_fill(logprobs < limit, -torch.inf)

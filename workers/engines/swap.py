@@ -66,21 +66,21 @@ class EngineSwap:
         self.optimizer.wait()
 
     def _load(self) -> None:
-        newer = self._newer()
+        newer = self._version_to_load()
         if newer is not None:  # always so when it has slept
             current().maximum("weights/bytes", self.rollout.load(self._weights(), newer))
 
-    def _newer(self) -> int | None:
+    def _version_to_load(self) -> int | None:
         """Return the version to load; None if it is loaded."""
         trained = self.trainer.version if self.trainer else None
         if self.route:
-            return self.route.newer(trained, None if self.rollout.absent else self.rollout.version)
+            return self.route.newer_version(trained, None if self.rollout.absent else self.rollout.version)
         return None if self.rollout.version == trained else trained
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.trainer:
             weights = self.trainer.export(self.rollout.dtype, self.rollout.weight_buffers())
-            return self.route.sent(weights) if self.route else weights
+            return self.route.send_and_yield(weights) if self.route else weights
         assert self.route, "a rank without a trainer gets weights from those that have it"
         assert self.device
-        return self.route.received(self.device)
+        return self.route.receive(self.device)

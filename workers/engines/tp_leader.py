@@ -145,7 +145,7 @@ class TPFollowerEngine:
         """Make the leader's calls until it releases this rank; raise RankMissing if it has ended, or is silent."""
         released = False
         while not released:
-            weights = self.updates.arrived() if self.updates else None
+            weights = self.updates.pulled_weights() if self.updates else None
             mine = weights.key if weights else ""
             first, step, finished, call = msgpack.unpackb(gather(mine.encode(), self.group)[0])
             if self.updates and first and mine and first != mine:
@@ -154,7 +154,7 @@ class TPFollowerEngine:
             released = call == ["release"]
             if call == ["load"] and self.updates and weights:
                 self.engine.load(weights.tensors(), weights.version)
-                self.updates.loaded()
+                self.updates.mark_loaded()
             elif call and not released:
                 self._make(*call)
 

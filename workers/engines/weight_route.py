@@ -32,7 +32,7 @@ class WeightRoute:
         self.members = group_along(torch.tensor(sorted({*training, *sampling})), 0)
         self.receiving = group_along(torch.tensor(sorted([self.first, *others])), 0) if others else None
 
-    def newer(self, trained: int | None, loaded: int | None) -> int | None:
+    def newer_version(self, trained: int | None, loaded: int | None) -> int | None:
         """Return the trainer's version if any rollout has another one, else None. Collective over the ranks of both.
 
         Args:
@@ -43,7 +43,7 @@ class WeightRoute:
         newest = next(version for version, _ in versions if version is not None)
         return newest if any(version not in (None, newest) for _, version in versions) else None
 
-    def sent(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def send_and_yield(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield a trainer's whole weights; from its first rank they also go to the ranks that only sample."""
         if self.receiving is None or dist.get_rank() != self.first:
             yield from weights
@@ -65,7 +65,7 @@ class WeightRoute:
         self._send(heads, bucket)
         self._heads([])
 
-    def received(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights that the trainer's first rank sends."""
         while heads := self._heads(None):
             edges = _edges(heads)

@@ -28,13 +28,13 @@ class WeightUpdates:
         self.pool = ThreadPoolExecutor(1, "weights")
         self.job = self.pool.submit(self._pull)
 
-    def arrived(self) -> Weights | None:
+    def pulled_weights(self) -> Weights | None:
         """Return the pulled weights, or raise the thread's error. The next pull waits until they are used."""
         if self.job.done():
             self.job.result()
         return self.pulled
 
-    def loaded(self) -> None:
+    def mark_loaded(self) -> None:
         if self.pulled is not None:
             self.version, self.key = self.pulled.version, self.pulled.key
         self.drop()

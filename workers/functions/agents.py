@@ -24,9 +24,9 @@ from distflow.contracts.decorators import Agent
 from distflow.contracts.templates import readable_fields
 from distflow.telemetry import heartbeat, timeline
 from distflow.telemetry.trajectories import trajectories
-from workers.endpoint.dialogue import Dialogue, DialogueLimits, Sampled
-from workers.endpoint.server import Ask, ServedRow, endpoint
-from workers.engines.chat import Between
+from workers.endpoint.dialogue import AnsweredTurn, Dialogue, DialogueLimits
+from workers.endpoint.server import ServedRow, TurnRequest, endpoint
+from workers.engines.chat import TurnTemplate
 from workers.engines.rollout import Session
 from workers.functions.conversation import Trajectory, columns_of, report_episodes, report_rewards
 from workers.functions.rollout import note_lengths
@@ -55,13 +55,13 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
     ids = (row[:, None] * group_size + row.new_tensor(range(group_size))).flatten()
     limits = DialogueLimits(max_turns, max_tokens, own, max_prompt_tokens, tuple(engine.settings.generation.stop or ()))
     settings = EnvSettings(_COMMAND, {"printed_reward": printed_reward}, False, False, processes, seconds, memory_gib)
-    inbox: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[TurnRequest | None] = queue.SimpleQueue()
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows):
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
         episodes = [Trajectory(each, {name: columns[name][index // group_size] for name in readable_fields(agent)},
                             index < saved) for index, each in enumerate(rows)]
 
-        def wake(ask: Ask | None = None) -> None:
+        def wake(ask: TurnRequest | None = None) -> None:
             inbox.put(ask)
             session.wake()
 
@@ -78,9 +78,9 @@ def run_agent(engine: Any, prompts: Ragged, row: Tensor, *, agent: Agent, group_
 
 @contextlib.contextmanager
 def _served(engine: Any, episodes: list[Trajectory], limits: DialogueLimits,
-            ask: Callable[[Ask], None]) -> Iterator[dict[int, ServedRow]]:
+            ask: Callable[[TurnRequest], None]) -> Iterator[dict[int, ServedRow]]:
     """Yield the rows as the endpoint serves them, by id; it refuses their tokens afterwards."""
-    between = Between(engine.tokenizer, engine.end_tokens, options=engine.template_options)
+    between = TurnTemplate(engine.tokenizer, engine.end_tokens, options=engine.template_options)
     served = {episode.row.id: ServedRow(episode.row.id, Dialogue(
         f"{engine.step + 1}-{episode.row.id}", engine.tokenizer, between, limits), ask) for episode in episodes}
     try:
@@ -92,9 +92,9 @@ def _served(engine: Any, episodes: list[Trajectory], limits: DialogueLimits,
 
 class AgentLoop:
     def __init__(self, engine: Any, session: Session, commands: EnvClient, served: dict[int, ServedRow],
-                 inbox: queue.SimpleQueue[Ask | None]):
+                 inbox: queue.SimpleQueue[TurnRequest | None]):
         self.engine, self.session, self.commands, self.served, self.inbox = engine, session, commands, served, inbox
-        self.asks: dict[int, Ask] = {}  # turns under way, by row
+        self.asks: dict[int, TurnRequest] = {}  # turns under way, by row
         self.running: dict[int, Trajectory] = {}  # by row
         self.idle = 0.0  # seconds without anything to sample
 
@@ -121,7 +121,7 @@ class AgentLoop:
         variables = {"OPENAI_BASE_URL": endpoint().address, "OPENAI_API_KEY": self.served[row].token}
         self.commands.step(row, {"command": json.dumps(filled_words(agent, episode.columns))}, json.dumps(variables))
 
-    def _arrived(self) -> list[Ask]:
+    def _arrived(self) -> list[TurnRequest]:
         """Return the turns that agents ask for. With nothing to sample it waits for one, or for a command's end."""
         found = [self._wait()] if self.running and not self.session.busy else []
         with contextlib.suppress(queue.Empty):
@@ -129,7 +129,7 @@ class AgentLoop:
                 found.append(self.inbox.get_nowait())
         return [ask for ask in found if ask is not None]
 
-    def _wait(self) -> Ask | None:
+    def _wait(self) -> TurnRequest | None:
         start = time.perf_counter()
         with contextlib.nullcontext() if self.session.shared else heartbeat.current().within("tools"):
             while True:
@@ -142,7 +142,7 @@ class AgentLoop:
                     self.idle += time.perf_counter() - start
                     start = time.perf_counter()
 
-    def _sample(self, episode: Trajectory, ask: Ask) -> None:
+    def _sample(self, episode: Trajectory, ask: TurnRequest) -> None:
         row, tokens = episode.row, torch.tensor(ask.addition.tokens, dtype=torch.int64)
         self.asks[row.id] = ask
         if episode.turns:
@@ -157,7 +157,7 @@ class AgentLoop:
         row = episode.row
         episode.add_turn()
         version = int(row.versions[-1]) if len(row.versions) else -1
-        self.asks.pop(row.id).answer(Sampled(row.tokens.tolist(), row.logprobs.tolist(), version, row.finished))
+        self.asks.pop(row.id).answer(AnsweredTurn(row.tokens.tolist(), row.logprobs.tolist(), version, row.finished))
 
     def _end(self, episode: Trajectory, answer: Turn | EnvFailure) -> None:
         row = episode.row

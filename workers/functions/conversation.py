@@ -22,7 +22,7 @@ from distflow.errors import RewardsFailed
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
-from workers.engines.chat import Between
+from workers.engines.chat import TurnTemplate
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
@@ -59,7 +59,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
     found, kind = live_environment(environment)
     env_settings = EnvSettings(kind.key, environment_settings or {}, kind.safe, kind.coroutine, processes, step_seconds,
                                memory_gib, found.__distflow_together__, found.__distflow_stateless__)
-    between = Between(engine.tokenizer, engine.end_tokens, observation_role, engine.template_options)
+    between = TurnTemplate(engine.tokenizer, engine.end_tokens, observation_role, engine.template_options)
     with engine.converse(prompts, ids, group_size, min(own, max_tokens)) as (session, rows), \
             environments_for(session, env_settings) as pool:
         saved = trajectories().claim(engine.step, engine.stream or 0, len(rows))
@@ -80,7 +80,7 @@ def converse(engine: RoleEngines, prompts: Ragged, row: Tensor, *, environment: 
 
 
 def begin_episodes(episodes: list[Trajectory], group_size: int, session: Session, engine: RoleEngines,
-                   settings: EnvSettings, between: Between, longest: int) -> None:
+                   settings: EnvSettings, between: TurnTemplate, longest: int) -> None:
     """Put what the environment of each prompt shows before the first turn, in up to `longest` tokens, into the prompt;
     its rows have failed where that fails."""
     groups = {episodes[index].row.id: episodes[index : index + group_size]
@@ -119,7 +119,7 @@ def _first_observations(session: Session, settings: EnvSettings,
 
 
 class _ConversationLoop:
-    def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: Between,
+    def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: TurnTemplate,
                  limits: tuple[int, int, int]):
         self.session, self.pool, self.engine, self.between = session, pool, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits

@@ -31,7 +31,7 @@ from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask, weighted_sum
 from workers.functions.kl import kl_estimate
-from workers.functions.updates import divided, optimize, weighted
+from workers.functions.updates import optimize, split_mini_batches, with_token_weights
 
 _LEAST_TAIL = 1e-6
 """Mass of all other tokens that counts at least, and below which it has no gradient: it is one minus a sum that is
@@ -70,10 +70,11 @@ def top_logprobs(
     """Return the role's `k` most probable tokens at each place of a response, and their log-probabilities: [teachers,
     k] a token. What a teacher before it in the DAG has written stays, with the same `k`."""
     found = engine.top_logprobs(prompts, responses, k, images, temperature)
-    return beside(top_tokens, top_logprobs, *found)
+    return concat_teachers(top_tokens, top_logprobs, *found)
 
 
-def beside(tokens: Ragged | None, logprobs: Ragged | None, own: Ragged, own_logprobs: Ragged) -> tuple[Ragged, Ragged]:
+def concat_teachers(tokens: Ragged | None, logprobs: Ragged | None, own: Ragged,
+                    own_logprobs: Ragged) -> tuple[Ragged, Ragged]:
     """Return a teacher's tokens and log-probabilities, [k] each, beside those of the teachers before it."""
     found = (own.with_values(own.values[:, None]), own_logprobs.with_values(own_logprobs.values[:, None]))
     if tokens is None or logprobs is None or tokens.values.ndim < 3:  # a rank without rows may not know their shape
@@ -137,10 +138,10 @@ def distillation_update(
                          "candidates": top_tokens.with_values((tokens * known).flatten(1)),
                          "top_logprobs": top_tokens.with_values(teacher.masked_fill(~known, -torch.inf)),
                          **({} if images is None else {"images": images})})
-    parts = divided(engine, rows, mini_batches) * epochs
+    parts = split_mini_batches(engine, rows, mini_batches) * epochs
     objective = _Divergence(divergence, beta, weights or [1 / teachers] * teachers, 1 / max(len(parts), 1))
     for part in parts:
-        optimize(engine, weighted(engine, rows.select(part), aggregate), objective)
+        optimize(engine, with_token_weights(engine, rows.select(part), aggregate), objective)
 
 
 @node(writes="advantages")

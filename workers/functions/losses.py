@@ -46,7 +46,7 @@ def surrogate(kind: str, clip: float | None, clip_high: float | None, dual_clip:
     return kinds[kind]
 
 
-def own_loss(key: str, settings: dict[str, Any]) -> Surrogate:
+def user_loss(key: str, settings: dict[str, Any]) -> Surrogate:
     """Return the user's loss `MODULE:FUNCTION` as `surrogate` returns one; it is checked when called."""
     function = load_loss(key)
     wanted = [name for name in inspect.signature(function).parameters if name in PARAMETERS]

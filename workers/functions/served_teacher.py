@@ -15,7 +15,7 @@ from distflow import Ragged, node
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.telemetry import events, heartbeat
 from distflow.telemetry.metrics import current
-from workers.functions.distillation import beside
+from workers.functions.distillation import concat_teachers
 from workers.isolation.model_api import ModelAPI
 from workers.isolation.user_code import failure_streak_of
 
@@ -53,7 +53,7 @@ def served_top_logprobs(
     places = [place for each in rows for place in each]
     tokens = responses.with_values(torch.tensor([each[0] for each in places], dtype=torch.int32).reshape(-1, k))
     logprobs = responses.with_values(torch.tensor([each[1] for each in places], dtype=torch.float32).reshape(-1, k))
-    return *beside(top_tokens, top_logprobs, tokens, logprobs), torch.tensor(keep, dtype=torch.bool)
+    return *concat_teachers(top_tokens, top_logprobs, tokens, logprobs), torch.tensor(keep, dtype=torch.bool)
 
 
 async def _ask_all(api: ModelAPI, bodies: list[dict[str, Any]], lengths: list[int], k: int,

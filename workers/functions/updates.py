@@ -18,10 +18,10 @@ from workers.functions.aggregation import local_totals, token_weights, trained_m
 from workers.functions.corrections import Mismatch, report_staleness
 from workers.functions.entropy import high_entropy
 from workers.functions.kl import kl_estimate
-from workers.functions.losses import Surrogate, own_loss, surrogate
+from workers.functions.losses import Surrogate, surrogate, user_loss
 
 
-def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
+def split_mini_batches(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
     """Return the row numbers of each of `count` mini-batches, by prompt, that has rows on any rank: a step without data
     would still decay the weights and use up Adam's moments. Collective."""
     part_of = rows.ids.long() % count  # an empty column is float
@@ -29,7 +29,7 @@ def divided(engine: RoleEngines, rows: Batch, count: int) -> list[Tensor]:
     return [(part_of == part).nonzero().squeeze(1) for part in filled.tolist()]
 
 
-def weighted(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
+def with_token_weights(engine: RoleEngines, rows: Batch, aggregate: str, fixed_length: int | None = None) -> Batch:
     mask = rows["mask"]
     totals = engine.total(local_totals(mask.values, mask.lengths))
     weights = token_weights(mask.values, mask.lengths, aggregate, totals, fixed_length)
@@ -138,7 +138,7 @@ def policy_update(
     steps there is none, while a critic learns; the learning rate's schedule goes on.
     """
     mask = trained_mask(responses, response_mask)
-    per_token = _of_tokens(engine, advantages, mask, normalize)
+    per_token = _token_advantages(engine, advantages, mask, normalize)
     if versions is not None:
         report_staleness(engine, versions, mask)
     columns = {"prompts": prompts, "responses": responses, "behaviour": rollout_logprobs, "mask": mask,
@@ -146,18 +146,18 @@ def policy_update(
                "reference": reference_logprobs, "importance": importance, "images": images,
                "routed_experts": routed_experts, "entropies": actor_entropies}
     rows = Batch(group, {name: column for name, column in columns.items() if column is not None})
-    parts = divided(engine, rows, mini_batches) * epochs if engine.step >= critic_warmup else []
+    parts = split_mini_batches(engine, rows, mini_batches) * epochs if engine.step >= critic_warmup else []
     own = ":" in loss
-    of_token = own_loss(loss, loss_settings or {}) if own else surrogate(loss, clip, clip_high, dual_clip)
+    of_token = user_loss(loss, loss_settings or {}) if own else surrogate(loss, clip, clip_high, dual_clip)
     objective = PolicyLoss(of_token, kl, kl_kind, 1 / max(len(parts), 1), entropy)
     for part in parts:
-        chosen = weighted(engine, rows.select(part), aggregate, fixed_length)
+        chosen = with_token_weights(engine, rows.select(part), aggregate, fixed_length)
         chosen = high_entropy(engine, chosen, entropy_quantile) if entropy_quantile else chosen
         optimize(engine, chosen if kl or entropy or own else _with_gradient(chosen), objective)
         objective.end_step(engine)
 
 
-def _of_tokens(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
+def _token_advantages(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ragged, normalize: str) -> Ragged:
     per_token = mask.with_values(advantages[mask.row_of].float()) if isinstance(advantages, Tensor) else advantages
     if normalize == "batch":
         per_token = normalized(engine, per_token, mask)
@@ -175,8 +175,8 @@ def supervised_update(
     rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, None), **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
-    if divided(engine, rows, 1):
-        optimize(engine, weighted(engine, rows, aggregate), cross_entropy, temperature=1.0)
+    if split_mini_batches(engine, rows, 1):
+        optimize(engine, with_token_weights(engine, rows, aggregate), cross_entropy, temperature=1.0)
 
 
 def cross_entropy(logprobs_T: Tensor, _entropy_T: Tensor, micro: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from workers.functions.advantages import generalized_advantage
 from workers.functions.aggregation import trained_mask, weighted_sum
 from workers.functions.kl import kl_estimate
 from workers.functions.rewards import note_rewards
-from workers.functions.updates import divided, optimize, weighted
+from workers.functions.updates import optimize, split_mini_batches, with_token_weights
 
 
 def clipped_value_loss(values_T: Tensor, old_T: Tensor, returns_T: Tensor,
@@ -92,7 +92,7 @@ def value_update(
     # A return that is no number, where nothing is trained, would spoil the gradient even with a weight of 0.
     targets = returns.with_values(torch.where(mask.values, returns.values, values.values))
     rows = Batch(group, {"prompts": prompts, "responses": responses, "old": values, "returns": targets, "mask": mask})
-    parts = divided(engine, rows, mini_batches) * epochs
+    parts = split_mini_batches(engine, rows, mini_batches) * epochs
     share = 1 / max(len(parts), 1)
     _report_explained(engine, returns.values[mask.values], values.values[mask.values])
 
@@ -106,7 +106,7 @@ def value_update(
         return total
 
     for part in parts:
-        optimize(engine, weighted(engine, rows.select(part), aggregate, fixed_length), loss, prefix="value/")
+        optimize(engine, with_token_weights(engine, rows.select(part), aggregate, fixed_length), loss, prefix="value/")
 
 
 def _report_explained(engine: RoleEngines, returns_T: Tensor, values_T: Tensor) -> None:

@@ -51,7 +51,7 @@ class Scorer:
             raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
         self.functions = {term.name: find_reward(term.name, term.module) for term in self.recipe.terms}
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
-        self.calls, self.call_of = _distinct(self.recipe.terms)
+        self.calls, self.call_of = _distinct_calls(self.recipe.terms)
         size = workers or _default_workers()
         self.pool = RewardPool(size, memory_gib) if own_pool else _pool(size, memory_gib)
         self.limit, self.patience, self.failures = limit, patience, FailureStreak()
@@ -168,7 +168,7 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
     return [recipe.branches[source] for source in sources]
 
 
-def _distinct(terms: list[Term]) -> tuple[list[Term], dict[KeyPath, int]]:
+def _distinct_calls(terms: list[Term]) -> tuple[list[Term], dict[KeyPath, int]]:
     """Return the distinct calls, and the call of each term by its path: branches may share calls."""
     calls: list[Term] = []
     call_of: dict[KeyPath, int] = {}

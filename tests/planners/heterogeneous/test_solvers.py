@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.qwen3 import folder
-from benchmarks.small_problems import brute_force, small
+from benchmarks.small_problems import brute_force, random_problem
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
@@ -41,7 +41,7 @@ def proven(problem: Problem, warm: Placement | None) -> Proof:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_small_problems_are_solved_to_the_end(seed: int) -> None:
-    problem = small(seed)
+    problem = random_problem(seed)
     truth, found = brute_force(problem), searched(problem, seed=seed)
     answer = proven(problem, found.placement)
     assert answer.placement.seconds == pytest.approx(truth, rel=1e-6)
@@ -53,18 +53,18 @@ def test_small_problems_are_solved_to_the_end(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 11])
 def test_the_proof_needs_no_answer_to_start_from(seed: int) -> None:
-    problem = small(seed)
+    problem = random_problem(seed)
     assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem), rel=1e-6)
 
 
 def test_one_device_needs_no_answer_to_start_from() -> None:
     """Its only placement takes as long as all tasks after each other."""
-    problem = small(0, devices=1)
+    problem = random_problem(0, devices=1)
     assert proven(problem, None).placement.seconds == pytest.approx(brute_force(problem))
 
 
 def test_a_poor_answer_is_replaced() -> None:
-    problem = small(0)
+    problem = random_problem(0)
     best = searched(problem).placement
     assert proven(problem, replace(best, seconds=best.seconds * 2)).placement.seconds == pytest.approx(best.seconds)
 
@@ -121,7 +121,7 @@ def test_the_budget_is_spent_and_no_grouping_is_dropped() -> None:
 
 
 def _many_devices() -> Problem:
-    problem = small(11)
+    problem = random_problem(11)
     groups = tuple(replace(group, machines=1, each=12) for group in problem.hardware.device_groups)
     return replace(problem, hardware=replace(problem.hardware, device_groups=groups))
 
@@ -143,7 +143,7 @@ class OnlyApart:
 @pytest.mark.parametrize("many", [False, True])
 def test_a_search_keeps_only_forms_that_are_accepted(many: bool) -> None:
     """The tasks of this problem are best together; of few devices all placements are gone through."""
-    problem = _many_devices() if many else small(11)
+    problem = _many_devices() if many else random_problem(11)
     tasks = len(problem.tasks)
     together = searched(problem, budget=1500).placement
     assert len(together.grouping) < tasks
@@ -204,7 +204,7 @@ def test_pools_do_not_overlap_and_works_are_all_placed(mixed_spec: Callable) -> 
 
 
 def test_what_trains_one_role_stays_together() -> None:
-    problem = small(11)
+    problem = random_problem(11)
     twice = replace(problem, tasks=(*problem.tasks, problem.tasks[2]))
     assert all(any({2, 3} <= set(group) for group in grouping) for grouping in groupings(twice))
     assert len(groupings(problem)) == 5
@@ -220,7 +220,7 @@ def test_less_freedom_is_never_better(mixed_spec: Callable, freedom: Freedom) ->
 
 
 def test_many_works_are_grouped_by_drawing() -> None:
-    problem = small(11)
+    problem = random_problem(11)
     many = replace(problem, tasks=problem.tasks * 3)
     drawn = sampled_groupings(many, np.random.default_rng(0), 50)
     assert drawn == sampled_groupings(many, np.random.default_rng(0), 50)
@@ -243,7 +243,7 @@ def test_too_many_pools_for_the_program(mixed_spec: Callable) -> None:
 
 
 def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = small(3, devices=3)
+    problem = random_problem(3, devices=3)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InvalidInput, match=re.escape(pip_line("exact"))):
         proven(problem, None)

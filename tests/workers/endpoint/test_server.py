@@ -15,10 +15,10 @@ import pytest
 from harness import ROOT
 
 from workers.endpoint import http_server, server
-from workers.endpoint.dialogue import Dialogue, DialogueLimits, Sampled
+from workers.endpoint.dialogue import AnsweredTurn, Dialogue, DialogueLimits
 from workers.endpoint.messages import find_tool_calls
 from workers.endpoint.server import EndpointServer, ServedRow
-from workers.engines.chat import Between
+from workers.engines.chat import TurnTemplate
 from workers.engines.embedded import build_tokenizer
 
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
@@ -42,7 +42,7 @@ class Scripted:
 
     def __init__(self, endpoint, tokenizer, texts, limits, held):
         self.endpoint, self.tokenizer, self.texts, self.asks = endpoint, tokenizer, iter(texts), []
-        self.dialogue = Dialogue("1-7", tokenizer, Between(tokenizer, [tokenizer.eos_token_id]), limits)
+        self.dialogue = Dialogue("1-7", tokenizer, TurnTemplate(tokenizer, [tokenizer.eos_token_id]), limits)
         self.asked, self.held = threading.Semaphore(0), held
         self.served = ServedRow(7, self.dialogue, self.ask)
         endpoint.add(self.served)
@@ -57,7 +57,8 @@ class Scripted:
         text = next(self.texts)
         tokens = self.tokenizer(text.removesuffix("…"), add_special_tokens=False)["input_ids"]
         tokens += [] if text.endswith("…") else [self.tokenizer.eos_token_id]
-        self.asks[-1].answer(Sampled(tokens, [-0.5 * (index + 1) for index in range(len(tokens))], 3, text[-1] != "…"))
+        logprobs = [-0.5 * (index + 1) for index in range(len(tokens))]
+        self.asks[-1].answer(AnsweredTurn(tokens, logprobs, 3, text[-1] != "…"))
 
     def post(self, path="chat/completions", token=None, headers=None, **body):
         connection = http.client.HTTPConnection("127.0.0.1", self.endpoint.port, timeout=60)
@@ -324,7 +325,7 @@ def test_a_turn_has_the_template_s_variables_of_the_run_and_those_of_its_request
     served = row("one", "two")
     template = "{{ effort }}{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}"
     monkeypatch.setattr(served.tokenizer, "chat_template", served.tokenizer.chat_template + template)
-    served.dialogue.between = Between(served.tokenizer, [served.tokenizer.eos_token_id], options={"effort": "low"})
+    served.dialogue.between = TurnTemplate(served.tokenizer, [served.tokenizer.eos_token_id], options={"effort": "low"})
     messages = [*ASKED, {"role": "assistant", "content": "one"}, {"role": "user", "content": "more"}]
     served.chat(*ASKED)
     served.chat(*messages, chat_template_kwargs={"enable_thinking": False})

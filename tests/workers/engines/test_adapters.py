@@ -20,7 +20,7 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines import fsdp
-from workers.engines.adapters import BaseEngine, adapters_off, attach, base, merged
+from workers.engines.adapters import BaseEngine, adapters_off, attach, base_model, merge_adapters
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.value import with_value_head
@@ -35,7 +35,7 @@ def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
         attach(model, LORA, seed=3)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
-        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=base(model) if shared else ())
+        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=base_model(model) if shared else ())
     finally:
         fsdp._SMALL = limit
 
@@ -140,7 +140,7 @@ def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
     weights = {name: torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1
                for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     adapted.load_state_dict(weights, strict=False)
-    merged(copy.deepcopy(model), LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
         assert torch.equal(adapted(tokens).logits, expected)
     weights.pop(next(iter(weights)))
     with pytest.raises(EngineError, match="the adapters to be saved differ"):
-        merged(copy.deepcopy(model), LORA, weights, tmp_path / "other")
+        merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "other")
 
 
 def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
@@ -165,7 +165,7 @@ def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
     weights = {name: torch.randn(parameter.shape) for name, parameter in trained.items()}
     valued.load_state_dict(weights, strict=False)
     new = with_value_head(copy.deepcopy(model))
-    merged(new, LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    merge_adapters(new, LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     theirs = PeftModel.from_pretrained(with_value_head(copy.deepcopy(model)), tmp_path / "adapter")
     tokens = torch.arange(5, 15)[None]

@@ -108,10 +108,11 @@ def test_the_memory_plan_counts_what_layers_keep(architecture, adapted, dtype, m
     outputs[0].sum().backward()
 
 
-def test_a_model_that_does_not_pass_on_its_packing_is_refused(model, monkeypatch):
+def test_a_model_that_does_not_pass_on_its_attention_pattern_is_refused(model, monkeypatch):
     model.set_attn_implementation(attention.NAME)
     policy = Policy(model, chunks=1)
     forward = model.model.layers[0].forward
-    monkeypatch.setattr(model.model.layers[0], "forward", lambda *inputs, packing, **more: forward(*inputs, **more))
-    with pytest.raises(EngineError, match="Qwen3Attention is not told how its rows are packed"):
+    monkeypatch.setattr(model.model.layers[0], "forward",
+                        lambda *inputs, attention_pattern, **more: forward(*inputs, **more))
+    with pytest.raises(EngineError, match="Qwen3Attention gets no `attention_pattern`"):
         policy(*inputs_of(rows(5), rows(4), 0, torch.device("cpu")))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from workers.engines import sampling
-from workers.engines.sampling import key_of, pick, uniform
+from workers.engines.sampling import key_of, sample_tokens, uniform
 
 
 def test_a_row_draws_the_same_whatever_rows_are_beside_it():
@@ -34,7 +34,7 @@ def test_draws_are_uniform_and_uncorrelated():
 def test_tokens_come_as_often_as_they_are_likely():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
     for temperature in (1.0, 0.5):
-        tokens, logprobs = pick(logits.expand(40_000, 4), uniform(1, torch.arange(40_000), 0), temperature)
+        tokens, logprobs = sample_tokens(logits.expand(40_000, 4), uniform(1, torch.arange(40_000), 0), temperature)
         expected = torch.softmax(logits / temperature, 0)
         frequency = torch.bincount(tokens, minlength=4) / len(tokens)
         assert (frequency - expected).abs().max() < 0.01
@@ -42,7 +42,7 @@ def test_tokens_come_as_often_as_they_are_likely():
 
 
 def test_temperature_zero_takes_the_likeliest():
-    tokens, logprobs = pick(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99]), 0)
+    tokens, logprobs = sample_tokens(torch.tensor([[0.0, 3.0, 1.0]]), torch.tensor([0.99]), 0)
     assert tokens.tolist() == [1]
     assert logprobs.item() == pytest.approx(torch.log_softmax(torch.tensor([0.0, 3.0, 1.0]), 0)[1].item())
 
@@ -53,14 +53,14 @@ def test_temperature_zero_takes_the_likeliest():
     ({"min_p": 0.1, "top_p": 0.8}, {0, 3}), ({"min_p": 1e-9}, {0, 1, 2, 3})])
 def test_top_k_top_p_and_min_p_restrict_the_choice_but_not_the_log_probability(limits, allowed):
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])  # probabilities 0.64, 0.09, 0.03, 0.24
-    tokens, logprobs = pick(logits.expand(5000, 4), uniform(2, torch.arange(5000), 0), 1.0, **limits)
+    tokens, logprobs = sample_tokens(logits.expand(5000, 4), uniform(2, torch.arange(5000), 0), 1.0, **limits)
     assert set(tokens.tolist()) == allowed
     assert torch.allclose(logprobs, torch.log_softmax(logits, 0)[tokens], atol=1e-6)
 
 
 def test_extreme_noise_stays_inside_the_vocabulary():
     logits = torch.tensor([[0.0, -1e9]]).expand(2, 2)
-    tokens, _ = pick(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), 1.0)
+    tokens, _ = sample_tokens(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64), 1.0)
     assert tokens.tolist() == [0, 0]
 
 
@@ -70,9 +70,9 @@ def test_wide_vocabularies_draw_by_blocks_what_a_running_sum_draws(width, limits
     logits, noise = torch.randn(300, width) * 4, uniform(3, torch.arange(300), 0)
     noise[:2] = torch.tensor([0.0, 1 - 2.0**-53])
     monkeypatch.setattr(sampling, "_WIDE", width)
-    expected, logprobs = pick(logits, noise, 1.0, **limits)
+    expected, logprobs = sample_tokens(logits, noise, 1.0, **limits)
     monkeypatch.setattr(sampling, "_WIDE", width - 1)
-    found, same = pick(logits, noise, 1.0, **limits)
+    found, same = sample_tokens(logits, noise, 1.0, **limits)
     assert torch.equal(found, expected)
     assert torch.equal(same, logprobs)
     assert len(found.unique()) > 50
@@ -84,7 +84,7 @@ def test_extreme_noise_draws_nothing_that_is_excluded(wide, monkeypatch):
     logits = torch.full((64, 500), -torch.inf)
     logits[:, 100:300] = torch.randn(64, 200)
     for noise in (0.0, 1 - 2.0**-53):
-        tokens, logprobs = pick(logits, torch.full((64,), noise, dtype=torch.float64), 1.0)
+        tokens, logprobs = sample_tokens(logits, torch.full((64,), noise, dtype=torch.float64), 1.0)
         assert ((tokens >= 100) & (tokens < 300)).all()
         assert logprobs.isfinite().all()
 
@@ -95,6 +95,6 @@ def test_logits_that_are_no_numbers_draw_a_token_of_the_vocabulary(width, odd):
     """Its log-probability is none either, by which the row is noticed."""
     logits = torch.randn(3, width)
     logits[1] = odd
-    tokens, logprobs = pick(logits, torch.full((3,), 0.5, dtype=torch.float64), 1.0)
+    tokens, logprobs = sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64), 1.0)
     assert ((tokens >= 0) & (tokens < width)).all()
     assert logprobs.isfinite().tolist() == [True, False, True]

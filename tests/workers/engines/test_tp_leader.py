@@ -196,13 +196,13 @@ class Ahead:
     def __init__(self, key: str):
         self.key, self.version, self.dropped = key, int(key.partition(".")[0] or 0), False
 
-    def arrived(self):
+    def pulled_weights(self):
         return self if self.key and not self.dropped else None
 
     def drop(self):
         self.dropped = True
 
-    def loaded(self):
+    def mark_loaded(self):
         self.key = ""
 
     def tensors(self):

@@ -27,7 +27,8 @@ def brought() -> list[dict[str, tuple[str, list[float]]]]:
     route, found = WeightRoute([1], [0, 1, 2]), []
     with mock.patch("workers.engines.weight_route.BUCKET_BYTES", 100):
         for version in range(2):
-            weights = route.sent(weights_of(version)) if dist.get_rank() == 1 else route.received(torch.device("cpu"))
+            weights = route.send_and_yield(weights_of(version)) if dist.get_rank() == 1 else \
+                route.receive(torch.device("cpu"))
             found.append({name: (str(tensor.dtype), tensor.flatten().tolist()) for name, tensor in weights})
     return found
 

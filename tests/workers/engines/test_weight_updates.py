@@ -70,10 +70,10 @@ def test_a_trainer_that_starts_anew_may_use_a_number_again(store: TCPStoreClient
     keys = set()
     for version in (5, 5, 6):
         trainer = publisher(store, version)
-        weights = until(pulled.arrived)
+        weights = until(pulled.pulled_weights)
         assert weights.version == version
         keys.add(weights.key)
-        pulled.loaded()
+        pulled.mark_loaded()
         trainer.kill()
     assert len(keys) == 3
 
@@ -88,17 +88,17 @@ def lose(store: TCPStoreClient) -> None:
 def test_weights_that_are_here_are_no_news_while_nobody_has_the_newest(store: TCPStoreClient, pulled: WeightUpdates,
                                                                        late: list) -> None:
     trainer = publisher(store, 1)
-    until(pulled.arrived)
-    pulled.loaded()
+    until(pulled.pulled_weights)
+    pulled.mark_loaded()
     trainer.kill()
     lose(store)
     tried = pulled.tried
     until(lambda: pulled.tried > tried + 3)
-    assert pulled.arrived() is None
+    assert pulled.pulled_weights() is None
     assert late == [{"who": "rollout 0", "version": 2,
                      "why": "no process that lives has all of it: the trainer may have died"}]
     again = publisher(store, 2)
-    assert until(pulled.arrived).version == 2
+    assert until(pulled.pulled_weights).version == 2
     again.kill()
 
 

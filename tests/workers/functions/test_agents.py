@@ -18,7 +18,7 @@ from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import Trajectories
 from workers.endpoint.dialogue import Dialogue, DialogueLimits
 from workers.endpoint.server import ServedRow
-from workers.engines.chat import Between
+from workers.engines.chat import TurnTemplate
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.rollout import SampledRow
@@ -178,7 +178,8 @@ def test_a_turn_that_no_command_waits_for_is_not_trained(role, tmp_path, monkeyp
     trajectory.record(Turn("more"), role)
     trajectory.add_observed(torch.tensor([8, 9]))
     session.extend(row, torch.tensor([8, 9]), 6)
-    dialogue = Dialogue("1-3", role.tokenizer, Between(role.tokenizer, role.end_tokens), DialogueLimits(4, 90, 9, 9))
+    template = TurnTemplate(role.tokenizer, role.end_tokens)
+    dialogue = Dialogue("1-3", role.tokenizer, template, DialogueLimits(4, 90, 9, 9))
     loop = AgentLoop(role, session, SimpleNamespace(end=lambda row: None), {3: ServedRow(3, dialogue, print)}, None)
     loop.asks[3] = "under way"
     loop._end(trajectory, Turn(done=True, reward=1.0))

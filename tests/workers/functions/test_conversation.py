@@ -20,7 +20,7 @@ from distflow.telemetry import heartbeat
 from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
-from workers.engines.chat import Between
+from workers.engines.chat import TurnTemplate
 from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
@@ -126,7 +126,7 @@ def converse_with(role, prompts, fates=("", "", ""), **settings):
 
 
 def test_what_is_written_fits_together(role, prompts):
-    found, between = converse_with(role, prompts), Between(role.tokenizer, role.rollout.end_tokens.tolist())
+    found, between = converse_with(role, prompts), TurnTemplate(role.tokenizer, role.rollout.end_tokens.tolist())
     assert found.turns.tolist() == [3] * 6
     assert found.rewards.tolist() == [3.0] * 6
     assert found.keep.tolist() == [True] * 6

@@ -10,7 +10,7 @@ from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.engines import vocabulary
-from workers.functions.distillation import beside, distillation_advantage, distillation_update, divergence
+from workers.functions.distillation import concat_teachers, distillation_advantage, distillation_update, divergence
 
 
 def ragged(rows, dtype=torch.float64):
@@ -149,7 +149,7 @@ def test_two_teachers_have_their_weights_and_masked_tokens_count_for_nothing():
     first, second = ([responses.with_values(part[teacher]) for part in (best.indices.int(), best.values)]
                      for teacher in (0, 1))
     role = Table()
-    columns = beside(*beside(None, None, *first), *second)
+    columns = concat_teachers(*concat_teachers(None, None, *first), *second)
     distillation_update(role, responses, responses, *columns, torch.tensor([0, 1]), mask,
                         divergence="forward_kl", weights=[0.7, 0.3])
     q = torch.log_softmax(role.logits, 0)
@@ -168,22 +168,22 @@ def test_teachers_of_unlike_k_and_weights_of_another_number_are_refused():
     one, other = ((responses.with_values(torch.zeros(2, k, dtype=torch.int32)),
                    responses.with_values(torch.zeros(2, k))) for k in (3, 2))
     with pytest.raises(InvalidInput, match=r"gives 2 tokens at each place, and the one before it 3.*\{k: 2\}"):
-        beside(*beside(None, None, *one), *other)
+        concat_teachers(*concat_teachers(None, None, *one), *other)
     with pytest.raises(InvalidInput, match="`weights` has 2 numbers, and there are 1 teachers"):
-        distillation_update(Table(), responses, responses, *beside(None, None, *one), torch.tensor([0]),
+        distillation_update(Table(), responses, responses, *concat_teachers(None, None, *one), torch.tensor([0]),
                             weights=[1.0, 2.0])
 
 
 def test_where_all_rows_were_dropped_a_second_teacher_has_its_place_too():
     none = column([])
     teachers = [[none.with_values(torch.zeros(0, 3, dtype=dtype)) for dtype in (torch.int32, torch.float32)]] * 2
-    tokens, logprobs = beside(*beside(None, None, *teachers[0]), *teachers[1])
+    tokens, logprobs = concat_teachers(*concat_teachers(None, None, *teachers[0]), *teachers[1])
     assert tokens.values.shape == logprobs.values.shape == (0, 2, 3)
 
 
 @pytest.mark.parametrize("own", [torch.empty(0), torch.empty(0, 3)])
 def test_a_rank_without_rows_takes_part(own):
     none = Ragged(torch.empty(0), torch.empty(0, dtype=torch.int64))
-    for column in beside(none, none, none.with_values(own.int()), none.with_values(own)):
+    for column in concat_teachers(none, none, none.with_values(own.int()), none.with_values(own)):
         assert len(column) == len(column.values) == 0
     distillation_update(Table(), none, none, none, none, torch.empty(0, dtype=torch.int64), weights=[0.5, 0.5])

@@ -34,7 +34,7 @@ from workers.engines.megatron.export import Exporter
 from workers.engines.megatron.layout import check, groups_of
 from workers.engines.megatron.model import Stage, build_stage, config_of
 from workers.engines.megatron.optimizer import Adam, distributed
-from workers.engines.megatron.packing import Packed, of_all, pack
+from workers.engines.megatron.packing import Packed, gather_response_tokens, pack
 from workers.engines.megatron.weights import check_family, entries, stage_weights
 
 
@@ -142,7 +142,7 @@ class MegatronEngine(Trainer):
         """Compute on the last stage: loss, token count (unused), log-probabilities and entropies."""
         found = score_cut(hidden[packed.places, 0], self.stage.head, self.vocabulary, packed.targets,
                           temperature or 1.0, self.groups.tp)
-        logprobs, entropies = (of_all(values, packed, self.groups.cp) for values in found)
+        logprobs, entropies = (gather_response_tokens(values, packed, self.groups.cp) for values in found)
         if loss_of is None:
             loss = logprobs.new_zeros(())
         else:

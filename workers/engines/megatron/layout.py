@@ -15,7 +15,7 @@ from distflow.plan import SHARES_OUTERMOST, Layout
 from workers.engines.devices import NAMES, group_along
 
 
-def in_words(layout: Layout) -> str:
+def describe(layout: Layout) -> str:
     order = "" if layout.order == SHARES_OUTERMOST else f" order={layout.order}"
     layers = f" layers={','.join(map(str, layout.layers))}" if layout.layers else ""
     return " ".join(f"{size}={getattr(layout, size)}" for size in (*NAMES, "ep")) + order + layers

@@ -112,10 +112,10 @@ def build_stage(theirs: PretrainedConfig, config: TransformerConfig, groups: Pro
                   share_embeddings_and_output_weights=theirs.tie_word_embeddings, position_embedding_type="rope",
                   pg_collection=groups, **_rotation(theirs))
     if stage.pre_process and theirs.pad_token_id is not None:
-        stage.embedding.word_embeddings.register_forward_hook(functools.partial(_still, theirs.pad_token_id))
+        stage.embedding.word_embeddings.register_forward_hook(functools.partial(_detach_padding, theirs.pad_token_id))
     return stage
 
 
-def _still(pad_token: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _detach_padding(pad_token: int, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Stop the gradient of the padding token's embedding, which transformers never trains."""
     return torch.where((inputs[0] == pad_token)[..., None], output.detach(), output)

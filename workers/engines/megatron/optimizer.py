@@ -23,7 +23,7 @@ from torch import Tensor
 from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.plan import Layout
-from workers.engines.megatron.layout import in_words
+from workers.engines.megatron.layout import describe
 
 
 def distributed(model: MegatronModule, groups: ProcessGroupCollection) -> DistributedDataParallel:
@@ -51,7 +51,7 @@ class Adam:
         for group in self.optimizer.param_groups:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._allocate()
-        self.key = f"{in_words(layout)} rank={torch.distributed.get_rank()}"
+        self.key = f"{describe(layout)} rank={torch.distributed.get_rank()}"
 
     def _allocate(self) -> None:
         for part in self.optimizer.chained_optimizers:

@@ -83,7 +83,8 @@ def pack(prompts: Ragged, responses: Ragged, pad_token: int, cp: int, rank: int,
     tokens[_places(starts, prompts)] = prompts.values
     after = _places(starts + prompts.lengths, responses)
     tokens[after] = responses.values
-    held = torch.cat([_held(length, start, cp, rank) for length, start in zip(padded.tolist(), starts.tolist())])
+    held = torch.cat([_tokens_of_rank(length, start, cp, rank)
+                      for length, start in zip(padded.tolist(), starts.tolist())])
     local = torch.full((len(tokens),), -1)
     local[held] = torch.arange(len(held))
     here = local[after - 1]
@@ -106,7 +107,7 @@ def _chunks(cp: int, rank: int) -> tuple[int, tuple[int, ...]]:
     return (1, (0,)) if cp == 1 else (2 * cp, (rank, 2 * cp - 1 - rank))
 
 
-def _held(length: int, start: int, cp: int, rank: int) -> Tensor:
+def _tokens_of_rank(length: int, start: int, cp: int, rank: int) -> Tensor:
     count, held = _chunks(cp, rank)
     chunks = torch.arange(start, start + length).unflatten(0, (count, -1))
     return chunks[list(held)].flatten()
@@ -125,7 +126,7 @@ def _pieces(lengths: list[int], cp: int, rank: int) -> list[tuple[int, int, int,
 
 
 def _order(lengths: list[int], starts: list[int], cp: int, device: torch.device) -> Tensor:
-    gathered = torch.cat([_held(length, start, cp, rank) for rank in range(cp)
+    gathered = torch.cat([_tokens_of_rank(length, start, cp, rank) for rank in range(cp)
                           for length, start in zip(lengths, starts)])
     return torch.argsort(gathered).to(device)
 
@@ -144,7 +145,7 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-def of_all(values: Tensor, packed: Packed, group: dist.ProcessGroup) -> Tensor:
+def gather_response_tokens(values: Tensor, packed: Packed, group: dist.ProcessGroup) -> Tensor:
     """Gather this rank's values [n] into those of all N response tokens."""
     if packed.sequences.order is None:
         return values

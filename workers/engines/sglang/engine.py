@@ -1,6 +1,6 @@
 """Generation by an SGLang server, which runs beside the training process in its own Python environment.
 
-    SGLangRollout   the engine                        PendingRequests   its session
+    SGLangRollout   the engine                        SGLangSession     its session
     SGLangServer    the server process (`server`)     TPGroup           the ranks that share a server
 """
 
@@ -30,7 +30,7 @@ from distflow.rpc.shared_memory import machine_name
 from distflow.telemetry import heartbeat
 from workers.engines.devices import dimension
 from workers.engines.external import ExternalRollout, RequestSession, cache_on_cpu, end_turn
-from workers.engines.rollout import SampledRow, matching
+from workers.engines.rollout import SampledRow, require_shapes
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.sglang.server import SGLangServer
 from workers.engines.sglang.weights import Buckets
@@ -90,7 +90,7 @@ class TurnResult(NamedTuple):
     aborted: bool
 
 
-class PendingRequests(RequestSession):
+class SGLangSession(RequestSession):
     """Requests of one session; the server continues between two steps and its events are queued."""
 
     engine: SGLangRollout
@@ -203,7 +203,7 @@ def _abandon(server: SGLangServer, turns: dict[str, SampledRow]) -> None:
 
 class SGLangRollout(ExternalRollout):
 
-    library, session_type = "SGLang", PendingRequests
+    library, session_type = "SGLang", SGLangSession
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, seed: int, end_tokens: list[int]):
         super().__init__(model, settings, mesh, seed, end_tokens)
@@ -263,7 +263,7 @@ class SGLangRollout(ExternalRollout):
                         "weight_version": str(version)})
             size = buckets.size
         else:
-            size = sum(tensor.numel() for _, tensor in matching(weights, self.shapes)) * self.dtype.itemsize
+            size = sum(tensor.numel() for _, tensor in require_shapes(weights, self.shapes)) * self.dtype.itemsize
         self.version = version
         return size
 

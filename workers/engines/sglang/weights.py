@@ -13,13 +13,13 @@ import torch.multiprocessing
 from torch import Tensor
 
 from distflow.rpc.packing import aligned, tensor_at
-from workers.engines.rollout import matching
+from workers.engines.rollout import require_shapes
 
 BUCKET = 256 << 20  # bytes; a larger tensor has a bucket of its own
 Named = list[tuple[str, Tensor]]
 
 
-def unfused(name: str, tensor: Tensor) -> Named:
+def split_experts(name: str, tensor: Tensor) -> Named:
     """Split fused experts into single tensors, as checkpoints and SGLang have them."""
     layer, _, kind = name.rpartition(".")
     if not layer.endswith(".experts"):
@@ -42,19 +42,19 @@ class Buckets:
         """Yield each bucket as `/update_weights_from_tensor` takes it."""
         named: Named = []
         bucket_memory, used = torch.empty(0), 0
-        for name, tensor in matching(self.weights, self.shapes):
+        for name, tensor in require_shapes(self.weights, self.shapes):
             bytes_ = tensor.numel() * self.dtype.itemsize
             if named and used + bytes_ > len(bucket_memory):
-                yield sealed(named)
+                yield serialize_handles(named)
                 named, used = [], 0
             if not named:  # not reused: the server may still copy from the previous one, on its own stream
                 bucket_memory = self._shared(max(self.room, bytes_))
             copy = tensor_at(bucket_memory, used, tensor.shape, self.dtype)
-            named += unfused(name, copy.copy_(tensor))
+            named += split_experts(name, copy.copy_(tensor))
             self.size += bytes_
             used += aligned(bytes_)
         if named:
-            yield sealed(named)
+            yield serialize_handles(named)
 
     def _shared(self, size: int) -> Tensor:
         if self.device == "cuda":
@@ -63,7 +63,7 @@ class Buckets:
             return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
-def sealed(named: Named) -> str:
+def serialize_handles(named: Named) -> str:
     """Serialise names, shapes and shared-memory handles. SGLang requires a pickle; only our own server reads it."""
     buffer = io.BytesIO()
     with _files():

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from distflow.config.run import Lora
 from distflow.errors import EngineError
-from workers.engines.adapters import NAME, in_peft, is_adapter
+from workers.engines.adapters import NAME, is_adapter, peft_name
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -61,7 +61,7 @@ def request(folder: str = "read before", load: bool = False) -> LoRARequest:
 def load(core: EngineCoreClient, lora: Lora, weights: Mapping[str, Tensor]) -> None:
     """Replace the adapter. weights: by their names in the trainer."""
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        save_file({in_peft(name).replace(f".{NAME}.", "."): tensor for name, tensor in weights.items()},
+        save_file({peft_name(name).replace(f".{NAME}.", "."): tensor for name, tensor in weights.items()},
                   Path(folder) / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora,
                   "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in weights})}

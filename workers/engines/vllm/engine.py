@@ -16,9 +16,9 @@ from distflow.config.run import RoleRun
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.external import ExternalRollout, RequestSession, end_turn
-from workers.engines.rollout import SampledRow, matching, weight_mismatch
+from workers.engines.rollout import SampledRow, require_shapes, weight_mismatch
 from workers.engines.sampling import TokenLimits
-from workers.engines.vllm.start import shut, start, translated, untied
+from workers.engines.vllm.start import shut_down, start, tied_copies, translate_errors
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -56,7 +56,7 @@ class VLLMSession(RequestSession):
             request = self.request_for(row)
             params = parameters(self.key_of(row), self.temperature, self.limits or self.engine.generation, row.id,
                                 len(row.sequence) - row.prompt, row.limit, self.engine.ends)
-            with translated(f"take a row of {len(row.sequence)} tokens"):
+            with translate_errors(f"take a row of {len(row.sequence)} tokens"):
                 self.engine.core.add_request(self.engine.llm.input_processor.process_inputs(
                     request, {"prompt_token_ids": row.sequence.tolist()}, params, self.engine.tasks,
                     lora_request=self.engine.adapter))
@@ -74,7 +74,7 @@ class VLLMSession(RequestSession):
         turn.versions += [self.engine.version] * len(output.new_token_ids)
         stopped = self.engine.stop is not None and self.engine.stop.reached(turn.row, turn.tokens)
         if stopped and not output.finished:
-            with translated("end a row"):
+            with translate_errors("end a row"):
                 self.engine.core.abort_requests([output.request_id])
         if stopped or output.finished:
             ended = stopped or turn.tokens[-1] in self.engine.ends
@@ -83,7 +83,7 @@ class VLLMSession(RequestSession):
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
         chosen = None if rows is None else set(rows)
         wanted = [request for request, turn in self.turns.items() if chosen is None or turn.row in chosen]
-        with translated("abort"):
+        with translate_errors("abort"):
             self.engine.core.abort_requests(wanted)
         return [self.turns.pop(request).end(False) for request in wanted]
 
@@ -104,14 +104,14 @@ class VLLMRollout(ExternalRollout):
         if self.device == "cpu" and any(".experts." in name for name in self.shapes):
             raise EngineError("vLLM on CPU computes with other experts than it was given once their weights are "
                               "replaced. Instead:  rollout: hf")
-        self.failure, self.copies = "", untied(model, self.device)
+        self.failure, self.copies = "", tied_copies(model, self.device)
         self.adapters = {name: shape for name, shape in self.shapes.items() if ".lora_" in name}
         self.lora = settings.lora if self.adapters else None
         self.llm = start(model, self.generation, self.dtype, self.device, self.tp, seed, self.lora)
         self.core = self.llm.engine_core
         """vLLM's engine core: the layers around it detokenize, which takes as long as a small model."""
         self.core._finalizer.detach()  # it would destroy the default process group, which is not vLLM's
-        self.closing = weakref.finalize(self, shut, self.core.engine_core)
+        self.closing = weakref.finalize(self, shut_down, self.core.engine_core)
         self.tasks = self.core.get_supported_tasks()
         worker = self.core.engine_core.model_executor.driver_worker
         self.fused = getattr(worker.get_model(), "packed_modules_mapping", {})
@@ -120,7 +120,7 @@ class VLLMRollout(ExternalRollout):
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         self.check_health()
         size = self._load_adapter(weights) if self.lora else self._load_whole(weights)
-        with translated("take new weights"):
+        with translate_errors("take new weights"):
             if not self.cached:
                 self.llm.wake_up(tags=["kv_cache"])
                 self.cached = True
@@ -131,7 +131,7 @@ class VLLMRollout(ExternalRollout):
     def _load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         device = self.llm.vllm_config.device_config.device
         loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
-        with translated("take new weights"):
+        with translate_errors("take new weights"):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loader)})
         loader.check()
         return loader.size
@@ -142,22 +142,22 @@ class VLLMRollout(ExternalRollout):
 
         assert self.lora
         found = {name: tensor.detach().to("cpu", self.dtype, copy=True)
-                 for name, tensor in matching(weights, self.shapes) if name in self.adapters}
+                 for name, tensor in require_shapes(weights, self.shapes) if name in self.adapters}
         if missing := sorted(self.adapters.keys() - found):
             raise EngineError(f"vLLM takes adapters as a whole; {', '.join(missing[:5])} did not come")
-        with translated("take new adapters"):
+        with translate_errors("take new adapters"):
             adapters.load(self.core, self.lora, found)
         self.adapter = adapters.request()
         return sum(tensor.nbytes for tensor in found.values())
 
     def _release(self) -> None:
-        with translated("sleep"):
+        with translate_errors("sleep"):
             self.llm.sleep(level=1 if self.lora else 2)  # a base does not come again: it waits in host memory
         self.cached = False
 
     def wake(self) -> None:
         """Allocate the weights; caches come back in `load`, when the trainer's copies may have been freed."""
-        with translated("wake"):
+        with translate_errors("wake"):
             self.llm.wake_up(tags=["weights"])
         self.version = -1
 
@@ -173,7 +173,7 @@ class VLLMRollout(ExternalRollout):
     def advance(self) -> None:
         self.check_health()
         try:
-            with translated("sample"):
+            with translate_errors("sample"):
                 outputs = self.core.get_output().outputs
         except EngineError as error:
             self.failure = str(error)

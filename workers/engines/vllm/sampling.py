@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from distflow.config.run import Generation
-from workers.engines.sampling import TokenLimits, pick, uniform
+from workers.engines.sampling import TokenLimits, sample_tokens, uniform
 
 _CHUNK = 1 << 23  # logits that are sampled from at a time: vLLM does not account for this memory
 MODE = "processed_logits"
@@ -44,7 +44,8 @@ class _Slot(NamedTuple):
 
 def parameters(key: int, temperature: float, limits: Generation | TokenLimits, id: int, first: int, limit: int,
                ends: list[int]) -> SamplingParams:
-    """Return a request whose tokens `Drawing` samples. `first`: position of its first token after the prompt."""
+    """Return a request whose tokens `SamplingProcessor` samples. `first`: position of its first token after the
+    prompt."""
     choice = _Choice(key, temperature, limits.top_k, limits.top_p, limits.min_p)
     return SamplingParams(
         temperature=0.0, max_tokens=limit, stop_token_ids=ends, ignore_eos=True, logprobs=0, detokenize=False,
@@ -52,7 +53,7 @@ def parameters(key: int, temperature: float, limits: Generation | TokenLimits, i
         extra_args={"choice": [*choice], "row": [id, first]})
 
 
-class Drawing(LogitsProcessor):
+class SamplingProcessor(LogitsProcessor):
     """Samples a token for each row and sets all logits but its own to -inf, so that vLLM's greedy choice takes it."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
@@ -104,7 +105,7 @@ class Drawing(LogitsProcessor):
         position = torch.tensor([slot.first + len(slot.output) for slot in slots], device=self.device)
         noise = uniform(choice.key, ids, position)
         count = max(1, _CHUNK // logits.shape[1])
-        picked = [pick(logits[some], part, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
+        picked = [sample_tokens(logits[some], part, choice.temperature, choice.top_k, choice.top_p, choice.min_p)
                   for some, part in zip(indices.split(count), noise.split(count))]
         tokens, logprobs = zip(*picked)
         return torch.cat(tokens), torch.cat(logprobs)

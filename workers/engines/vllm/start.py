@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-         "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `Drawing` is written for the V1 model runner
+         "VLLM_USE_V2_MODEL_RUNNER": "0"}  # `SamplingProcessor` is written for the V1 model runner
 _DEFAULTS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _CPU_BLOCK = 32  # tokens of a cache block: prompts share whole blocks only, and vLLM's default is 128
 _TURN_TIMEOUT, _KEEPALIVE, _POLL_INTERVAL = 240.0, 1.0, 0.05
@@ -36,7 +36,7 @@ _open: set[int] = set()  # engines of this process, which share process groups
 
 
 @contextlib.contextmanager
-def translated(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Turn vLLM's errors into EngineError."""
     try:
         yield
@@ -56,21 +56,21 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     if device == "cpu" and generation.quantization != "none":
         raise EngineError("vLLM has no FP8 on a CPU. Take  quantization  out of `generation`")
     gpu = torch.cuda.current_device() if device == "cuda" else None
-    launched = launched_outside(tp, gpu)
-    with _one_start_at_a_time(device, tp), translated("start"), environment(generation, launched), \
+    launched = launcher_environment(tp, gpu)
+    with _one_start_at_a_time(device, tp), translate_errors("start"), environment(generation, launched), \
             tempfile.TemporaryDirectory() as folder:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from workers.engines.vllm.sampling import MODE, Drawing
+        from workers.engines.vllm.sampling import MODE, SamplingProcessor
 
-        config, adapters = _written(model, device, lora, folder)
+        config, adapters = _write_model(model, device, lora, folder)
         engine = LLMEngine.from_engine_args(EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="auto" if lora else "dummy", generation_config="vllm",
             dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
             max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
-            enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[Drawing], async_scheduling=False,
-            disable_log_stats=True, tensor_parallel_size=tp,
+            enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[SamplingProcessor],
+            async_scheduling=False, disable_log_stats=True, tensor_parallel_size=tp,
             **({"distributed_executor_backend": "external_launcher"} if launched else {}),
             **adapters,
             **(on_cpu(config, generation, dtype) if device == "cpu" else on_gpu(generation))))
@@ -84,12 +84,12 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
     return engine
 
 
-def _written(model: PreTrainedModel, device: str, lora: Lora | None,
-             folder: str) -> tuple[PretrainedConfig, dict[str, object]]:
+def _write_model(model: PreTrainedModel, device: str, lora: Lora | None,
+                 folder: str) -> tuple[PretrainedConfig, dict[str, object]]:
     """Write what vLLM reads of a model; return its configuration, and what vLLM is told of adapters."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.tie_word_embeddings &= lora is not None or not untied(model, device)
+    config.tie_word_embeddings &= lora is not None or not tied_copies(model, device)
     config.save_pretrained(folder)
     if not lora:
         return config, {}
@@ -99,7 +99,7 @@ def _written(model: PreTrainedModel, device: str, lora: Lora | None,
     return config, arguments(lora)
 
 
-def launched_outside(tp: int, gpu: int | None) -> dict[str, str]:
+def launcher_environment(tp: int, gpu: int | None) -> dict[str, str]:
     """Return what vLLM's `external_launcher` reads from the environment: the default executor takes the GPU 0, on every
     rank. Empty for an engine of one rank on a CPU, which is not part of the run's group."""
     if tp == 1 and gpu is None:
@@ -156,7 +156,7 @@ def _unlink_shared_memory() -> None:
             path.unlink(missing_ok=True)
 
 
-def untied(model: PreTrainedModel, device: str) -> dict[str, str]:
+def tied_copies(model: PreTrainedModel, device: str) -> dict[str, str]:
     """Return tied tensors that vLLM has twice, {name: second name}: on a CPU it packs the head at start, so that a
     reload of the tied embeddings would not reach it."""
     tied = device == "cpu" and model.config.tie_word_embeddings
@@ -197,7 +197,7 @@ def environment(generation: Generation, launched: dict[str, str]) -> Iterator[No
         os.environ.update(said)
 
 
-def shut(core: EngineCore) -> None:
+def shut_down(core: EngineCore) -> None:
     """End an engine. The last one destroys vLLM's process groups, without the default one as `shutdown` would."""
     from vllm.distributed import parallel_state
 

@@ -107,7 +107,7 @@ class Number:
         return self.value == wanted.value
 
 
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     """Return what stands in the last `\\boxed{}` or behind the last `####`, whichever is later; None without both."""
     boxes = list(_BOX.finditer(text))
     hashes = text.rfind(MARK)
@@ -116,7 +116,7 @@ def marked(text: str) -> str | None:
     return None if hashes < 0 else text[hashes + len(MARK) :].strip()
 
 
-def number(text: str) -> Number | None:
+def read_number(text: str) -> Number | None:
     """Return the number that a final answer gives; None if it gives none, several, or an expression.
 
     It may have a sign, separators, decimals, a percent sign, a currency, units and some words, be a fraction, mixed or
@@ -147,13 +147,13 @@ def reference_number(text: str) -> Number | None:
         return None
     if any(len(word) == 1 or (len(word) == 2 and word not in _SHORT) for word in words):
         return None
-    return None if re.match(r"[^0-9]*[^\W\d_]", bare) else number(text)
+    return None if re.match(r"[^0-9]*[^\W\d_]", bare) else read_number(text)
 
 
 def last_number(text: str) -> Number | None:
     """Return the last number of a text, wherever it stands."""
     found = [match[0] for match in _IN_TEXT.finditer(_without_markup(text[-_LONGEST:]))]
-    return number(found[-1]) if found else None
+    return read_number(found[-1]) if found else None
 
 
 def last_sentence(text: str) -> str:
@@ -306,7 +306,7 @@ def length(response: list[int], *, cap: int | None = None, margin: int = 0, targ
 
 def _final_answers(completion: str, answer: str) -> tuple[str, str | None]:
     """Return the final answers of the reference and of the completion; None where the completion has none."""
-    wanted, given = marked(answer), marked(completion)
+    wanted, given = marked_answer(answer), marked_answer(completion)
     if given is None and MARK not in answer:
         given = completion.strip()
     return answer.strip() if wanted is None else wanted, given
@@ -314,9 +314,9 @@ def _final_answers(completion: str, answer: str) -> tuple[str, str | None]:
 
 def _given_number(completion: str, given: str) -> Number | None:
     """Read the first line behind a mark; without a mark the whole text, or else its last sentence."""
-    if marked(completion) is not None:
-        return number(given.split("\n")[0])
-    return number(given) or number(last_sentence(given))
+    if marked_answer(completion) is not None:
+        return read_number(given.split("\n")[0])
+    return read_number(given) or read_number(last_sentence(given))
 
 
 @functools.lru_cache(maxsize=65536)
