@@ -3,20 +3,18 @@
 Weights, gradients and optimizer after Rajbhandari et al. 2020 (ZeRO, §3 and §5): training in mixed precision with
 float32 master weights and Adam takes 4 bytes weight, 4 gradient, 8 optimizer for each parameter, all sharded over the
 data-parallel ranks. While it computes, FSDP gathers a layer and the next one in the forward dtype, with what is outside
-of layers (a small model as a whole), and has as many whole float32 gradients until they are reduced (Zhao et al. 2023,
-§3.3); those of a small model become shards after the last activations, so that the two are never there together.
-Activations are what transformers' layers keep for the backward pass (`activation_bytes`; in half precision on a GPU,
-which takes a quarter less than on a CPU), attention scores not among them; the float32 logits, their softmax and its
-gradient come on top (of a value head, the one number of each token). A role that is not trained keeps those of one
-layer, and its weights in the forward dtype, or in float32 where they follow another role's. A rank that trains computes
-one task at a time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that
-only samples has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted.
-
-Of a trained role, parameters that `freeze` names have neither gradient nor state; their float32 weights are sharded.
-
-With low-rank adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms
-keep no input to be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it
-shares it too.
+of layers (a small model as a whole; of one with up to `KEPT_WHOLE` parameters layers stay so), and has as many whole
+float32 gradients until they are reduced (Zhao et al. 2023, §3.3); those of a small model become shards after the last
+activations, so that the two are never there together. Activations are what transformers' layers keep for the backward
+pass (`activation_bytes`; in half precision on a GPU, which takes a quarter less than on a CPU), attention scores not
+among them; the float32 logits, their softmax and its gradient (in half precision, by kernels, the logits alone) come on
+top (of a value head, the one number of each token). A role that is not trained keeps those of one layer, and its
+weights in the forward dtype, or in float32 where they follow another role's. A rank that trains computes one task at a
+time: of the memory that a task frees at its end (`_OF_A_TASK`) that of the largest task counts. One that only samples
+has all of it at once. On a CPU rows may be padded to 1.25 times their tokens, which is not counted. Of a trained role,
+parameters that `freeze` names have neither gradient nor state; their float32 weights are sharded. With low-rank
+adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms keep no input to
+be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it shares it too.
 
 `dtype: auto` is counted as the dtype in the model's config.json, since the device is not known.
 
@@ -60,9 +58,11 @@ GIB = 1024**3
 _TRAINING_STATE = 16
 _GRADIENT = 4
 _MASTER = 4  # bytes of a weight in float32
-LOGITS = 3 * 4
+LOGITS = 3 * 4  # bytes: float32 logits, their softmax and its gradient
+_HALF_LOGITS = 2 * 2  # in half precision by kernels: the logits, of which gradients take the place, and room for others
 LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
+KEPT_WHOLE = 1_000_000_000  # parameters up to which it keeps a model's layers gathered within a step
 _HALVES = ("bfloat16", "float16")
 PAGED = ("vllm", "sglang")
 """Rollout engines with a paged cache, within a share of the GPU."""
@@ -118,6 +118,16 @@ def gathered_at_once(shape: Shape) -> int:
     outside = shape.vocabulary * shape.hidden + shape.vocabulary_head
     layers = 2 * -(-max(shape.parameters - outside, 0) // shape.layers)
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
+
+
+def stay_gathered(parameters: int, at_once: int) -> int:
+    """Return how many parameters stay gathered while others are, of which `at_once` are gathered at a time."""
+    return parameters - at_once if parameters <= KEPT_WHOLE else 0
+
+
+def bytes_per_logit(engine: str, width: int) -> int:
+    """Return the bytes that one logit takes on a GPU while log-probabilities and gradients are computed."""
+    return _HALF_LOGITS if engine == "fsdp" and width < 4 else LOGITS
 
 
 def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool = False) -> int:
@@ -351,9 +361,10 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
     if settings.engine == "fsdp":
         logits = min(logits, max(LOGITS_AT_ONCE, outputs))
     plus = f" + {inputs:,} of inputs" if inputs else ""
-    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + LOGITS * logits,
+    each = bytes_per_logit(settings.engine, width)
+    return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + each * logits,
                   f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
-                      f"{LOGITS} B")
+                      f"{each} B")
 
 
 def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
@@ -375,9 +386,12 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
         items.append(MemoryItem(f"{role}: frozen weights", -(-(mine - own) * _MASTER // shares),
                                 f"{frozen:,} × {_MASTER} B / dp {shares}{cut}"))
     less = f" - {idle:,} frozen × {_GRADIENT} B" if idle else ""
+    stay = 0 if settings.offload else stay_gathered(n, at_once)
+    more = f" + {stay:,} that stay gathered × {width} B" if stay else ""
     items.append(MemoryItem(f"{role}: weights while computing",
-                            int(-(-mine * at_once // n) * held.gathered) - mine * idle // n * _GRADIENT,
-                            f"{at_once:,} gathered at once × {held.gathered} B{less}{cut}"))
+                            int(-(-mine * at_once // n) * held.gathered) + mine * stay // n * width
+                            - mine * idle // n * _GRADIENT,
+                            f"{at_once:,} gathered at once × {held.gathered} B{more}{less}{cut}"))
     if trained and not settings.offload and small:
         items.append(MemoryItem(f"{role}: gradients counted twice", -(own * _GRADIENT // shares),
                                 f"-{n - frozen:,} × {_GRADIENT} B / dp {shares}{cut}"))

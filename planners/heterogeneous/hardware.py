@@ -32,7 +32,14 @@ from planners.heterogeneous.problem import (
     NetworkLink,
     Strategy,
 )
-from planners.memory import LOGITS, LOGITS_AT_ONCE, ParameterBytes, adapted_bytes, parameter_bytes
+from planners.memory import (
+    LOGITS_AT_ONCE,
+    ParameterBytes,
+    adapted_bytes,
+    bytes_per_logit,
+    parameter_bytes,
+    stay_gathered,
+)
 
 
 class Network:
@@ -231,7 +238,8 @@ class Roofline:
         tokens = strategy.micro * task.prompt if task.kind == GENERATE else \
             min(strategy.micro * task.tokens, max(task.micro_tokens, task.tokens))
         whole = task.activations * tokens / strategy.tp
-        logits = LOGITS * min(tokens * task.outputs / strategy.tp, max(LOGITS_AT_ONCE, task.outputs))
+        each = bytes_per_logit("fsdp" if self.shards(strategy) else "megatron", task.width)
+        logits = each * min(tokens * task.outputs / strategy.tp, max(LOGITS_AT_ONCE, task.outputs))
         if task.kind != TRAIN:
             return 0.0, whole + (0.0 if task.kind == GENERATE else logits)
         under_way = strategy.pp - stage
@@ -250,7 +258,10 @@ class Roofline:
         """Return the bytes of so many layers on a device; of a generating one with the cache of one row."""
         each, beside = self.kept(strategy, stage)
         held = self._held(strategy)
-        beside += (self.task.gathered or self.task.parameters) / strategy.tp * held.gathered
+        at_once = self.task.gathered or self.task.parameters
+        beside += at_once / strategy.tp * held.gathered
+        if self.by_layer(strategy):
+            beside += stay_gathered(self.task.parameters, at_once) / strategy.tp * self.task.width
         each += self.state(strategy)
         each += self.cache(strategy.tp) if self.task.kind == GENERATE else 0.0
         return beside + layers * each

@@ -15,7 +15,7 @@ from distflow.config.run import Model
 from distflow.errors import InvalidInput
 from distflow.plan import SAMPLING, TRAINING, MemoryItem, Plan
 from planners import plan
-from planners.memory import GIB, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
+from planners.memory import GIB, KEPT_WHOLE, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
@@ -151,9 +151,11 @@ def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypat
 
 
 def test_what_is_recomputed_or_made_in_pieces_is_not_kept(plan_of: Callable) -> None:
+    from workers.engines import fsdp
     from workers.engines.vocabulary import PIECE
 
     assert PIECE * 8 == LOGITS_AT_ONCE
+    assert fsdp.KEPT_WHOLE == KEPT_WHOLE
     model = {"architecture": "qwen3", "layers": 4, "hidden": 64, "heads": 2, "kv_heads": 1}
     roles = {"actor": {"model": model, "micro_batch_tokens": 1_000_000, "recompute": True, "offload": True}}
     found = items_of(plan_of(DIAMOND, roles=roles))
@@ -259,7 +261,8 @@ def test_a_large_model_is_gathered_by_layer_with_its_gradients(plan_of: Callable
     outside, parameters = 512 * 512, shape_of_embedded(Model(**model)).parameters
     assert parameters > SMALL
     assert "actor: gradients counted twice" not in found
-    assert found["actor: weights while computing"] == (4 + 4) * (outside + 2 * -(-(parameters - outside) // 40))
+    at_once = outside + 2 * -(-(parameters - outside) // 40)
+    assert found["actor: weights while computing"] == (4 + 4) * at_once + 4 * (parameters - at_once)
 
 
 def test_what_a_layer_keeps_counts_its_experts_and_its_grouped_heads() -> None:
