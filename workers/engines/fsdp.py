@@ -268,7 +268,7 @@ class FSDPEngine(Trainer):
 
     def _reshard(self) -> None:
         """Free the layers that have stayed gathered, and the root, which does after a forward pass alone."""
-        for module in self.sharded.modules():
+        for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
