@@ -12,7 +12,7 @@ import torch
 from logit_cases import drawn, results, several
 
 from workers.engines import logit_kernels, sampling, vocabulary
-from workers.engines.sampling import pick
+from workers.engines.sampling import sample_tokens
 
 plain, found = vocabulary.kernels_for, {}
 
@@ -40,6 +40,6 @@ for words, dtype, temperature in itertools.product((300, 9000), (torch.float32, 
     noise = torch.linspace(0, 1 - 2.0**-53, len(logits), dtype=torch.float64)
     both = []
     for sampling.kernels_for in (plain, interpreted):
-        both.append(pick(logits, noise, temperature))
+        both.append(sample_tokens(logits, noise, temperature))
     found[f"pick {words} {dtype} {temperature}"] = apart(both)
 print(json.dumps(found))

@@ -70,7 +70,7 @@ def trainers(request):
     saved = []
 
     def save(step):
-        links[1].ask(step)
+        links[1].begin_checkpoint(step)
         saved.append((step, sources[1].state_dict()["position"]))
 
     links = LeaderLink(store, ["critic"], 0, 20.0), FollowerLink(store, "critic", 0)
