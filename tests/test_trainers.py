@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import ROOT, metrics_of
+from harness import FAR, ROOT, metrics_of
 from test_modes import STRICT, require_equal
 
 from distflow.telemetry.run_reader import RunReader
 
-PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", "--set", "steps=3", "--set", "checkpoint.every=2")
+PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", *FAR, "--set", "steps=3", "--set", "checkpoint.every=2")
 OF_CRITIC = ("value/loss", "value/grad_norm", "value/explained", "value/mean")
 
 

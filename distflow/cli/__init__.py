@@ -86,6 +86,10 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
     key = name.replace("-", "_")
     verb = " ".join(filter(None, (options.verb, getattr(options, "command", None))))
     what = f"distflow {verb} takes no `{first}`."
+    if verb == "resume" and key in ("dag", "run", "run_file"):
+        return f"{what} A run goes on with the DAG and the run file that its folder has.\n" \
+               "Change values of them:  distflow resume RUN --set KEY=VALUE  , or begin another run with its model:  " \
+               "distflow run DAG --run FILE --set roles.actor.model=RUN/model"
     if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
         value = value or (left[1] if len(left) > 1 else "VALUE")
         return f"{what}\nInstead:  --set {key}={value}"

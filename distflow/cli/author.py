@@ -1,6 +1,6 @@
 """`distflow new`, `schema` and `completion`: begin an algorithm of your own, and help editors and shells.
 
-    new          a folder with a DAG, a run file, problems, a reward and a test
+    new          a folder with a DAG, a run file, problems, a reward or an environment, and a test
     schema       the JSON schema of DAG, run or cluster files
     completion   a script by which a shell completes verbs, options and names
 """
@@ -13,6 +13,7 @@ import keyword
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from distflow.cli.common import Verb
@@ -23,6 +24,7 @@ from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 SHELLS = ("bash", "zsh", "fish")
 KINDS = ("dag", "run", "cluster")
 _SCORE = re.compile(r"function: score,(?! *with:)")
+_TALK = re.compile(r"environment: Calculator\b")
 _REWARD = '''"""The reward of {name}: change it. `distflow nodes` lists what else there is."""
 
 import re
@@ -37,16 +39,23 @@ def {name}_reward(completion: str, answer: str, *, tried: float = 0.1) -> float:
     metric("{name}/answered", bool(said))
     return 1.0 if said and said == right else tried if said else 0.0
 '''
-_TEST = '''"""What the reward pays for, and that the algorithm is valid:  pytest {name}"""
+_TEST_HEAD = '''"""What is paid for, and that the algorithm is valid:  pytest {name}"""
 
 import subprocess
 import sys
 from pathlib import Path
 
-from {name} import {name}_reward
+from {name} import {imported}
 
 HERE = Path(__file__).parent
 
+
+def test_the_algorithm_is_valid():
+    command = [sys.executable, "-m", "distflow", "validate", "{name}.yaml", "--run", "run.yaml"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+'''
+_TEST_REWARD = '''
 
 def test_the_right_number_earns_most():
     assert {name}_reward("6 * 7 = 42", "#### 42") == 1.0
@@ -54,16 +63,50 @@ def test_the_right_number_earns_most():
     assert {name}_reward("I cannot say", "#### 42") == 0.0
 
 
-def test_the_algorithm_is_valid():
-    command = [sys.executable, "-m", "distflow", "validate", "{name}.yaml", "--run", "run.yaml"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_held_out_problems_are_not_trained_on():
     trained, held_out = (set((HERE / f"{{file}}.jsonl").read_text().splitlines()) for file in ("train", "heldout"))
     assert held_out
     assert not trained & held_out
+'''
+_TEST_ENVIRONMENT = '''
+
+def test_a_sum_is_answered_and_the_right_number_earns_most():
+    talk = {kind}("6 * 7 = 42 #### 42")
+    assert talk.step("That is 6 * 7 =") == Turn("42")
+    assert talk.step("6 * 7 = 42 #### 42") == Turn(done=True, reward=1.0)
+    assert talk.step("#### 41") == Turn(done=True, reward=0.1)
+    assert talk.step("I cannot say") == Turn(done=True)
+'''
+_ENVIRONMENT = '''"""The environment of {name}, with which the model talks turn by turn: change it."""
+
+import re
+
+from distflow import Turn, environment
+
+
+@environment
+class {kind}:
+    """A calculator: a turn that ends in a sum, as `3 + 4 =`, is answered with the result. Any other turn is the last,
+    and earns 1 for the right number, `tried` for another one, and 0 for none."""
+
+    def __init__(self, answer: str, *, tried: float = 0.1):  # fields of the data, then settings of the DAG
+        self.right, self.tried = last_number(answer), tried
+
+    def step(self, text: str) -> Turn:
+        if call := re.search(r"(-?\\d{{1,9}}) *([-+*]) *(-?\\d{{1,9}}) *=?\\s*$", text):
+            return Turn(str(calculate(*call.groups())))
+        said = last_number(text)
+        return Turn(done=True, reward=1.0 if said and said == self.right else self.tried if said else 0.0)
+
+
+def calculate(left: str, sign: str, right: str) -> int:
+    """The tool: put yours here."""
+    first, second = int(left), int(right)
+    return first + second if sign == "+" else first - second if sign == "-" else first * second
+
+
+def last_number(text: str) -> str:
+    return (re.findall(r"-?\\d+", text.replace(",", "")) or [""])[-1]
 '''
 _PROBLEMS = {"train": 2000, "heldout": 120}  # lines of the shipped files that are a beginning
 _RUN = {"steps": "50", "data": "{train: train.jsonl, batch: 32, max_prompt_tokens: 64, max_target_tokens: 64}",
@@ -78,7 +121,8 @@ _PYTEST = """# The settings of a folder above, as of a clone of distflow, do not
 
 
 def _add_new_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("algorithm", metavar="DAG", help="a shipped algorithm with a reward to begin with, as grpo")
+    parser.add_argument("algorithm", metavar="DAG",
+                        help="a shipped algorithm to begin with: with a reward, as grpo, or an environment: grpo_tools")
     parser.add_argument("name", metavar="NAME",
                         help="folder of the new algorithm, whose name its module has, as my_algo or code/my_algo")
 
@@ -103,13 +147,21 @@ def new(options: argparse.Namespace) -> int:
     start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
     print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {quoted(folder)}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
-                     f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
-                     "heldout.jsonl. Every 10 steps are saved: end the run at any time, and go on with it:",
+                     *_where(files, name), "Every 10 steps are saved: end the run at any time, and go on with it:",
                      f"  distflow resume runs/{name}-1",
                      "The model starts from random weights and learns slowly: after",
                      "`distflow demo` begin with its weak start instead:",
                      f"  distflow run {name}.yaml --run run.yaml --set {shlex.quote(f'roles.actor.model={start}')}"]))
     return 0
+
+
+def _where(files: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Return what is to be changed, in two lines."""
+    if "heldout.jsonl" in files:
+        return (f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
+                "heldout.jsonl.")
+    return (f"The environment, with its tool and what it pays, is in {name}.py; the problems are in train.jsonl.",
+            "How conversations go is in trajectories/ of the run, what they earn is `environment/reward`.")
 
 
 def _is_usable(name: str) -> bool:
@@ -124,21 +176,29 @@ def _usable_name(name: str) -> str:
 
 
 def _files(algorithm: str, name: str) -> dict[str, str]:
-    """Return the files of a new algorithm. Raises InvalidInput: it is not shipped, or has no reward of its own."""
+    """Return the files of a new algorithm. Raises InvalidInput: it is not shipped, or has no place for a reward."""
     dag = find_yaml(algorithm, "", "DAG").read_text(encoding="utf-8")
-    if not _SCORE.search(dag):
-        begin = sorted(file.stem for file in SHIPPED.glob("*.yaml") if _SCORE.search(file.read_text(encoding="utf-8")))
+    if not (talks := _TALK.search(dag)) and not _SCORE.search(dag):
+        begin = sorted(file.stem for file in SHIPPED.glob("*.yaml")
+                       if _SCORE.search(text := file.read_text(encoding="utf-8")) or _TALK.search(text))
         raise InvalidInput(Diagnostic(f"{algorithm} scores no answers, so that it has no place for a reward", None,
-                                      did_you_mean(algorithm, begin, "These have one")))
+                                      did_you_mean(algorithm, begin, "These have one, or an environment")))
+    kind = "".join(part.capitalize() for part in name.split("_")) + "Environment"
     dag = _SCORE.sub(f"function: score, with: {{reward: {name}_reward}},", _without_modeline(dag))
+    dag = _TALK.sub(f"environment: {kind}", dag)
     dag = re.sub(r"^name: .*$", f"name: {name}\nimports: [{name}]", dag, flags=re.MULTILINE)
     run = _without_modeline((SHIPPED / "runs/embedded.yaml").read_text(encoding="utf-8"))
     run = re.sub(r"^#.*\n", "# A tiny model for two CPU cores; its problems are beside this file.\n", run, count=1)
-    for key, value in _RUN.items():
+    for key, value in _RUN.items() if not talks else {**_RUN, "validation": "null"}.items():
         run = re.sub(rf"^{key}: .*$", f"{key}: {value}".replace("REWARD", f"{name}_reward"), run, flags=re.MULTILINE)
+    code, more, imported = (_ENVIRONMENT, _TEST_ENVIRONMENT, f"{kind}, Turn") if talks else \
+        (_REWARD, _TEST_REWARD, f"{name}_reward")
     return {f"{name}.yaml": dag + _modeline("dag"), "run.yaml": run + _modeline("run"),
-            f"{name}.py": _REWARD.format(name=name), f"test_{name}.py": _TEST.format(name=name),
-            **{f"{kind}.jsonl": _problems(kind, count) for kind, count in _PROBLEMS.items()}, "pytest.ini": _PYTEST}
+            f"{name}.py": code.format(name=name, kind=kind),
+            f"test_{name}.py": (_TEST_HEAD + more).format(name=name, kind=kind, imported=imported),
+            **{f"{file}.jsonl": _problems(file, count) for file, count in _PROBLEMS.items()
+               if file == "train" or not talks},
+            "pytest.ini": _PYTEST}
 
 
 def _problems(kind: str, count: int) -> str:
@@ -195,7 +255,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 VERBS = {
-    "new": Verb("make a folder with an algorithm of your own: DAG, run file, problems, reward and test",
+    "new": Verb("make a folder with an algorithm of your own: DAG, run file, problems, reward or environment, test",
                 _add_new_arguments, new),
     "schema": Verb("print the JSON schema of DAG, run or cluster files, for editors", _add_schema_arguments, schema),
     "completion": Verb("print a script by which a shell completes commands:  source <(distflow completion bash)",

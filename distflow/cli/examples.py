@@ -61,7 +61,8 @@ EXAMPLES: dict[str, str] = {
     "engines": """
         distflow engines""",
     "new": """
-        distflow new grpo my_algo""",
+        distflow new grpo my_algo                      # with a reward
+        distflow new grpo_tools my_tools               # with an environment: turns with a tool""",
     "convert": """
         distflow convert run_qwen2.5_7b_grpo.sh        # a script that starts verl
         distflow convert grpo_config.yaml --out mine   # of TRL""",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distflow.config.hub import HubName, fetched, hub_name
-from distflow.errors import Diagnostic, InvalidInput, did_you_mean
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean, nearest
 
 _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
@@ -37,6 +37,16 @@ def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
+def nearest_file(name: str, pattern: str, beside: Path | None = None) -> str | None:
+    """Return the file of the user's that `name` probably meant, in the folder that it names here, or below `beside`."""
+    given = Path(name).expanduser()
+    for folder in (given.parent, *([beside / given.parent] if beside else [])):
+        names = sorted(path.name for path in folder.glob(pattern)) if folder.is_dir() else []
+        if meant := nearest(given.name, names):
+            return str(given.parent / meant)
+    return None
+
+
 def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] = lambda kind: "") -> Path:
     """Return the path of a DAG, run or cluster file, with or without .yaml; InvalidInput lists the shipped ones.
     `instead` returns the command for a file that is of another kind."""
@@ -50,5 +60,8 @@ def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] =
                                           f"Instead:  {instead(kind)}" if instead(kind) else ""))
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
+    if meant := nearest_file(name, "*.yaml"):
+        raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None,
+                                      f"Did you mean `{meant}`?"))
     hint = did_you_mean(Path(name).name, known, "Shipped") or "None are shipped; give the path of a file."
     raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None, hint))

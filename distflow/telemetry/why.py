@@ -104,6 +104,8 @@ def explain(folder: Path, complete: Callable[[Path], Sequence[Path]], step: int 
     if metrics:
         yield from slow(reader, metrics, _ordinary(metrics) if step is None else step)
         yield from fallen(reader, metrics)
+    elif reader.summary:
+        yield f"{folder.name} has finished, but metrics.jsonl has no whole line of a step: it was cut afterwards."
 
 
 def _ordinary(metrics: Sequence[dict[str, Any]]) -> int:

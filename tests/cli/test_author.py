@@ -40,6 +40,29 @@ def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, cap
     assert schema.is_file()
 
 
+def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo_tools", "turn"]) == 0  # whose class must not be `Turn`
+    assert "The environment, with its tool and what it pays, is in turn.py" in capsys.readouterr().out
+    assert {file.name for file in Path("turn").iterdir()} == {"turn.yaml", "run.yaml", "turn.py", "test_turn.py",
+                                                               "pytest.ini", "train.jsonl"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=tmp_path / "turn",
+                          env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.run
+def test_a_new_environment_trains(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "grpo_tools", "my_tools"]) == 0
+    line = ("run", "my_tools.yaml", "--run", "run.yaml", "--set", "steps=2", "--set", "data.batch=4")
+    done = subprocess.run([sys.executable, "-m", "distflow", *line], cwd=tmp_path / "my_tools", env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"environment/reward"' in (tmp_path / "my_tools/runs/my_tools-1/metrics.jsonl").read_text()
+
+
 @pytest.mark.run
 def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -103,6 +103,14 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     assert said[0] == "Step 9 took 2.00 s; the median is 1.00 s."
 
 
+def test_a_finished_run_whose_metrics_are_cut_short_is_explained(tmp_path) -> None:
+    folder = run_folder(tmp_path, [0.5] * 4)
+    (folder / "summary.json").write_text('{"steps": 4}')
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text()[:20])
+    said, = explain(folder, complete_checkpoints)
+    assert "has no whole line of a step" in said
+
+
 def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
     """Code falls at step 31 and mathematics does not; the part `code` fell five steps before the whole did."""
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.4] * 20)
