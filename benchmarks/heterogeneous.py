@@ -292,10 +292,12 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__ or "", repeats=1)
     parser.add_argument("--budget", type=int, help="layouts and placements that each search may cost")
+    parser.add_argument("--size", choices=SIZES, nargs="+", default=SIZES, help="only cells with models of these sizes")
+    parser.add_argument("--no-ablation", action="store_true", help="the grid alone")
     parser.add_argument("--accepted", action="store_true", help="only count the best plans that ranks can run")
     given = parsed(parser, arguments)
     budget = given.budget or (QUICK if given.quick else BUDGET)
-    cells = [Cell(*place) for place in product(SCENARIOS, ALGORITHMS, MODES, SIZES)]
+    cells = [Cell(*place) for place in product(SCENARIOS, ALGORITHMS, MODES, given.size)]
     if given.quick:
         cells = [cell for cell in cells if cell.size == "8B" and cell.algorithm == "grpo" and cell.mode == "sync"]
     with tempfile.TemporaryDirectory() as models:
@@ -303,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
             accepted([cell for cell in cells if cell.size == "8B"], Path(models), budget)
             return
         found = report(cells, Path(models), budget)
-        ablation([cell for cell in cells if cell.size == "8B"], Path(models), budget)
+        ablation([cell for cell in cells if cell.size == "8B" and not given.no_ablation], Path(models), budget)
     shipped = _all(found["that run"], SHIPPED)
     never = {name: _all(rows, (*SHIPPED, *OPTIMISED)).low for name, rows in found.items()}
     print(f"plans that run, over verl as it ships and StreamRL as described: {shipped.median:.2f}x on the mean "

@@ -266,9 +266,12 @@ def _progress(what: str, answers: Sequence[Placement], bound: float, more: str) 
 
 def _toys(spec: Spec) -> Iterator[str]:
     """Yield a note if models that are meant for a processor are planned on data-centre devices."""
+    from planners.memory import SMALL
+
     fast = max((rate for device in spec.cluster.devices.values() for rate in device.tflops.values()), default=0.0)
     embedded = [role for role, settings in spec.run.roles.items()
-                if role in spec.shapes and settings.model is not None and settings.model.path is None]
+                if role in spec.shapes and spec.shapes[role].parameters <= SMALL
+                and settings.model is not None and settings.model.path is None]
     if embedded and fast >= _DATA_CENTRE:
         yield (f"This plan is a toy: `{embedded[0]}` is the embedded model of {spec.shapes[embedded[0]].parameters:,} "
                f"parameters, not one for such devices. Name yours:  --set roles.{embedded[0]}.model=FOLDER")

@@ -29,7 +29,7 @@ from planners.heterogeneous.problem import (
     groups_of,
 )
 from planners.heterogeneous.runnable import can_split, run_groups, run_layout
-from planners.heterogeneous.workload import problem_of
+from planners.heterogeneous.workload import NAME_A_CLUSTER, problem_of
 from planners.memory import GIB, needed
 from planners.planner import plan
 
@@ -113,8 +113,8 @@ def _check(spec: Spec) -> None:
     kinds = sorted({machine.device for machine in spec.cluster.machines.values()})
     where = spec.cluster_source.location(("machines",), key=True) if spec.cluster_source else None
     if not kinds:
-        raise InvalidInput(Diagnostic("what fits is found for a cluster with `machines`", where,
-                                      "Name one with  --cluster FILE  , as  --cluster h200"))
+        raise InvalidInput(Diagnostic("what fits depends on the devices, and no cluster file with `machines` says "
+                                      "which they are", where, NAME_A_CLUSTER))
     if len(kinds) > 1:
         raise InvalidInput(Diagnostic(f"cluster `{spec.cluster.name}` has devices of {len(kinds)} kinds, "
                                       f"{', '.join(kinds)}, and settings are chosen for one", where,

@@ -123,9 +123,15 @@ class ByRanks:
         return False
 
     def fastest(self, found: Iterable[Placement]) -> Placement | None:
-        """Return the fastest form of some placements that ranks can run; None if there is none."""
-        forms = (form for each in dict.fromkeys(found) for form in self.forms(each))
-        return next(filter(self.accepts, sorted(forms, key=lambda form: form.seconds)), None)
+        """Return the fastest form of some placements that ranks can run; None if there is none. Of one whose forms are
+        all refused, its groups with each engine split in one way for all of its tasks."""
+        engines, able = EngineLayouts(self.spec, self.costed), list[Placement]()
+        for each in dict.fromkeys(found):
+            forms = self.forms(each)
+            best = next(filter(self.accepts, forms), None)
+            alike = engines.placement(each.grouping, each.subsets) if forms and best is None else None
+            able += [form for form in (best, *(self.forms(alike) if alike else ())) if form]
+        return next(filter(self.accepts, sorted(able, key=lambda form: form.seconds)), None)
 
     def hopeless(self, *groupings: Grouping) -> bool:
         """Return whether so many plans were refused, and none accepted, that no other of these groupings is asked

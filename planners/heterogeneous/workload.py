@@ -20,6 +20,9 @@ from planners.memory import LOGITS_AT_ONCE, PAGED, activation_bytes, gathered_at
 from planners.planner import plan
 from planners.transfers import through_dock
 
+NAME_A_CLUSTER = ("Have these machines measured and described:  distflow probe --out cluster.yaml  , and name that:  "
+                  "--cluster cluster.yaml  . Shipped ones are of other machines, as  --cluster h200_a100")
+
 
 def problem_of(spec: Spec) -> Problem:
     """Return the joint problem; modes with groups of ranks are planned as async. Raises InvalidInput without a plan,
@@ -27,7 +30,7 @@ def problem_of(spec: Spec) -> Problem:
     if not spec.cluster.machines:
         where = spec.cluster_source.location(()) if spec.cluster_source else None
         raise InvalidInput(Diagnostic("mixed hardware is planned for a cluster with `machines`", where,
-                                      "Name one with  --cluster FILE  , as  --cluster h200_a100"))
+                                      NAME_A_CLUSTER))
     single_rank_spec = _of_a_rank(spec)
     single_rank_plan = plan(single_rank_spec, 1)
     tasks = [task for task in single_rank_plan.tasks if task.type != "COMPUTE"]

@@ -94,3 +94,12 @@ def test_what_cannot_be_is_refused(fitted, capsys, arguments, says):
     ran("run", [0.0, 0.0])
     assert main(["fit", "grpo", "--cluster", "cluster.yaml", *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [("fit",), ("plan", "mixed")])
+def test_without_a_cluster_file_it_says_how_to_get_one(verb: tuple[str, ...], tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*verb, "grpo"]) == 2
+    assert "  distflow probe --out cluster.yaml  " in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.heterogeneous import Cell
+from benchmarks.heterogeneous import Cell, best_of, stream_rl
 from distflow.cli.mixed_plan import _can_run
 from distflow.config.load import Spec, load
 from distflow.config.yaml_source import dump, read
@@ -371,6 +371,17 @@ def test_a_search_for_plans_that_run_begins_with_the_best_that_is_known(spec_of:
     *_, best = search_runnable(spec, costed, limited, budget=4000)
     known, *_ = search_runnable(spec, costed, limited, budget=1, found=[best.placement])
     assert known.placement == best.placement
+
+
+def test_a_plan_whose_tasks_of_an_engine_are_split_unlike_is_made_one_that_runs(tmp_path: Path) -> None:
+    spec = Cell("one zone", "ppo", "async", "8B").spec(tmp_path, "megatron")
+    problem = problem_of(spec)
+    costed, found = CostedProblem(problem), best_of(stream_rl(problem), 600)
+    ranks = ByRanks(spec, costed)
+    assert not any(map(ranks.accepts, ranks.forms(found))), "`values` and `critic` are split unlike"
+    made = ranks.fastest([found])
+    assert (made.grouping, made.subsets) == (found.grouping, found.subsets)
+    assert runnable(spec, costed, [found]).seconds <= made.seconds
 
 
 @pytest.fixture

@@ -76,5 +76,5 @@ def test_what_cannot_be_is_refused_with_what_is_needed(spec_with):
         next(fit(spec_with(10, devices=2)))
     with pytest.raises(InvalidInput, match="has devices of 2 kinds, a100, h200, and settings are chosen for one"):
         next(fit(load("grpo", None, SIZES, "h200_a100")))
-    with pytest.raises(InvalidInput, match="is found for a cluster with `machines`"):
+    with pytest.raises(InvalidInput, match="no cluster file with `machines` says which they are"):
         next(fit(load("grpo", None, SIZES)))

@@ -116,8 +116,9 @@ def test_a_proof_counts_for_the_plan_without_its_idle_machines(plan: Callable, t
     assert re.search("\ngroup 1: 4 (small|more)\n", printed)
 
 
-def embedded(capsys: pytest.CaptureFixture[str], cluster: str) -> str:
-    assert main(["plan", "mixed", "grpo", "--within", "0.99", "--cluster", cluster, "--set", "data.batch=1"]) == 0
+def embedded(capsys: pytest.CaptureFixture[str], cluster: str, *more: str) -> str:
+    words = ["--cluster", cluster, "--set", "data.batch=1", *more]
+    assert main(["plan", "mixed", "grpo", "--within", "0.99", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -130,6 +131,8 @@ def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(
     slow = tmp_path / "slow.yaml"
     slow.write_text((TINY % 1).replace("121", "0.1"))
     assert "toy" not in embedded(capsys, str(slow))
+    sizes = "roles.actor.model={architecture: qwen3, layers: 12, hidden: 1024, heads: 8, kv_heads: 8}"
+    assert "toy" not in embedded(capsys, tiny(1), "--set", sizes), "of 200 million parameters"
 
 
 def test_seconds_as_people_read_them() -> None:
