@@ -81,7 +81,7 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     tied = outputs == shape.vocabulary and not shape.vocabulary_head
     adapters = spec.adapters.get(task.role, 0) if kind == TRAIN else 0
     frozen = shape.parameters if adapters else min(spec.frozen.get(task.role, 0), shape.parameters)
-    logit_bytes, rescored = _logits(kind, settings, outputs)
+    logit_bytes, rescored = _logits(kind, settings, outputs, width)
     follows = kind == INFER and spec.dag.roles[task.role].follow is not None
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, shape.query_width,
                      2 * width * shape.kv_width,
@@ -114,17 +114,20 @@ def states_of(shape: Shape, fused: bool) -> float:
     return 10 + (attention + (3 if fused else 5) * shape.active_widening) / shape.hidden
 
 
-def _logits(kind: str, settings: RoleRun, outputs: int) -> tuple[int, bool]:
-    """Return `logit_bytes` and `rescored` of the engines here, which make logits in pieces (`vocabulary.py`). In pieces
-    a product writes a logit in bfloat16 (2), it is read for the maximum (2), less that in float32 (6), and its power
-    (8) is read for the sum (4) and the entropy (8). The backward pass makes it again (2), less the normalizer (6), its
-    power (8) and the gradient (8), which is converted (6), and two products read it (4). What fits at once is divided
-    by the temperature (16, with the conversion), goes through a log-softmax (8) and the entropy (24), and has gradients
-    of the log-probabilities (4), the log-softmax (12), the division (8), the conversion (6) and two products (4)."""
+def _logits(kind: str, settings: RoleRun, outputs: int, width: int) -> tuple[int, bool]:
+    """Return `logit_bytes` and `rescored` of the engines here. In half precision a product writes a logit (2) and a
+    kernel reads it (2); for the backward pass it is made and read again (4), and its gradient takes its place (2),
+    which two products read (4). In float32 it is made in pieces (`vocabulary.py`): written (4), read for the maximum
+    (4), less that (8), and its power (8) is read for the sum (4) and the entropy (8); the backward pass makes it again
+    (4), less the normalizer (8), its power (8) and the gradient (8), which two products read (8). What fits at once (4)
+    is divided by the temperature (8), goes through a log-softmax (8) and the entropy (24), and has gradients of the
+    log-probabilities (4), the log-softmax (12), the division (8) and two products (8)."""
     if kind == GENERATE:
         return 0, False
+    if width < 4 and outputs > 1:
+        return {INFER: 4, TRAIN: 14}[kind], kind == TRAIN
     pieces = settings.engine == "megatron" or settings.micro_batch_tokens * outputs > LOGITS_AT_ONCE
-    return {INFER: 30, TRAIN: 64}[kind] if pieces else {INFER: 48, TRAIN: 82}[kind], pieces and kind == TRAIN
+    return {INFER: 36, TRAIN: 72}[kind] if pieces else {INFER: 44, TRAIN: 76}[kind], pieces and kind == TRAIN
 
 
 def _has_stages(spec: Spec, kind: str, settings: RoleRun) -> bool:
