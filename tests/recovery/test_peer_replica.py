@@ -274,10 +274,10 @@ def test_there_is_no_memory_for_it(rank, start, replicas, capsys):
 
 def test_a_mistake_is_reported(rank, start, replicas, capsys, monkeypatch):
     start()
-    monkeypatch.setattr(Slot, "image", lambda slot: {}["image"])
+    monkeypatch.setattr(Slot, "content", lambda slot: {}["content"])
     assert rank.step(1)
     rank.arrived()
-    assert "KeyError 'image'" in capsys.readouterr().err
+    assert "KeyError 'content'" in capsys.readouterr().err
     assert rank.peer_replica.arrived == -1
 
 
