@@ -59,7 +59,9 @@ _TRAINING_STATE = 16
 _GRADIENT = 4
 _MASTER = 4  # bytes of a weight in float32
 LOGITS = 3 * 4  # bytes: float32 logits, their softmax and its gradient
-_HALF_LOGITS = 2 * 2  # in half precision by kernels: the logits, of which gradients take the place, and room for others
+_HALF_LOGITS = {True: 2 * 2, False: 2 + 4 + 2}
+"""In half precision by kernels, if trained: the logits, of which gradients take the place, and room for others; else
+those that the likeliest tokens are sought among, in float32 too."""
 LOGITS_AT_ONCE = 2**28
 SMALL = 64_000_000  # parameters up to which FSDP gathers a model as a whole
 KEPT_WHOLE = 1_000_000_000  # parameters up to which it keeps a model's layers gathered within a step
@@ -121,13 +123,13 @@ def gathered_at_once(shape: Shape) -> int:
 
 
 def stay_gathered(parameters: int, at_once: int) -> int:
-    """Return how many parameters stay gathered while others are, of which `at_once` are gathered at a time."""
+    """Return how many parameters FSDP keeps gathered within a step, beside the `at_once` that it computes with."""
     return parameters - at_once if parameters <= KEPT_WHOLE else 0
 
 
-def bytes_per_logit(engine: str, width: int) -> int:
+def bytes_per_logit(engine: str, width: int, trained: bool) -> int:
     """Return the bytes that one logit takes on a GPU while log-probabilities and gradients are computed."""
-    return _HALF_LOGITS if engine == "fsdp" and width < 4 else LOGITS
+    return _HALF_LOGITS[trained] if engine == "fsdp" and width < 4 else LOGITS
 
 
 def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool = False) -> int:
@@ -361,7 +363,7 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
     if settings.engine == "fsdp":
         logits = min(logits, max(LOGITS_AT_ONCE, outputs))
     plus = f" + {inputs:,} of inputs" if inputs else ""
-    each = bytes_per_logit(settings.engine, width)
+    each = bytes_per_logit(settings.engine, width, trained)
     return MemoryItem(f"{role}: activations", tokens * (kept * per_layer + inputs) + each * logits,
                   f"{tokens:,} tokens × ({kept} layer{'s' * (kept > 1)} × {per_layer:,}{plus}) B + {logits:,} logits × "
                       f"{each} B")

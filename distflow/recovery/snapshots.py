@@ -40,7 +40,7 @@ _LENGTH, _SUM = 8, 16
 _UNUSED = 8  # snapshots after which the memory of a slot that was not needed is returned to the system
 HEAD = 32  # bytes before the header
 _LIBC, _MADV_POPULATE_WRITE = ctypes.CDLL(None), 23
-_POPULATES, _POPULATED = 8, 64 << 20  # threads at most, and bytes of a call
+_POPULATE_THREADS, _POPULATE_BYTES = 8, 64 << 20  # at most, and of a call
 Path = tuple[str, ...]
 StateId = tuple[int, int, int]
 """Identifies a state: the round and the attempt that made it, and the steps done. A later state is greater."""
@@ -279,12 +279,12 @@ def _populate(memory: mmap.mmap, start: int) -> None:
     """Allocate the pages of `memory` from `start` on, by several threads: one at a time, as it is written, a page takes
     ten times as long as its copy. Where the system cannot (before Linux 5.14) they are allocated that way."""
     first = ctypes.c_char.from_buffer(memory)
-    threads = min(_POPULATES, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    starts = range(start - start % mmap.PAGESIZE, len(memory), _POPULATED)
+    threads = min(_POPULATE_THREADS, max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    starts = range(start - start % mmap.PAGESIZE, len(memory), _POPULATE_BYTES)
     with ThreadPoolExecutor(threads, "populate") as pool:
         for each in starts:
             pool.submit(_LIBC.madvise, ctypes.c_void_p(ctypes.addressof(first) + each),
-                        ctypes.c_size_t(min(_POPULATED, len(memory) - each)), _MADV_POPULATE_WRITE)
+                        ctypes.c_size_t(min(_POPULATE_BYTES, len(memory) - each)), _MADV_POPULATE_WRITE)
 
 
 def _body_start(length: int) -> int:

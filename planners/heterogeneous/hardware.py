@@ -238,7 +238,7 @@ class Roofline:
         tokens = strategy.micro * task.prompt if task.kind == GENERATE else \
             min(strategy.micro * task.tokens, max(task.micro_tokens, task.tokens))
         whole = task.activations * tokens / strategy.tp
-        each = bytes_per_logit("fsdp" if self.shards(strategy) else "megatron", task.width)
+        each = bytes_per_logit("fsdp" if self.shards(strategy) else "megatron", task.width, task.kind == TRAIN)
         logits = each * min(tokens * task.outputs / strategy.tp, max(LOGITS_AT_ONCE, task.outputs))
         if task.kind != TRAIN:
             return 0.0, whole + (0.0 if task.kind == GENERATE else logits)

@@ -79,7 +79,7 @@ def test_what_is_copied_comes_back():
 
 def test_memory_is_allocated_before_it_is_written():
     slot = Slot()
-    for size in (1000, 3 * module._POPULATED + 5):
+    for size in (1000, 3 * module._POPULATE_BYTES + 5):
         slot.reserve(size)
         assert os.fstat(slot.file).st_blocks * 512 >= size
 

@@ -103,7 +103,7 @@ _SMALL = 64_000_000
 layer and micro-batch saves too little memory for its messages."""
 KEPT_WHOLE = 1_000_000_000
 """Parameters up to which layers stay gathered from the first forward pass of a step to its last backward pass: to free
-them in between saves 2 GB at most, and takes longer than a short pass computes."""
+them in between saves 2 GB at most (float32: 4), and takes longer than a short pass computes."""
 HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 
@@ -153,7 +153,7 @@ class FSDPEngine(Trainer):
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.settings.offload else OffloadPolicy()
         rule = {"mesh": self.shard_mesh, "mp_policy": precision, "offload_policy": offload, "ignored_params": whole,
-                "reshard_after_forward": not self.keeps}
+                "reshard_after_forward": False if self.keeps else None}  # None: but for the root
         for layer in layers if self.settings.compile else ():
             compile_layer(layer)
         for layer in layers if recomputes else ():
@@ -249,22 +249,28 @@ class FSDPEngine(Trainer):
                **more: Ragged | None) -> list[Tensor]:
         given = {name: column for name, column in more.items() if column is not None}
         batch = Batch(torch.arange(len(prompts)), {"prompts": prompts, "responses": responses, **given})
-        pieces = [[part.cpu() for part in self._forward(micro, temperature, top)]
-                  for micro in self._micro_batches(batch)]
-        self._reshard()
+        try:
+            pieces = [[part.cpu() for part in self._forward(micro, temperature, top)]
+                      for micro in self._micro_batches(batch)]
+        finally:
+            self._reshard()
         return [torch.cat(parts) for parts in zip(*pieces)]
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if self.optimizer is None:
             raise ValueError("this role is frozen")
-        for index, micro in enumerate(micros):
-            last = index == len(micros) - 1
-            self.sharded.set_requires_gradient_sync(last or not self.small)  # else each rank adds up whole gradients
-            self.sharded.set_requires_all_reduce(last)  # between `replicas`
-            outputs = self._forward(micro, temperature)
-            loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
-            (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
-        self._reshard()
+        try:
+            for index, micro in enumerate(micros):
+                self._add_gradient(micro, loss_of, temperature, index == len(micros) - 1)
+        finally:
+            self._reshard()
+
+    def _add_gradient(self, micro: Batch, loss_of: LossOf, temperature: float, last: bool) -> None:
+        self.sharded.set_requires_gradient_sync(last or not self.small)  # else each rank adds up whole gradients
+        self.sharded.set_requires_all_reduce(last)  # between `replicas`
+        outputs = self._forward(micro, temperature)
+        loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
+        (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
 
     def _reshard(self) -> None:
         """Free the layers that have stayed gathered, and the root, which does after a forward pass alone."""

@@ -20,11 +20,12 @@ _WARPS = 8
 def block_moments(logits: Tensor, temperature: float, block: int = _TILE) -> tuple[Tensor, Tensor, Tensor]:
     """Return m = max x, Σ exp(x − m) and Σ (x − m) exp(x − m) of each `block` columns x of `logits` [N, V] over
     `temperature`, each float32 [N, blocks]. `block` is a power of two, 4,096 at most."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, width = logits.shape
-    found = torch.empty(3, rows, triton.cdiv(width, block), device=logits.device)
+    found = torch.empty(3, rows, triton.cdiv(width, block), dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         _block_moments[rows, triton.cdiv(width, _TILE)](  # pyright: ignore[reportIndexIssue]
-            logits, found, width, logits.stride(0), found.shape[2], found.stride(0), temperature,
+            logits, found, width, logits.stride(0), found.shape[2], found.stride(0), float(temperature),
             DIVIDE=temperature != 1.0, BLOCK=block, BLOCKS=_TILE // block, num_warps=_WARPS)
     tops, totals, weighted = found
     return tops, totals, weighted
@@ -32,15 +33,24 @@ def block_moments(logits: Tensor, temperature: float, block: int = _TILE) -> tup
 
 def to_gradients(logits: Tensor, temperature: float, normalizers: Tensor, columns: Tensor, scale: Tensor,
                  entropies: Tensor, of_entropies: Tensor | None) -> Tensor:
-    """Replace `logits` [N, V] by their gradients, and return them: see `vocabulary.to_gradients`."""
+    """Replace `logits` [N, V], rows of consecutive numbers, by their gradients, and return them: see
+    `vocabulary.to_gradients`."""
     rows, width = logits.shape
     with torch.cuda.device_of(logits):
         _to_gradients[rows, triton.cdiv(width, _TILE)](  # pyright: ignore[reportIndexIssue]
             logits, normalizers, columns.contiguous(), scale.contiguous(), scale.sum(1), entropies,
             entropies if of_entropies is None else of_entropies.contiguous(), width, logits.stride(0),
-            columns.shape[1], temperature, DIVIDE=temperature != 1.0, ENTROPY=of_entropies is not None, TILE=_TILE,
-            num_warps=_WARPS)
+            columns.shape[1], float(temperature), DIVIDE=temperature != 1.0, ENTROPY=of_entropies is not None,
+            TILE=_TILE, num_warps=_WARPS)
     return logits
+
+
+def try_out(device: torch.device) -> None:
+    """Compile both kernels and run them on `device`. Raises what Triton raises where it cannot."""
+    logits, numbers = torch.zeros(1, 2, device=device), torch.zeros(1, device=device)
+    block_moments(logits, 0.5)
+    to_gradients(logits, 0.5, numbers, torch.zeros(1, 1, dtype=torch.int64, device=device), numbers[:, None], numbers,
+                 numbers)
 
 
 @triton.jit

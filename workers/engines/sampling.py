@@ -55,7 +55,7 @@ def sample_tokens(logits: Tensor, noise: Tensor, temperature: float, top_k: int 
     """Choose a token for each row of `logits` [B, V] by `noise` [B] in [0, 1); temperature 0 takes the likeliest.
     Returns tokens [B] and log-probabilities [B] at this temperature (greedy: 1), before top-k, top-p and min-p."""
     if temperature and not top_k and top_p == 1.0 and not min_p and (kernels := kernels_for(logits.device)):
-        return _pick_by_blocks(logits, noise, temperature, kernels)
+        return _sample_by_blocks(logits, noise, temperature, kernels)
     scaled = logits if temperature in (0.0, 1.0) else logits.float() / temperature
     logprobs = torch.log_softmax(scaled, -1, dtype=torch.float32)
     tokens = logprobs.argmax(-1) if temperature == 0 else \
@@ -63,9 +63,9 @@ def sample_tokens(logits: Tensor, noise: Tensor, temperature: float, top_k: int 
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _pick_by_blocks(logits: Tensor, noise: Tensor, temperature: float,
-                    kernels: ModuleType) -> tuple[Tensor, Tensor]:
-    """Compute `pick` from all tokens, with one pass over `logits` and another over one block of each row."""
+def _sample_by_blocks(logits: Tensor, noise: Tensor, temperature: float,
+                      kernels: ModuleType) -> tuple[Tensor, Tensor]:
+    """Compute `sample_tokens` from all tokens, with one pass over `logits` and another over one block of each row."""
     tops, totals, _ = kernels.block_moments(logits, temperature, _BLOCK)
     top, width = tops.amax(1, keepdim=True), logits.shape[1]
     sums = totals.double().mul_((tops - top).exp())

@@ -1,9 +1,10 @@
 """Log-probabilities and entropies over a vocabulary, with only a piece of the logits in memory at a time.
 
 A vocabulary of 150,000 takes 600 kB of logits per token, and autograd keeps several such tables. Here the head is
-applied to some tokens at a time, and again in the backward pass (as in Liger Kernel, Hsu et al. 2024, and Cut
-Cross-Entropy, Wijmans et al. 2024, but in plain PyTorch). With a head that is split over ranks they exchange a few
-numbers per token (Shoeybi et al. 2019, §3), not logits.
+applied to some tokens at a time, and again in the backward pass (as in Liger Kernel, Hsu et al. 2024, and Cut Cross-
+Entropy, Wijmans et al. 2024), on a GPU with a Triton kernel for what follows the matrix product (`logit_kernels.py`),
+else in plain PyTorch. With a head that is split over ranks they exchange a few numbers per token (Shoeybi et al. 2019,
+§3), not logits.
 """
 
 from __future__ import annotations
@@ -160,13 +161,22 @@ def kernels_for(device: torch.device) -> ModuleType | None:
     if device.type != "cuda":
         return None
     try:
+        from triton.errors import TritonError
+
         from workers.engines import logit_kernels
-        logit_kernels.block_moments(torch.zeros(1, 1, device=device), 1.0)
-    except (ImportError, RuntimeError, subprocess.CalledProcessError) as error:
-        warnings.warn(f"a training step reads logits several times, as Triton compiles no kernels here: {error}. "
-                      "It needs a C compiler (gcc) and Python.h (python3-dev)", stacklevel=2)
-        return None
+    except ImportError as error:
+        return _warn_of_plain_passes(error)
+    try:
+        logit_kernels.try_out(device)
+    except (OSError, RuntimeError, subprocess.CalledProcessError, TritonError) as error:
+        return _warn_of_plain_passes(error)
     return logit_kernels
+
+
+def _warn_of_plain_passes(error: Exception) -> None:
+    warnings.warn("sampling and training read logits several times, and take up to 2 GiB more than `distflow plan` "
+                  f"counts, as Triton compiles no kernels here: {error}. It needs a C compiler (gcc), Python.h "
+                  "(python3-dev) and a cache that it can write (TRITON_CACHE_DIR)", stacklevel=3)
 
 
 def _at_once(hidden: Tensor) -> int:
@@ -197,7 +207,7 @@ def moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]
 
 
 def to_gradients(logits: Tensor, temperature: float, normalizers: Tensor, columns: Tensor, scale: Tensor,
-                  entropies: Tensor, of_entropies: Tensor | None) -> Tensor:
+                 entropies: Tensor, of_entropies: Tensor | None) -> Tensor:
     """Return the gradients of `logits` [N, V], in their dtype and perhaps in their memory, where those of the
     log-probabilities of `columns` [N, K] (-1: another rank's) are `scale` [N, K] and those of `entropies` [N]
     `of_entropies`: ∂ log p(t) / ∂ logits = onehot(t) − p, and ∂ entropy / ∂ logits = −p (log p + entropy)."""

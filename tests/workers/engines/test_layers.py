@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from columns import uneven_rows
 from ranks import run_ranks
+from torch.distributed.tensor import DTensor
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch
@@ -59,10 +60,24 @@ def gathers(kept: int) -> int:
 
 
 def test_a_model_that_fits_is_gathered_once_a_step():
-    """Each of the four units; with several micro-batches else for each pass over each of them."""
+    """Each of the four units; else layers for each pass over each micro-batch, and the root once for both."""
     kept, freed = run_ranks(2, gathers, fsdp.KEPT_WHOLE)[0], run_ranks(2, gathers, 0)[0]
     assert kept == (STEPS + 1) * 4
-    assert freed > 2 * kept
+    assert freed == 136
+
+
+def interrupted() -> list[bool]:
+    """Whether each weight is a shard after a loss has failed."""
+    model = build_model(270, 0, layers=3, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    engine = fsdp.FSDPEngine(model, RoleRun(**SETTINGS), mesh, pad_token=0, steps=10, trained=True)
+    with pytest.raises(ZeroDivisionError):
+        engine.accumulate(uneven_rows(), lambda *outputs: 1 / 0, 1.0)
+    return [isinstance(shard, DTensor) for shard in engine.shards().values()]
+
+
+def test_weights_are_shards_again_after_a_loss_that_fails():
+    assert all(run_ranks(1, interrupted)[0])
 
 
 @pytest.mark.run
