@@ -162,6 +162,39 @@ def where_defined(name: str, decorator: str, imports: Iterable[str], instead: st
     return ""
 
 
+def where_imported(module: str, name: str, decorator: str) -> str:
+    """Return `MODULE:NAME` of the decorated definition that a module imports under a name, be it through others; ""
+    if there is none."""
+    left, known = [(module, name)], set()
+    while left:
+        known.add(wanted := left.pop())
+        for source, own in _imports_of_name(*wanted):
+            if any(each.name == own for each in definitions(source, decorator)):
+                return f"{source}:{own}"
+            if (source, own) not in known:
+                left.append((source, own))
+    return ""
+
+
+def _imports_of_name(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield from where a module may import a name: a module, and what it calls it there."""
+    if (path := module_file(module)) is None:
+        return
+    for item in (item for item in _readable(module, path) if isinstance(item, ast.ImportFrom)):
+        for alias in item.names:
+            if alias.name == "*":
+                yield _source_of(item, module, path), name
+            elif (alias.asname or alias.name) == name:
+                yield _source_of(item, module, path), alias.name
+
+
+def _source_of(item: ast.ImportFrom, module: str, path: Path) -> str:
+    """Return the module from which a `from … import` of a module imports, also a relative one; "" if above all."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    above = package.rsplit(".", item.level - 1)[0] if item.level else ""
+    return ".".join(part for part in (above, item.module) if part)
+
+
 def _readable(module: str, path: Path) -> list[ast.stmt]:
     try:
         return _body(module, path)
@@ -205,15 +238,11 @@ def _imports(module: str, path: Path) -> Iterator[tuple[str, int, str]]:
         body, lines = _body(module, path), path.read_text(encoding="utf-8").splitlines()
     except InvalidInput:
         return
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for item in body:
         if isinstance(item, ast.Import):
             yield from ((alias.name, item.lineno, lines[item.lineno - 1]) for alias in item.names)
-        elif isinstance(item, ast.ImportFrom):
-            above = package.rsplit(".", item.level - 1)[0] if item.level else ""
-            name = ".".join(part for part in (above, item.module) if part)
-            if name:
-                yield name, item.lineno, lines[item.lineno - 1]
+        elif isinstance(item, ast.ImportFrom) and (name := _source_of(item, module, path)):
+            yield name, item.lineno, lines[item.lineno - 1]
 
 
 def _is_users(folder: str) -> bool:

@@ -26,11 +26,12 @@ from distflow.contracts.modules import (
     definitions,
     module_file,
     where_defined,
+    where_imported,
     where_looked_for,
 )
 from distflow.contracts.settings import Invalid, check_given
 from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
 from distflow.plan import FINISHED
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ class Term:
     path: KeyPath = ()
     named_by_key: bool = False
     module: str = ""
+
+    @property
+    def spelling(self) -> str:
+        return f"{self.module}:{self.name}" if self.module else self.name
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,13 @@ def _read_branches(value: dict[str, Any], invalid: list[Invalid]) -> Recipe:
 
 def _read_terms(value: Any, path: KeyPath, invalid: list[Invalid]) -> tuple[Term, ...]:
     if isinstance(value, str):
-        return (_named(value, path=path),)
+        return (_parse_term(value, path=path),)
     if isinstance(value, dict) and "by" in value:
         invalid.append(Invalid(path, "`by` cannot stand inside another `by`", _BY))
     elif isinstance(value, dict) and value:
-        return tuple(_read_term(name, item, (*path, name), invalid) for name, item in value.items())
+        return _once([_read_term(name, item, (*path, name), invalid) for name, item in value.items()], invalid)
     elif isinstance(value, list) and value:
-        return tuple(_read_listed(value, path, invalid))
+        return _once(_read_listed(value, path, invalid), invalid)
     else:
         invalid.append(Invalid(path, f"a reward cannot be {value!r}", _FORMS))
     return ()
@@ -117,11 +122,23 @@ def _read_listed(names: list[Any], path: KeyPath, invalid: list[Invalid]) -> Ite
         own_path = (*path, index)
         if not isinstance(name, str):
             invalid.append(Invalid(own_path, f"a list of rewards holds names, not {name!r}", _FORMS))
-        elif name in names[:index]:
-            invalid.append(Invalid(own_path, f"reward `{name}` stands twice",
-                                   f"To count it more:  reward: {{{name}: 2.0}}"))
         else:
-            yield _named(name, path=own_path)
+            yield _parse_term(name, path=own_path)
+
+
+def _once(terms: Iterable[Term], invalid: list[Invalid]) -> tuple[Term, ...]:
+    """Return terms without those that stand there twice. A NAME is MODULE:NAME, since names are unique in a run."""
+    kept: list[Term] = []
+    for term in terms:
+        alike = (each for each in kept if each.name == term.name and
+                 (each.module == term.module or not each.module or not term.module))
+        if other := next(alike, None):
+            also = "" if other.spelling == term.spelling else f", as `{other.spelling}` too"
+            invalid.append(Invalid(term.path, f"reward `{term.spelling}` stands twice{also}", "Leave one out. To count "
+                                   f"it more:  reward: {{{other.spelling}: 2.0}}", term.named_by_key))
+        else:
+            kept.append(term)
+    return tuple(kept)
 
 
 def _read_term(name: str, value: Any, path: KeyPath, invalid: list[Invalid]) -> Term:
@@ -135,10 +152,10 @@ def _read_term(name: str, value: Any, path: KeyPath, invalid: list[Invalid]) -> 
         hint = "" if isinstance(value, dict) else f"Or a mapping of its settings:  {name}: {{weight: 1.0, …}}"
         invalid.append(Invalid(own_path, f"the {key} of reward `{name}` must be {must[key]}, not {own.pop(key)!r}",
                                hint))
-    return _named(name, **own, settings=given, path=path, named_by_key=True)
+    return _parse_term(name, **own, settings=given, path=path, named_by_key=True)
 
 
-def _named(name: str, **facts: Any) -> Term:
+def _parse_term(name: str, **facts: Any) -> Term:
     """Return the term of `NAME` or `MODULE:NAME`."""
     module, _, own = name.rpartition(":")
     return Term(own, module=module, **facts)
@@ -263,10 +280,8 @@ def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterato
 def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
-        if term.module and (contract is None or contract.module.split(".")[0] != term.module.split(".")[0]):
-            hint = where_defined(f"{term.module}:{term.name}", "reward", (), "") or did_you_mean(
-                term.name, [name for name, each in spec.rewards.items() if each.module == term.module],
-                "Rewards in it") or f"Write  @reward  above  def {term.name}(…)"
+        if term.module and (contract is None or contract.module != term.module):
+            hint = _other_module(spec, term, contract)
             yield Invalid(term.path, f"module `{term.module}` has no reward `{term.name}`", hint, term.named_by_key)
         elif contract is None:
             named = ", ".join(dict.fromkeys([*filter(module_file, spec.dag.imports), "MODULE"]))
@@ -277,6 +292,21 @@ def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
         else:
             invalid = [*_check_settings(term, contract)]
             yield from invalid or _run_own_check(term, contract)
+
+
+def _other_module(spec: CheckedSpec, term: Term, contract: RewardContract | None) -> str:
+    """Return a hint for `MODULE:NAME` whose module does not define the name; `contract`: of that name in the run."""
+    if hint := where_defined(term.spelling, "reward", (), ""):
+        return hint
+    if origin := where_imported(term.module, term.name, "reward"):
+        return f"It imports it. Name the module that defines it:  reward: {origin}"
+    known = [name for name, each in spec.rewards.items() if each.module == term.module]
+    if known:
+        return did_you_mean(term.name, known, "Rewards in it")
+    if contract:
+        right = term.name if contract.module in SHIPPED else f"{contract.module}:{term.name}"
+        return f"{shown(contract.where.file)}:{contract.where.line} defines it. Write  reward: {right}"
+    return f"Write  @reward  above  def {term.name}(…)"
 
 
 def _check_settings(term: Term, contract: RewardContract) -> Iterator[Invalid]:
@@ -334,8 +364,7 @@ def _find(spec: CheckedSpec, wanted: Iterable[Term], mistakes: list[Diagnostic])
     for module in dict.fromkeys([*SHIPPED, *sorted(modules), *users]):
         for definition in definitions(module, "reward"):
             if other := found.get(definition.name):
-                what = f"reward `{definition.name}` has the name of another one ({other.where})"
-                mistakes.append(Diagnostic(what, definition.where, "Give it another."))
+                mistakes.append(_same_name(definition, other))
             try:
                 found[definition.name] = _of_definition(definition)
             except InvalidInput as error:
@@ -346,6 +375,13 @@ def _find(spec: CheckedSpec, wanted: Iterable[Term], mistakes: list[Diagnostic])
                 decorators.load_module(module)
         found |= {name: reward_contract(function) for name, function in decorators.REWARDS.items() if name not in found}
     return found
+
+
+def _same_name(definition: Definition, other: RewardContract) -> Diagnostic:
+    name = definition.name
+    return Diagnostic(f"reward `{name}` has the name of another one ({other.where}): two rewards of one run cannot "
+                      "have one name, also where each is named with its module", definition.where,
+                      f"Rename one of them:  def {name}_2(…)  , named  reward: {definition.module}:{name}_2")
 
 
 def _of_definition(definition: Definition) -> RewardContract:

@@ -117,6 +117,11 @@ def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch
     ("no_module:near", "node `reward`: module `no_module` cannot be found", "It was looked for in"),
     ("rewards_of_ones_own:passed", "node `reward`: module `rewards_of_ones_own` has no reward `passed`", "`passes`?"),
     ("rewards_of_ones_own:math", "node `reward`: module `rewards_of_ones_own` has no reward `math`", "Rewards in it"),
+    ("rewards_imported:ended", "node `reward`: module `rewards_imported` has no reward `ended`",
+     "It imports it. Name the module that defines it:  reward: rewards_of_endings:ended"),
+    ("['rewards_of_endings:ended', 'bounded:ended']", "node `reward`: module `bounded` has no reward `ended`",
+     "rewards_of_endings.py:"),
+    ("workers:math", "node `reward`: module `workers` has no reward `math`", "Write  reward: math"),
     ("missing_imports:near", "module `missing_imports` imports ", "It was looked for in"),
     ("broken_module:near", "module `broken_module` is not valid Python", "")])
 def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
@@ -126,6 +131,29 @@ def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
     assert mistake.what.startswith(what)
     assert mistake.where.line
     assert hint in mistake.hint
+
+
+@pytest.mark.parametrize(("reward", "spelling"), [
+    ("['rewards_of_endings:ended', ended, math]", "ended"),
+    ("[ended, math, 'rewards_of_endings:ended']", "rewards_of_endings:ended"),
+    ("{'rewards_of_endings:ended': 1.0, ended: 1.0}", "ended"),
+    ("[math, 'workers.isolation.rewards.texts:math']", "workers.isolation.rewards.texts:math")])
+def test_one_reward_under_two_spellings(planned, reward, spelling) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        planned(reward, imports="rewards_of_endings")
+    (mistake,) = caught.value.mistakes
+    assert mistake.what.startswith(f"node `reward`: reward `{spelling}` stands twice, as `")
+    assert mistake.where.line == 8
+    assert mistake.where.text[mistake.where.column - 1 :].lstrip("'").startswith(spelling)
+
+
+def test_two_rewards_of_one_run_with_one_name(planned) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        planned("'rewards_named_badly:length'", imports="")
+    (mistake,) = caught.value.mistakes
+    assert "texts.py:" in mistake.what
+    assert "two rewards of one run cannot have one name, also where each is named with its module" in mistake.what
+    assert mistake.hint == "Rename one of them:  def length_2(…)  , named  reward: rewards_named_badly:length_2"
 
 
 def test_a_reward_reads_whether_an_answer_came_to_its_end(planned) -> None:
