@@ -129,7 +129,7 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
 
     It runs in a process of its own. A call that raises, takes too long, ends its process or returns anything but finite
     numbers is repeated, and then its sample leaves the step. A DistflowError says that no call can succeed, and ends
-    the run.
+    the run; a list of another length than there are samples ends it too.
 
     Args:
         timeout: seconds for one call; for a function of lists, for all its samples.

@@ -161,7 +161,7 @@ class RewardPool:
 
     def run(self, jobs: list[Job], limit: float) -> RewardResults:
         """Run all jobs for at most `limit` seconds; samples without a result by then have failed. Raises EngineError: a
-        function has raised a DistflowError, so that no call of it can succeed."""
+        function has raised a DistflowError, so that no call of it can succeed, or returned a list of a wrong length."""
         return _PoolRun(self, jobs, limit).run()
 
     def close(self) -> None:
@@ -216,16 +216,16 @@ class _PoolRun:
 
     def _take(self, call: RewardCall, message: Message) -> None:
         if "impossible" in message:
-            raise EngineError(f"reward `{call.job.name}` cannot be computed: {message['impossible']}")
+            at = f"{call.job.where}: " * bool(call.job.where)
+            raise EngineError(f"{at}reward `{call.job.name}` cannot be computed: {message['impossible']}")
         self.results.metrics += message["metrics"]
         for index, value in enumerate(message["values"]):
-            self._record(call, index, FailedSample(*value) if isinstance(value, list) else value,
-                         bool(message.get("final")))
+            self._record(call, index, FailedSample(*value) if isinstance(value, list) else value)
 
-    def _record(self, call: RewardCall, index: int, found: float | FailedSample, final: bool = False) -> None:
+    def _record(self, call: RewardCall, index: int, found: float | FailedSample) -> None:
         failed = isinstance(found, FailedSample)
         self.results.timeouts += failed and found.reason.startswith("took longer")
-        if failed and not final and call.attempt < call.job.retries:
+        if failed and call.attempt < call.job.retries:
             self.results.retried += 1
             self.waiting.append(call.again(index))
         else:

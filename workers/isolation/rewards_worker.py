@@ -4,8 +4,7 @@
                    secrets: environment variables that the settings name; samples: None, or the length of a row of lists
     child → rank   {call, loaded} once the function's module is imported, then {call, values, metrics} or, if no call of
                    it can succeed, {call, impossible}
-                   values: of each sample a number or [reason, trace]; metrics: [[name, sum, count], …]; final: whether
-                   its samples are not to be tried one by one
+                   values: of each sample a number or [reason, trace]; metrics: [[name, sum, count], …]
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class CallFailure(Exception):
     """A call that returned no finite number."""
 
 
-class WrongLength(CallFailure):
-    """A call of several samples that did not return a number for each: whose its numbers are is not known, and one
-    sample alone would seem right."""
+class WrongLength(DistflowError):
+    """A list of another length than there are samples: whose its numbers are is not known, and for one sample alone it
+    may seem right."""
 
 
 class RewardHandler(Handler):
@@ -113,8 +112,7 @@ def _answering(call: Message, kind: type[BaseException]) -> Iterator[Message]:
         timed_out = isinstance(error, TimeoutError) and not str(error)
         reason = f"took longer than {call['timeout']:g} s" if timed_out else _reason(error)
         trace = "" if isinstance(error, CallFailure) else traceback.format_exc()[-_TRACE:]
-        answer.update(values=[[reason, trace]] * (call["samples"] or 1), metrics=[],
-                      final=isinstance(error, WrongLength))
+        answer.update(values=[[reason, trace]] * (call["samples"] or 1), metrics=[])
 
     try:
         with guarded(failed, kind, but=DistflowError), recording(reported):
@@ -146,9 +144,11 @@ def _values(value: Any, samples: int | None) -> list[float | list[str]]:
     if samples is None:
         return [_number(value)]
     values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, list | tuple) or len(values) != samples:
-        shown = f"a list of {len(values)}" if isinstance(values, list | tuple) else repr(value)[:200]
-        raise WrongLength(f"returned {shown} for {samples} samples, where it must return a list of {samples} numbers")
+    if not isinstance(values, list | tuple):
+        raise CallFailure(f"returned {repr(value)[:200]}, not a list with a number for each sample")
+    if len(values) != samples:
+        raise WrongLength(f"it returned a list of {len(values)} for {samples} samples, where it must return a list of "
+                          f"{samples} numbers")
     return [_number_or_failure(each) for each in values]
 
 

@@ -370,12 +370,18 @@ def test_functions_of_lists(run):
     assert run("batch_async", ["1", "2"], settings={"add": 1.0}).values == {0: 2.0, 1: 3.0}
 
 
-@pytest.mark.parametrize(("name", "returned"), [("short", "a list of 1"), ("one_for_all", "1.0")])
-def test_a_list_of_another_length_is_refused_and_its_samples_are_not_tried_alone(run, name, returned):
-    results = run(name, ["1", "2", "3"], retries=1)
-    said = f"returned {returned} for 3 samples, where it must return a list of 3 numbers"
+def test_a_list_of_another_length_ends_the_run_and_names_its_definition(run):
+    said = (r"^my_rewards\.py:7: reward `short` cannot be computed: it returned a list of 1 for 3 samples, where it "
+            "must return a list of 3 numbers$")
+    with pytest.raises(EngineError, match=said):
+        run("short", ["1", "2", "3"], retries=1, where="my_rewards.py:7")
+
+
+def test_a_number_for_all_samples_is_a_failure_of_each(run):
+    results = run("one_for_all", ["1", "2", "3"], retries=1)
+    said = "returned 1.0, not a list with a number for each sample"
     assert [reason(each) for each in results.values.values()] == [said] * 3
-    assert results.retried == 0
+    assert results.retried == 3
 
 
 def test_a_batch_that_fails_is_repeated_sample_by_sample(run):
