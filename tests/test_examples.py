@@ -69,7 +69,7 @@ def test_the_loss_is_ppos_at_first_and_fades():
 
 def test_the_reward_and_the_loss_run(run):
     metrics = run("near_miss", "steps=2", "nodes.update.with={loss: 'soft_clip:soft_clip', epochs: 2}",
-                  "nodes.reward.with={reward: {near_miss: 1.0, brevity: 1.0}}", "imports=[near_miss, brevity]")
+                  "nodes.reward.with={reward: {'near_miss:near_miss': 1.0, brevity: 1.0}}", "imports=[brevity]")
     for line in metrics.values():
         assert {"reward/near_miss", "near_miss/answered", "reward/brevity"} <= set(line)
         assert 0 <= line["near_miss/answered"] <= 1

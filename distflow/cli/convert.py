@@ -333,8 +333,8 @@ def _verl_data(done: Conversion) -> None:
     done.put("data.long_prompts", "drop" if done.get("data.filter_overlong_prompts") is True else None)
     _template(done, "data.apply_chat_template_kwargs.")
     if done.get("custom_reward_function.path"):
-        done.notes.append("your reward function goes into a module under @reward, which the DAG imports: "
-                          "docs/own_algorithm.md")
+        done.notes.append("your reward function goes into a module under @reward, and the DAG names it  reward: "
+                          "MODULE:NAME  : docs/own_algorithm.md")
 
 
 def _verl_loss(done: Conversion, actor: str) -> None:
@@ -427,8 +427,8 @@ def _from_trl(done: Conversion) -> None:
         done.notes.append(f"to have the model on the hub, after the run:  distflow export RUN FOLDER --push {name}"
                           f"{private}")
     if done.get("reward_funcs"):
-        done.notes.append("your reward functions go into a module under @reward, which the DAG imports: "
-                          "docs/own_algorithm.md")
+        done.notes.append("your reward functions go into a module under @reward, and the DAG names them  reward: "
+                          "[MODULE:NAME, …]  : docs/own_algorithm.md")
     _loggers(done, "report_to")
     _without_validation_data(done)
 

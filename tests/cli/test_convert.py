@@ -210,6 +210,14 @@ def test_what_to_dict_of_trl_has() -> None:
     assert (run["steps"], run["data"]["batch"], run["output"]) == (100, 4, "trainer_output")
 
 
+def test_rewards_of_theirs_are_named_with_their_module(capsys) -> None:
+    trl(reward_funcs=["near", "far"])
+    assert "the DAG names them  reward: [MODULE:NAME, …]" in capsys.readouterr().out
+    shutil.rmtree("theirs")
+    converted(f"{VERL.rstrip()} custom_reward_function.path=near.py\n", "theirs.sh")
+    assert "the DAG names it  reward: MODULE:NAME" in capsys.readouterr().out
+
+
 def test_a_push_of_trl_is_a_command_after_the_run(capsys) -> None:
     _, _, left = trl(push_to_hub=True, hub_model_id="me/tuned", hub_private_repo=True)
     assert left == []
