@@ -93,8 +93,8 @@ class Cluster:
                 raise RunLost(self.logs())
             time.sleep(_LOOK)
 
-    def exit_statuses(self) -> dict[str, int]:
-        """Return the exit status of each machine that is left.
+    def wait_for_exit(self) -> dict[str, int]:
+        """Wait until all machines that are left have ended, and return the exit status of each.
 
         Raises:
             RunLost: they do not end.

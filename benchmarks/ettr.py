@@ -5,7 +5,7 @@ The task, its tools with their long tail and the ranks are those of modes.py. A 
 trainer's ranks at a moment in the step that the seed draws; each side has the same faults. In mode sync all ranks are
 the trainer's.
 
-`role` is distflow's own way: seats start the trainer's ranks again from the copy in their memory, and rollouts go on.
+`role` is distflow's own way: supervisors start the trainer's ranks again from the copy in their memory; rollouts go on.
 `task` is what ByteRobust does by the paper's account, and here torchrun by itself: all processes end and start again,
 from the checkpoint of the step before on disk. What that costs elsewhere beside it, such as scheduling containers, it
 does not cost here.

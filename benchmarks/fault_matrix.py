@@ -155,7 +155,7 @@ def run_apart(scratch: Path, name: str, dag: Path, course: Course, settings: Seq
         for number in range(course.ranks + 1):
             cluster.start(f"machine-{number}")
         cluster.replace_lost()
-        cluster.exit_statuses()
+        cluster.wait_for_exit()
     finally:
         cluster.close()
     return scratch / name

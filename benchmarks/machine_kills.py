@@ -70,7 +70,7 @@ def run_with_kills(scratch: Path, name: str, dag: Path, settings: tuple[str, ...
             lost = draw.choice(sorted(cluster.machines))
             cluster.kill(lost)
             cluster.start(f"machine-{RANKS + 1 + number}")
-        cluster.exit_statuses()
+        cluster.wait_for_exit()
     finally:
         cluster.close()
     return scratch / name

@@ -218,11 +218,11 @@ def swap(bench: Bench, name: str, tensors: Callable[[], Iterable[Tensor]]) -> Pa
     if not fits:
         return Part(f"swap {name}", f"{name} to host memory: not measured, it would take {shown(need)} of host memory "
                     f"on each rank, of {shown(room)}")
-    attic, size, out, back = HostOffload(tensors), held(tensors()), [], []
+    host_offload, size, out, back = HostOffload(tensors), held(tensors()), [], []
     for _ in range(bench.repeats + 1):
-        out.append(bench.seconds(attic.offload))
+        out.append(bench.seconds(host_offload.offload))
         gone = size - held(tensors())
-        back.append(bench.seconds(lambda: (attic.reload(), attic.wait())))
+        back.append(bench.seconds(lambda: (host_offload.reload(), host_offload.wait())))
     return Part(f"swap {name}", f"{name} to host memory: {shown(gone)} given back in {_ms(out[1:])}, there again in "
                 f"{_ms(back[1:])}", {"released_bytes": [gone], "out_seconds": out[1:], "back_seconds": back[1:]})
 

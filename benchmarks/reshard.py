@@ -95,7 +95,7 @@ class Side:
                   for name, shape in shapes(case, mib).items()}
         self.shards = (cut_experts if case.experts else cut)(wholes, *case.source)
         self.slices = {name: torch.zeros(self._sliced(tensor)) for name, tensor in self.shards.items()}
-        self.attic = HostOffload(lambda: [shard.to_local() for shard in self.shards.values()])
+        self.host_offload = HostOffload(lambda: [shard.to_local() for shard in self.shards.values()])
 
     def _sliced(self, tensor: Tensor) -> tuple[int, ...]:
         return (tensor.shape[0] // self.parts if tensor.ndim > 1 else tensor.shape[0], *tensor.shape[1:])
@@ -112,7 +112,7 @@ class Side:
 
     def ours(self) -> None:
         self.gather()
-        self.attic.offload()
+        self.host_offload.offload()
 
     def naive(self) -> None:
         for name, whole in {name: shard.full_tensor() for name, shard in self.shards.items()}.items():
@@ -147,7 +147,7 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
     """Return the bytes and seconds, the worst of all ranks."""
     side = Side(case, mib)
     copies = side.copies()
-    for way in (side.ours, side.attic.reload, side.naive, copies):  # first use, and what arrives
+    for way in (side.ours, side.host_offload.reload, side.naive, copies):  # first use, and what arrives
         way()
         if way in (side.ours, side.naive):
             side.verify()
@@ -157,8 +157,8 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
         ("ours", side.gather), ("naive", side.naive))}
     side.ours()
     left = sum(shard.to_local().untyped_storage().nbytes() for shard in side.shards.values())
-    swapped = side.attic.bytes
-    side.attic.reload()
+    swapped = side.host_offload.bytes
+    side.host_offload.reload()
     pairs = interleaved({"ours": lambda _: _and_back(side), "copies": lambda _: timed(copies)}, repeats)
     worst = torch.tensor([peaks["ours"], peaks["naive"], left, shards + slices, swapped], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -167,7 +167,7 @@ def measure(case: Case, mib: int, repeats: int) -> dict[str, Any]:
 
 def _and_back(side: Side) -> float:
     seconds = timed(side.ours)
-    side.attic.reload()
+    side.host_offload.reload()
     return seconds
 
 

@@ -1,9 +1,9 @@
 """A long run with a fault every few seconds: does anything grow, and is anything left behind?
 
 One trainer and two rollouts in mode async, on the embedded model. In turn, as the seed draws, a worker is killed or
-stopped by `distflow inject`. Memory and descriptors are those of what outlives workers: the seats, and the process of
-the samples. Torchrun is told to end when the time is over; then processes, shared memory and temporary files of the run
-are looked for, and every step must stand in its metrics once.
+stopped by `distflow inject`. Memory and descriptors are those of what outlives workers: the supervisors, and the
+process of the samples. Torchrun is told to end when the time is over; then processes, shared memory and temporary files
+of the run are looked for, and every step must stand in its metrics once.
 Run by hand:  python -m benchmarks.soak --minutes 30
 """
 
@@ -78,7 +78,7 @@ def look(mark: str, torchrun: int, courses: dict[int, Course]) -> None:
         with contextlib.suppress(OSError):
             dock = b"dock.child" in Path(f"/proc/{process}/cmdline").read_bytes()
             if dock or parent(process) == torchrun:
-                course = courses.setdefault(process, Course("dock" if dock else "seat"))
+                course = courses.setdefault(process, Course("dock" if dock else "supervisor"))
                 pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
                 course.mib.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
                 course.descriptors.append(len(os.listdir(f"/proc/{process}/fd")))

@@ -2,7 +2,7 @@
 
 Every client is a process of its own that, again and again, puts a batch of rows, asks which rows there are and gets
 as many: ragged tokens (int64) and log-probabilities (float32), one reward and the id. Both sides store in two
-processes: two warehouses here, SimpleStorage with two units there. Clients of one side start together; the time is
+processes: two storage shards here, SimpleStorage with two units there. Clients of one side start together; the time is
 that of the last one to end. Repeats of the two sides take turns.
 
 Choices, each of them the cheaper one for TransferQueue where it matters:
@@ -13,10 +13,10 @@ Choices, each of them the cheaper one for TransferQueue where it matters:
 Ids and lengths are verified at the far end, on both sides and in the time.
 
 One client alone is also measured in copies: what put, list and get take together, over one `memcpy` of the rows' bytes.
-Its rows lie in the two warehouses in turns, so none of them is beside the one before it: the worst case.
+Its rows lie in the two storage shards in turns, so none of them is beside the one before it: the worst case.
 
-With each warehouse that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig. 9):
-that is counted in bytes, not timed, since on few cores all warehouses share what one can do.
+With each storage shard that is added, what goes through the busiest one should fall in proportion (MindSpeed RL, Fig.
+9): that is counted in bytes, not timed, since on few cores all storage shards share what one can do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from distflow.data.row_copies import COPIES  # noqa: E402
 from distflow.dock import Consumer, DockClient, StorageShardServer  # noqa: E402
 from distflow.dock.process import start  # noqa: E402
 
-GOAL, BUSIEST_GOAL, CLIENTS, WAREHOUSES = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
+GOAL, BUSIEST_GOAL, CLIENTS, SHARD_COUNTS = 2.0, 1.05, (1, 2, 4, 8), (1, 2, 4, 8)
 COPIES_GOAL, SHAPES, WARM = 8.0, ((1024, 2048), (2048, 1024), (4096, 512)), 3
 """Rows and tokens of each, all of 24 MiB; rounds of which no time is taken."""
 _COLUMNS = ("tokens", "logprobs", "rewards")
@@ -130,7 +130,7 @@ def client(line: Connection, addresses: list[tuple[str, int]], token: bytes, num
 
 
 class Driver:
-    """The dock's side: two warehouses and the clients, as processes."""
+    """The dock's side: two storage shards and the clients, as processes."""
 
     def __init__(self) -> None:
         self.token = secrets.token_bytes(32)
@@ -197,11 +197,11 @@ def contest(given: Namespace) -> list[Spread]:
             side.close()
 
 
-def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
-    """Return the bytes through the busiest warehouse over the even share of the rows, and all bytes over those of the
-    rows."""
+def busiest(shards: int, rows: int, mean: int) -> tuple[float, float]:
+    """Return the bytes through the busiest storage shard over the even share of the rows, and all bytes over those of
+    the rows."""
     token = secrets.token_bytes(32)
-    services = [StorageShardServer(token) for _ in range(warehouses)]
+    services = [StorageShardServer(token) for _ in range(shards)]
     batch = batch_of(torch.arange(rows), mean)
     with DockClient([service.start() for service in services], token, "counter") as dock:
         dock.configure((Consumer("update", _COLUMNS),))
@@ -213,7 +213,7 @@ def busiest(warehouses: int, rows: int, mean: int) -> tuple[float, float]:
     for service in services:
         service.close()
     payload = 2 * int(8 * rows + sum(12 * length + 16 for length in batch["tokens"].lengths.tolist()) + 4 * rows)
-    return max(through) * warehouses / payload, sum(through) / payload
+    return max(through) * shards / payload, sum(through) / payload
 
 
 def time_in_copies(rows: int, mean: int, rounds: int) -> Spread:
@@ -252,21 +252,21 @@ def show_copies(rounds: int) -> None:
               f"{COPIES_GOAL:g}: {'met' if measured.median <= COPIES_GOAL else 'NOT met'}", flush=True)
 
 
-def show_warehouses(given: Namespace) -> bool:
-    """Print how the load divides; True if the busiest warehouse stays near the even share."""
+def show_shards(given: Namespace) -> bool:
+    """Print how the load divides; True if the busiest storage shard stays near the even share."""
     good = True
-    for warehouses in WAREHOUSES:
-        share, total = busiest(warehouses, given.rows * 16, given.tokens)
+    for shards in SHARD_COUNTS:
+        share, total = busiest(shards, given.rows * 16, given.tokens)
         good &= share <= BUSIEST_GOAL
-        print(f"{warehouses} warehouses  bytes through the busiest: {share:.3f} of an even share of the rows' bytes, "
+        print(f"{shards} storage shards  bytes through the busiest: {share:.3f} of an even share of the rows' bytes, "
               f"through all: {total:.3f}", flush=True)
     return good
 
 
 def show_table() -> None:
-    """MindSpeed RL's Table 1 by its formula, and what 16 warehouses make of it."""
+    """MindSpeed RL's Table 1 by its formula, and what 16 storage shards make of it."""
     kibi = 1024
-    print("MindSpeed RL Table 1 by formula: GiB in all, s at 1 GiB/s; then with 16 warehouses and 5 controllers")
+    print("MindSpeed RL Table 1 by formula: GiB in all, s at 1 GiB/s; then with 16 storage shards and 5 controllers")
     for sizes in ((256, 8, 2 * kibi, 5, 8 * kibi, 3), (256, 16, 2 * kibi, 5, 16 * kibi, 3),
                   (kibi, 16, 2 * kibi, 5, 16 * kibi, 3), (kibi, 32, 4 * kibi, 8, 32 * kibi, 5),
                   (4 * kibi, 32, 4 * kibi, 8, 32 * kibi, 5), (8 * kibi, 64, 4 * kibi, 8, 64 * kibi, 5)):
@@ -293,14 +293,14 @@ def main() -> None:
     given.clients = (1, 2) if given.quick else CLIENTS
     print(COPIES, flush=True)
     show_table()
-    even = show_warehouses(given)
+    even = show_shards(given)
     show_copies(given.cycles)
     if given.alone:
         return
     results = contest(given)
     worst = min(results, key=lambda spread: spread.median)
     if not even:
-        print(f"the busiest warehouse carries more than {BUSIEST_GOAL} of an even share")
+        print(f"the busiest storage shard carries more than {BUSIEST_GOAL} of an even share")
     conclude("put, list, get: samples per second, transfer dock over TransferQueue 0.1.11, at the number of clients "
              "where the ratio is lowest", worst, GOAL, holds=even)
 

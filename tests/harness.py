@@ -27,7 +27,7 @@ checkpoint: {every: 2, keep: 5}
 report: false
 """
 
-FAR = ("--set", "seed=2")
+SEED_WITH_CLEAR_DRAWS = ("--set", "seed=2")
 """With this seed each draw of `TINY` and its variants here is 6e-7 or more from where another token would be drawn,
 with seed 0 one is at 6e-8: rows that are sampled in other company are rounded otherwise, by some 1e-7."""
 

@@ -73,7 +73,7 @@ def test_an_etcd_that_loses_a_member_and_then_stands_still_ends_no_run(cluster, 
     run.wait_for_step(25)
     for member in (1, 2):
         etcd.signal(member, signal.SIGCONT)
-    assert set(run.exit_statuses().values()) == {0}, run.logs()
+    assert set(run.wait_for_exit().values()) == {0}, run.logs()
     assert run.events("failure") == []
 
 
@@ -85,7 +85,7 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     run.kill(next(name for name in run.machines if name not in run.machines_that_logged("step 2/")))
     run.start("four")
     run.wait_until(lambda: "has taken its place" in str(run.events("failure")))
-    assert set(run.exit_statuses().values()) == {0}, run.logs()
+    assert set(run.wait_for_exit().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     assert not [event for event in run.events("failure") if event["group"] == "the machines"]
     assert run.store.wait(60) == 0
@@ -115,7 +115,7 @@ def test_a_machine_that_trains_is_lost_and_one_that_samples_takes_its_place(clus
     run.wait_until(lambda: run.machines_that_logged("step 2/"))
     lost, = run.machines_that_logged("step 2/")
     run.kill(lost)
-    assert set(run.exit_statuses().values()) == {0}, run.logs()
+    assert set(run.wait_for_exit().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, SOME + 1))
     assert {event["group"] for event in run.events("failure")} == {"trainer"}
     restored, = run.events("state_restored")
@@ -135,7 +135,7 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     lost, = run.ended_machines()
     assert "step 6/" in (run.cwd / f"{lost}.log").read_text()
     run.kill(lost)
-    assert set(run.exit_statuses().values()) == {0}, run.logs()
+    assert set(run.wait_for_exit().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
     assert [event["group"] for event in run.events("failure")][-1] == "the machines"
     assert "has given no sign of life for 10 s" in run.events("failure")[-1]["what"]
@@ -166,7 +166,7 @@ def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspac
         here, there = (number for number, name in enumerate(run.machines) if name != first)
         subprocess.run(["ip", "netns", "exec", hosts[here], "ip", "route", "add", "blackhole", address(there)],
                        check=True)
-        status = run.exit_statuses()
+        status = run.wait_for_exit()
         (lost, code), = [each for each in status.items() if each[1]]
         assert (sorted(status.values()), code) == ([0, 0, 1], 1), run.logs()
         assert lost != first
@@ -184,7 +184,7 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
     run.start("two")
     run.wait_until(lambda: any(event["rank"] == 1 for event in run.events("worker_caught_up")))
     run.kill("one")
-    assert run.exit_statuses() == {"two": 0}, run.logs()
+    assert run.wait_for_exit() == {"two": 0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     said = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
     assert ["has come" in said[0], "no sign of life" in said[1], len(said)] == [True, True, 2]

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from harness import FAR, REWARD, ROOT, environment, metrics_of
+from harness import REWARD, ROOT, SEED_WITH_CLEAR_DRAWS, environment, metrics_of
 from safetensors.torch import load_file
 
 from distflow.data.dataloader import REPEATS
@@ -34,8 +34,8 @@ def require_equal(ours, theirs, steps=(1, 2, 3, 4)):
 @pytest.mark.parametrize("settings", [pytest.param((), id="whole", marks=pytest.mark.smoke),
                                       pytest.param(("--set", "roles.actor.lora={rank: 4}"), id="adapters")])
 def test_without_staleness_it_is_sync_sample_for_sample(launch, workspace, settings):
-    launch(1, *GRPO, *FAR, *settings, "--name", "sync", "--set", "mode=sync")
-    launch(4, *GRPO, *FAR, *settings, *STRICT, "--name", "apart")
+    launch(1, *GRPO, *SEED_WITH_CLEAR_DRAWS, *settings, "--name", "sync", "--set", "mode=sync")
+    launch(4, *GRPO, *SEED_WITH_CLEAR_DRAWS, *settings, *STRICT, "--name", "apart")
     sync, apart = (metrics_of(workspace / f"runs/{name}") for name in ("sync", "apart"))
     require_equal(apart, sync)
     assert all(step["mismatch/logprob_max"] < 1e-5 and step["staleness/max"] == 0 for step in apart.values())
@@ -100,8 +100,8 @@ def test_those_that_train_sample_ahead_too(launch, workspace):
 def test_those_that_train_do_all_the_sampling(launch, workspace, ranks):
     """With staleness 0 as in mode sync; beyond that they train while rows are under way, and go on with these."""
     alone = ("--set", "mode=semi_sync", "--set", "groups.rollout=0")
-    launch(1, *GRPO, *FAR, "--name", "sync", "--set", "mode=sync")
-    launch(ranks, *GRPO, *FAR, *alone, *STRICT, "--name", "alone")
+    launch(1, *GRPO, *SEED_WITH_CLEAR_DRAWS, "--name", "sync", "--set", "mode=sync")
+    launch(ranks, *GRPO, *SEED_WITH_CLEAR_DRAWS, *alone, *STRICT, "--name", "alone")
     require_equal(*(metrics_of(workspace / f"runs/{name}") for name in ("alone", "sync")))
     tail = ("--set", "steps=6", "--set", "roles.actor.generation={max_new_tokens: 200, stop: ['7', '3', '1']}", "--set",
             "roles.actor.model.layers=12")

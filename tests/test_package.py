@@ -66,7 +66,8 @@ def test_the_version_is_said(line):
     (["validate", "gropo"], "DAG `gropo` is neither a file nor a shipped DAG.\nDid you mean `grpo`? Shipped: cispo,"),
     (["validate", "dags/gropo.yaml"], "Did you mean `grpo.yaml`? Shipped: cispo.yaml,"),
 ])
-def test_a_misspelt_name_of_a_command_or_dag_is_recognised(arguments, said, capsys):
+def test_a_misspelt_name_of_a_command_or_dag_is_recognised(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == 2
     assert said in capsys.readouterr().err
 

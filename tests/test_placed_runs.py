@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import FAR, metrics_of
+from harness import SEED_WITH_CLEAR_DRAWS, metrics_of
 
 from distflow.cli import main
 from distflow.config.load import load
@@ -26,7 +26,7 @@ CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1}, "world": {"gb_s": 1e
                         "quick": {"device": "whole", "devices": 1}, "slow": {"device": "third", "devices": 1}},
            "zones": {"far": "overseas"}}
 """Of three machines the first is too far away for any plan."""
-GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *FAR, "--set", "data.batch=8")
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", "data.batch=8")
 
 
 @pytest.fixture

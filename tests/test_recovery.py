@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import FAR, TINY, command, environment, write_workspace
+from harness import SEED_WITH_CLEAR_DRAWS, TINY, command, environment, write_workspace
 from ready import Ready
 from test_conversations import DAG, TOOLS
 
@@ -55,7 +55,7 @@ ROLLOUT = [
 ]
 WINDOWS = "robust: {detectors: {stalled: {seconds: 20}, no_tokens: {seconds: 8, answer: 6}, frozen: {seconds: 8}}}\n"
 VALIDATION = "validation: {every: 4, reward: brevity, data: {held: held.jsonl}}\n"
-GRPO = ("--dag", "grpo.yaml", *FAR)
+GRPO = ("--dag", "grpo.yaml", *SEED_WITH_CLEAR_DRAWS)
 TALK = ("steps=3", "data.batch=5", "roles.actor.generation.batch_rows=1")
 
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import yaml
-from harness import FAR, command, environment, metrics_of
+from harness import SEED_WITH_CLEAR_DRAWS, command, environment, metrics_of
 
 from distflow.cli import main
 
@@ -32,7 +32,7 @@ def test_each_setting_restarts_the_group_that_it_concerns(launch, workspace):
     (workspace / "counted.py").write_text(COUNTED)
     dag = (workspace / "grpo.yaml").read_text()
     (workspace / "counted.yaml").write_text(dag.replace("imports: [brevity]", "imports: [brevity, counted]"))
-    run, more = workspace / "runs/job", ("--run-file", "tiny.yaml", *FAR, "--set", f"steps={STEPS}")
+    run, more = workspace / "runs/job", ("--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", f"steps={STEPS}")
     orders = {"step 3/": ["roles.actor.micro_batch_tokens=64"], "step 9/": ["roles.actor.generation.batch_rows=8"],
               "step 14/": ["roles.actor.learning_rate=5e-4", "checkpoint.every=4"]}
     process = subprocess.Popen(

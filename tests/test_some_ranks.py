@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import FAR, metrics_of
+from harness import SEED_WITH_CLEAR_DRAWS, metrics_of
 from test_critics import PPO
 from test_lora import LORA
 
 from distflow.recovery.checkpoint_files import complete_checkpoints
 
 pytestmark = pytest.mark.run
-GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *FAR, "--set", "nodes.update.with.kl=0.5", "--set",
-        "validation={data: {heldout: train.jsonl}, every: 2, best: true}")
+GRPO = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", "nodes.update.with.kl=0.5",
+        "--set", "validation={data: {heldout: train.jsonl}, every: 2, best: true}")
 SPREAD = ("--set", "layouts={rollout: {rows: [1, 1, 0]}, update: {rows: [0, 1, 1]}, reference: {rows: [0, 0, 1]}}")
 """The first rank only samples, the second does both, the third trains and has the reference."""
 TURNED = ("--set", "layouts={rollout: {rows: [0, 1]}, update: {rows: [1, 0]}, reference: {rows: [0, 1]}}")
@@ -67,14 +67,14 @@ def test_trainers_of_modes_with_groups_leave_ranks_out_too(launch, workspace: Pa
 
 def test_a_role_on_ranks_of_its_own_trains_beside_some_ranks(launch, workspace: Path) -> None:
     alone, apart = (workspace / f"runs/{name}" for name in ("alone", "apart"))
-    launch(1, *PPO, *FAR, "--name", "alone")
-    launch(3, *PPO, *FAR, "--set", "groups={trainers: {critic: 1}}", "--set",
+    launch(1, *PPO, *SEED_WITH_CLEAR_DRAWS, "--name", "alone")
+    launch(3, *PPO, *SEED_WITH_CLEAR_DRAWS, "--set", "groups={trainers: {critic: 1}}", "--set",
            "layouts={rollout: {rows: [1, 1]}, update: {rows: [0, 1]}, reference: {rows: [0, 1]}}", "--name", "apart")
     same(metrics_of(apart), metrics_of(alone), 4)
 
 
 def test_adapters_are_on_some_ranks_and_their_base_where_they_sample(launch, workspace: Path) -> None:
-    launch(1, *LORA, *FAR, "--name", "alone")
-    launch(3, *LORA, *FAR, "--set", "layouts={update: {rows: [0, 1, 1]}, reference: {rows: [0, 1, 0]}}", "--name",
-           "some")
+    launch(1, *LORA, *SEED_WITH_CLEAR_DRAWS, "--name", "alone")
+    launch(3, *LORA, *SEED_WITH_CLEAR_DRAWS, "--set",
+           "layouts={update: {rows: [0, 1, 1]}, reference: {rows: [0, 1, 0]}}", "--name", "some")
     same(metrics_of(workspace / "runs/some"), metrics_of(workspace / "runs/alone"), 4)

@@ -20,8 +20,8 @@ from distflow.telemetry.processes import descendants, parent
 GRPO = ("--dag", "grpo.yaml", "--run-file", "storm.yaml")
 KILLS, STEPS, LIMIT = 8, 30, 400.0
 EXACT = ("reward/mean", "loss", "grad_norm", "response/fingerprint")
-FAR = ("--set", "steps=8", "--set", "seed=2", "--set", "roles.actor.generation.max_new_tokens=2", "--set",
-       "nodes.rollout.with.group_size=2")
+RUN_WITH_CLEAR_DRAWS = ("--set", "steps=8", "--set", "seed=2", "--set", "nodes.rollout.with.group_size=2", "--set",
+                        "roles.actor.generation.max_new_tokens=2")
 """A run whose 128 draws are all at least 3.8e-5 from where another token would be drawn; rows that are sampled in other
 company are rounded otherwise, by some 1e-7. Of the 2,048 draws of `TINY` the nearest one is 6e-8 from there."""
 
@@ -87,9 +87,9 @@ def the_dock(torchrun: int) -> int | None:
 def test_the_docks_process_may_be_killed(launch, workspace):
     """Twice. What it held is sampled again, and the trainer does each step once, on the samples of a calm run."""
     (workspace / "storm.yaml").write_text(TINY)
-    launch(1, *GRPO, "--name", "calm", *FAR)
-    line = command(2, *GRPO, "--name", "stormy", *FAR, "--set", "mode=async", "--set", "groups.rollout=1", "--set",
-                   "staleness=0")
+    launch(1, *GRPO, "--name", "calm", *RUN_WITH_CLEAR_DRAWS)
+    line = command(2, *GRPO, "--name", "stormy", *RUN_WITH_CLEAR_DRAWS, "--set", "mode=async", "--set",
+                   "groups.rollout=1", "--set", "staleness=0")
     with (workspace / "said").open("w") as said:
         torchrun = subprocess.Popen(line, cwd=workspace, env=environment(), stdout=said, stderr=said)
         try:

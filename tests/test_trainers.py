@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import FAR, ROOT, metrics_of
+from harness import ROOT, SEED_WITH_CLEAR_DRAWS, metrics_of
 from test_modes import STRICT, require_equal
 
 from distflow.telemetry.run_reader import RunReader
 
-PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", *FAR, "--set", "steps=3", "--set", "checkpoint.every=2")
+PPO = ("--dag", "ppo.yaml", "--run-file", "tiny.yaml", *SEED_WITH_CLEAR_DRAWS, "--set", "steps=3", "--set",
+       "checkpoint.every=2")
 OF_CRITIC = ("value/loss", "value/grad_norm", "value/explained", "value/mean")
 
 

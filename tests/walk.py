@@ -127,7 +127,7 @@ class Walk:
         self.buffer.start(self.loader.next())
         for index, task in enumerate(self.plan.tasks):
             yield task
-            while task.draws > 1 and not self.buffer.finish_draw(task, self.loader.batch):
+            while task.draws > 1 and not self.buffer.try_finish_draw(task, self.loader.batch):
                 self.buffer.draw_again(self.loader.next())
                 yield from self.plan.tasks[: index + 1]
 

@@ -123,7 +123,7 @@ class RankContext:
         return self if number <= self.known_change else self._reread()
 
     def agree_on_settings(self, number: int) -> RankContext:
-        """Return `reloaded`'s result once the whole restart group has read the same settings, or raise Disagreement."""
+        """Return what `reload` does once the whole restart group has read the same settings, or raise Disagreement."""
         context, read, end = self, number > self.known_change, time.monotonic() + self.spec.run.wait_limit
         while True:
             mine = digest(context.spec.run.model_dump(mode="json")) if read else "those of the job's beginning"

@@ -205,7 +205,7 @@ class FollowerLink:
         except CheckpointError as error:
             self._report(step, str(error))
             raise
-        self._report(step, "written")  # after any other error this trainer starts again, or the first waits in vain
+        self._report(step, "written")  # after any other error this trainer starts again, or the first times out
 
     def _report(self, step: int, said: str) -> None:
         if self.leads:

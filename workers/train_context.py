@@ -194,7 +194,7 @@ class TrainContext:
 
     def draw_more(self, task: Task) -> bool:
         """Draw further prompts if the filter `task` has left too few. Return whether it was so."""
-        if self.buffer.finish_draw(task, self.source.batch):
+        if self.buffer.try_finish_draw(task, self.source.batch):
             return False
         self._draw(self.buffer.draw_again)
         return True

@@ -347,7 +347,7 @@ def _check_data(spec: Spec) -> None:
             what = str(fetched(hub)) if hub else f"there is no data `{name}`"
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
-            meant = nearest_file(name, f"*{Path(name).suffix}", spec.folder) if not hub else None
+            meant = nearest_file(name, "data", spec.folder) if not hub else None
             hint = f"Did you mean `{meant}`?\n{hint}" if meant else hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()

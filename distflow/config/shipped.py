@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from distflow.config.hub import HubName, fetched, hub_name
-from distflow.errors import Diagnostic, InvalidInput, did_you_mean, nearest
+from distflow.errors import Diagnostic, InvalidInput, listing, nearest
 
 _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
@@ -14,6 +15,8 @@ SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT 
 
 FOLDERS = {"DAG": "", "run file": "runs", "cluster": "clusters"}
 """Folder of a kind of shipped files below `dags/`."""
+_SUFFIXES = {**dict.fromkeys(FOLDERS, (".yaml", ".yml")), "data": (".jsonl", ".json", ".parquet")}
+_TOP_LEVEL = re.compile(r"^(\w+)[ \t]*:", re.MULTILINE)
 
 
 def find(name: str, folder: str = "", beside: Path | None = None) -> Path | None:
@@ -37,14 +40,34 @@ def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def nearest_file(name: str, pattern: str, beside: Path | None = None) -> str | None:
-    """Return the file of the user's that `name` probably meant, in the folder that it names here, or below `beside`."""
-    given = Path(name).expanduser()
+def nearest_file(name: str, kind: str, beside: Path | None = None) -> str | None:
+    """Return the file that `name` probably meant, by its name without suffix: one of `kind` in the folder that it
+    names, here or below `beside`, or a shipped one."""
+    given, suffixes = Path(name).expanduser(), _SUFFIXES[kind]
+    meant: dict[str, str] = {}
     for folder in (given.parent, *([beside / given.parent] if beside else [])):
-        names = sorted(path.name for path in folder.glob(pattern)) if folder.is_dir() else []
-        if meant := nearest(given.name, names):
-            return str(given.parent / meant)
-    return None
+        for path in sorted(folder.glob("*"), key=lambda path: (path.suffix != given.suffix, path.name)):
+            if _may_be(path, kind):
+                stem = path.stem if path.suffix in suffixes else path.name
+                meant.setdefault(stem, str(given.parent / path.name))
+    if kind in FOLDERS:
+        for path in sorted((SHIPPED / FOLDERS[kind]).glob("*.yaml")):
+            meant.setdefault(path.stem, path.name if given.suffix in suffixes else path.stem)
+    near = nearest(given.stem if given.suffix in suffixes else given.name, meant)
+    return meant[near] if near else None
+
+
+def _may_be(path: Path, kind: str) -> bool:
+    """Return whether a file may be of `kind`: by its suffix, and YAML by its top-level keys. Data may be a folder."""
+    if kind == "data":
+        return path.suffix in _SUFFIXES[kind] or path.is_dir()
+    if path.suffix not in _SUFFIXES[kind] or not path.is_file():
+        return False
+    try:
+        keys = set(_TOP_LEVEL.findall(path.read_text(encoding="utf-8", errors="replace")))
+    except OSError:
+        return False
+    return kind == ("DAG" if "nodes" in keys else "cluster" if keys & {"devices", "machines"} else "run file")
 
 
 def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] = lambda kind: "") -> Path:
@@ -60,8 +83,7 @@ def find_yaml(name: str, folder: str, what: str, instead: Callable[[str], str] =
                                           f"Instead:  {instead(kind)}" if instead(kind) else ""))
     shipped = sorted((SHIPPED / folder).glob("*.yaml"))
     known = [path.name if name.endswith(".yaml") else path.stem for path in shipped]
-    if meant := nearest_file(name, "*.yaml"):
-        raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None,
-                                      f"Did you mean `{meant}`?"))
-    hint = did_you_mean(Path(name).name, known, "Shipped") or "None are shipped; give the path of a file."
-    raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None, hint))
+    meant = nearest_file(name, what)
+    hint = " ".join(part for part in (f"Did you mean `{meant}`?" if meant else "", listing(known, "Shipped")) if part)
+    raise InvalidInput(Diagnostic(f"{what} `{name}` is neither a file nor a shipped {what}", None,
+                                  hint or "None are shipped; give the path of a file."))

@@ -94,9 +94,9 @@ class Databuffer:
         for task in (task for task, *_ in arrived if KEEP in task.writes):
             self._drop(task)
 
-    def finish_draw(self, task: Task, prompts: int) -> bool:
-        """Return whether the step goes on after `task`, which draws: it has `prompts` prompts or may not draw again.
-        More prompts than that are cut, latest first. The same on every rank."""
+    def try_finish_draw(self, task: Task, prompts: int) -> bool:
+        """Finish the draws of `task` if there are `prompts` prompts or it may not draw again; False if it must draw
+        again. More prompts than that are cut, latest first. The same on every rank."""
         left = self.kept.ancestors(self.lineage, 0)
         if len(left) < prompts and self.draws < task.draws:
             return False

@@ -36,6 +36,7 @@ from distflow.recovery.checkpoint_files import (
     FILES,
     GENERATION,
     PROGRESS,
+    checkpoint_folders,
     checkpoint_of,
     checksum,
     complete_checkpoints,
@@ -43,7 +44,6 @@ from distflow.recovery.checkpoint_files import (
     read_progress,
     step_of,
     write_progress,
-    written_checkpoints,
 )
 from distflow.telemetry.events import record
 
@@ -130,7 +130,7 @@ class Checkpoints:
         final = checkpoint_of(self.folder, step)
         partial = generations.partial_folder(final, self.generation)
         try:
-            self._raise_everywhere("" if sharded is not None else f"{final} could not be written: the copy of it in "
+            self._raise_if_any_failed("" if sharded is not None else f"{final} could not be written: the copy of it in "
                                    f"the memory of rank {dist.get_rank()} has changed since it was made")
             self._run_on_first_rank(final, lambda: self._prepare(partial))
             state_dict_saver.save(dict[str, Any](sharded or {}), checkpoint_id=partial, process_group=self.group)
@@ -157,7 +157,7 @@ class Checkpoints:
             mine = {path.name: checksum(path) for path in partial.glob(f"__{dist.get_rank()}_*")}
         except OSError as error:
             trouble = f"{partial} could not be read back: {error}"
-        self._raise_everywhere(trouble)
+        self._raise_if_any_failed(trouble)
         return {name: each for part in gather(json.dumps(mine).encode(), self.group)
                 for name, each in json.loads(part).items()}
 
@@ -179,7 +179,7 @@ class Checkpoints:
     def forget_after(self, step: int) -> None:
         """Remove checkpoints of later steps, which the run is to do again. Collective."""
         def forget() -> None:
-            for later in (each for each in written_checkpoints(self.folder) if step_of(each) > step):
+            for later in (each for each in checkpoint_folders(self.folder) if step_of(each) > step):
                 _remove(later)
 
         self._run_on_first_rank(self.folder, forget)
@@ -193,9 +193,9 @@ class Checkpoints:
                 trouble, kind = str(error), Superseded
             except (OSError, DistflowError) as error:
                 trouble = f"{final} could not be written: {error}"
-        self._raise_everywhere(trouble, kind)
+        self._raise_if_any_failed(trouble, kind)
 
-    def _raise_everywhere(self, trouble: str, kind: type[DistflowError] = CheckpointError) -> None:
+    def _raise_if_any_failed(self, trouble: str, kind: type[DistflowError] = CheckpointError) -> None:
         """Raise the trouble of one rank on every rank, or the others would wait. Collective."""
         for each in gather(json.dumps([trouble, kind is Superseded]).encode(), self.group):
             text, superseded = json.loads(each)
@@ -282,7 +282,7 @@ class Checkpoints:
     def _seen(self) -> list[str]:
         names, unread = [], ""
         try:
-            names = [each.name for each in written_checkpoints(self.folder)]
+            names = [each.name for each in checkpoint_folders(self.folder)]
         except CheckpointError as error:
             unread = str(error)
         reported = [json.loads(each) for each in gather(json.dumps([names, unread]).encode())]

@@ -28,7 +28,7 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def written_checkpoints(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder` that were written to their end, oldest first, even if damaged since. Raises
     CheckpointError: the folder exists and cannot be read; `Path.glob` would return nothing."""
     try:
@@ -42,7 +42,7 @@ def written_checkpoints(folder: Path) -> list[Path]:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first; partial and torn ones are passed over. Raises
     CheckpointError: a checkpoint cannot be read, so that it is unknown whether it is complete."""
-    return [path for path in written_checkpoints(folder) if read_progress(path) is not None]
+    return [path for path in checkpoint_folders(folder) if read_progress(path) is not None]
 
 
 def step_of(checkpoint: Path) -> int:

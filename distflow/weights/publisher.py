@@ -294,7 +294,7 @@ class Publisher:
         self.source.offer(chunks)
         self.directory.update(held=tuple(HeldChunks(held.version, held.key, held.count, held.count)
                                          for held in self.held))
-        self._report_part(version, ManifestDigest(digest(packed), part.size, len(part)))
+        self._publish_part(version, ManifestDigest(digest(packed), part.size, len(part)))
         record("weights_published", version=version, trainer_rank=self.rank, bytes=part.size)
 
     @property
@@ -332,7 +332,8 @@ class Publisher:
             sums.append(checksum(memory[len(sums) * chunk :]))
         return RankManifest(size, chunk, contents, b"".join(sums)), memory
 
-    def _report_part(self, version: int, share: ManifestDigest) -> None:
+    def _publish_part(self, version: int, share: ManifestDigest) -> None:
+        """Store this rank's part of a version; the last rank to do so announces the version."""
         store, base = self.directory.store, f"parts/{self.attempt}/{version}"
         store.put(f"{base}/{self.rank}", json.dumps(share))
         if store.add(f"{base}/count") < self.ranks:

@@ -20,8 +20,9 @@ from planners.memory import LOGITS_AT_ONCE, PAGED, activation_bytes, gathered_at
 from planners.planner import plan
 from planners.transfers import through_dock
 
-NAME_A_CLUSTER = ("Have these machines measured and described:  distflow probe --out cluster.yaml  , and name that:  "
-                  "--cluster cluster.yaml  . Shipped ones are of other machines, as  --cluster h200_a100")
+NAME_A_CLUSTER = ("Measure these machines, which writes such a file:  distflow probe --out cluster.yaml\n"
+                  "Then add to this command:  --cluster cluster.yaml\n"
+                  "For machines that you do not have here, name a shipped cluster:  --cluster h200_a100")
 
 
 def problem_of(spec: Spec) -> Problem:

@@ -30,13 +30,13 @@ def test_table_1(row):
 
 def test_its_head_says_what_copies_rows(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["transfer_dock", "--alone", "--quick"])
-    for part in ("show_table", "show_warehouses", "show_copies"):
+    for part in ("show_table", "show_shards", "show_copies"):
         monkeypatch.setattr(transfer_dock, part, lambda *_: None)
     transfer_dock.main()
     assert capsys.readouterr().out == f"{COPIES}\n"
 
 
-def test_warehouses_share_the_volume():
+def test_storage_shards_share_the_volume():
     flow = SampleFlow(K, 16, 2 * K, 5, 16 * K, 3)
     alone, shared = flow.bytes_through_each_shard(1, 5), flow.bytes_through_each_shard(16, 5)
     assert shared == alone / 16

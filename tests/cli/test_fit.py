@@ -102,4 +102,5 @@ def test_without_a_cluster_file_it_says_how_to_get_one(verb: tuple[str, ...], tm
                                                        capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*verb, "grpo"]) == 2
-    assert "  distflow probe --out cluster.yaml  " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "  distflow probe --out cluster.yaml\nThen add to this command:  --cluster cluster.yaml\n" in said

@@ -134,6 +134,32 @@ def test_a_file_of_ones_own_that_is_named_otherwise_is_found(tmp_path, monkeypat
     assert "begin another run with its model:  distflow run DAG" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("line", "meant"), [
+    (("grpo", "--run", "embeded.yaml"), "embedded.yaml"),  # not `embed.yaml`, which is a DAG
+    (("grpo", "--run", "embeded"), "embedded"),
+    (("grpo", "--run", "my_rum"), "my run.yaml"),
+    (("grpp.yaml",), "grpo.yaml"),
+    (("embde.yaml",), "embed.yaml"),
+    (("grpo", "--run", "embde.yaml"), "embedded.yaml"),
+    (("grpo", "--run", "r2.yaml"), "r2.yml"),
+    (("grpo", "--cluster", "h20_a100.yaml"), "h200_a100.yaml"),
+    (("grpo", "--cluster", "our.yaml"), "ours.yaml"),
+    (("grpo", "--run", "my run.yaml"), "train.jsonl"),
+])
+def test_the_file_that_is_meant_is_of_the_kind_that_is_asked_for(line, meant, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("embed.yaml").write_text((SHIPPED / "grpo.yaml").read_text())
+    run = (SHIPPED / "runs/embedded.yaml").read_text()
+    for name in ("my run.yaml", "r2.yml"):
+        Path(name).write_text(run.replace("arithmetic/train.jsonl", "train.json"))
+    Path("ours.yaml").write_text((SHIPPED / "clusters/h200.yaml").read_text())
+    Path("train.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 99)
+    assert main(["validate", *line]) == 2
+    said = capsys.readouterr().err
+    assert f"Did you mean `{meant}`?" in said
+    assert meant == "train.jsonl" or "Shipped: " in said
+
+
 def test_a_fault_that_takes_all_memory_needs_a_limit(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path)  # without limits
     run = tmp_path / "run.yaml"

@@ -56,7 +56,7 @@ def test_the_trainer_dies_and_no_process_has_everything(mover, events, seed):
     assert [rollout.answer() for rollout in rollouts] == [{"version": 4, "right": True}] * 2
 
 
-@pytest.mark.parametrize("at", ["_copy_shards", "_report_part", "announce_version"])
+@pytest.mark.parametrize("at", ["_copy_shards", "_publish_part", "announce_version"])
 def test_a_trainer_that_dies_publishing_leaves_the_version_before(mover, at):
     trainers = [mover("publisher", rank=rank, ranks=2) for rank in range(2)]
     for trainer in trainers:
