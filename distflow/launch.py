@@ -35,12 +35,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others at its start
 
 from distflow.config.command_line import command  # noqa: E402
-from distflow.config.load import Spec, load_for_planning  # noqa: E402
+from distflow.config.load import Spec, load_for_planning, unbounded_faults  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
 from distflow.plan import Plan  # noqa: E402
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of  # noqa: E402
+from distflow.recovery.fault_injection import injected  # noqa: E402
 from distflow.telemetry import startup  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
@@ -119,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.resume_if_exists:
             spec = resume_if_exists(spec, options)
         if options.resume and not options.export:
-            require_no_fewer_steps(spec, options.resume)
+            add_unbounded_faults(spec, options.resume, require_no_fewer_steps(spec, options.resume))
         if options.store or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()
@@ -251,6 +252,11 @@ def require_no_fewer_steps(spec: Spec, folder: str) -> int:
                                       spec.run_source.location(("steps",)),
                                       f"`steps` counts from the beginning of the run:  --set steps={2 * done}"))
     return done
+
+
+def add_unbounded_faults(spec: Spec, folder: str, step: int) -> None:
+    """Add to the mistakes of a resumed run the faults to come that would take the memory of this whole machine."""
+    spec.mistakes += unbounded_faults(spec, injected(spec.run, Path(folder), step))
 
 
 def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:

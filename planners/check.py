@@ -312,7 +312,7 @@ def _temperature(settings: RoleRun) -> float:
 def check_faults(spec: Spec, groups: Mapping[str, range], trainers: range = range(0)) -> list[Diagnostic]:
     """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each; `trainers`: those of
     roles that train apart, which a fault of the trainer may name."""
-    return [Diagnostic(f"fault {number}: {what}", spec.run_source.location(("faults", number, key)), hint)
+    return [Diagnostic(f"faults[{number}]: {what}", spec.run_source.location(("faults", number, key)), hint)
             for number, fault in enumerate(spec.run.faults)
             for key, what, hint in _wrong(spec, fault, groups, trainers)]
 

@@ -134,7 +134,7 @@ def test_a_run_of_other_machines_calibrates_a_plan_here(run: Path, capsys: pytes
     settings = yaml.safe_load((run / "run.yaml").read_text())
     settings["data"]["train"] = {"/cluster/train.jsonl": 1.0}
     (run / "run.yaml").write_text(yaml.safe_dump(settings))
-    note = "note: there is no data `/cluster/train.jsonl`: a run on this machine would need it"
+    note = "note: there is no data `/cluster/train.jsonl`: a run on this machine would be refused"
     for command in (["mixed", "--from", str(run), "--out", "plan.yaml"], ["replan", str(run)],
                     ["explain", str(run / "dag.yaml"), "--run", str(run / "run.yaml"), "--cluster", "here.yaml",
                      "--plan", "plan.yaml"]):

@@ -63,7 +63,8 @@ def test_a_run_takes_all_gpus_unless_it_is_told(three_gpus, workspace):
 
 def test_a_resume_on_too_few_gpus_says_what_to_do(three_gpus, launch, workspace, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    launch(2, "--dag", "sft.yaml", "--run-file", "tiny.yaml", "--name", "two", "--set", "steps=2")
+    launch(2, "--dag", "sft.yaml", "--run-file", "tiny.yaml", "--name", "my two", "--set", "steps=2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    text = said(workspace, "resume", "runs/two", "--set", "steps=4", code=2)
-    assert "runs/two had 2 ranks, and this machine has 1 GPUs. Go on with fewer:  --ranks 1" in text
+    text = said(workspace, "resume", "runs/my two", "--set", "steps=4", code=2)
+    assert "runs/my two had 2 ranks, and this machine has 1 GPUs. Go on with fewer:  --ranks 1" in text
+    assert "distflow/launch.py --resume 'runs/my two'  on all" in text

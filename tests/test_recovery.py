@@ -287,7 +287,8 @@ def test_a_failure_in_the_first_step_ends_the_run(launch, write, left, mode):
     faults = [{"kind": "raise", "step": 1, "phase": "training"}]
     ranks, more = (1, ()) if mode == "sync" else (2, ("groups.rollout=1", "switch_at=1.0"))
     done = launch(ranks, *GRPO, *write("ended", faults, f"mode={mode}", *more), code=None)
-    require_ended(done, left, "it failed before it had done its first step", "fault 0 of the run file was to be raised")
+    require_ended(done, left, "it failed before it had done its first step",
+                  "faults[0] of the run file was to be raised")
 
 
 def test_restarts_that_are_used_up_end_the_run(launch, write, left):
@@ -295,7 +296,7 @@ def test_restarts_that_are_used_up_end_the_run(launch, write, left):
     done = launch(1, *GRPO, *write("ended", faults, "robust.restarts=1"), code=None)
     require_ended(done, left, "its 1 restarts are used up (robust.restarts in the run file)", "The first failure was "
                   "that of rank 0 in step 2: distflow.recovery.fault_injection.Injected: "
-                  "fault 0 of the run file was to be raised")
+                  "faults[0] of the run file was to be raised")
 
 
 def require_ended(done: subprocess.CompletedProcess, left: Callable[[], list[str]], *said: str) -> None:

@@ -116,6 +116,8 @@ def test_a_run_that_has_ended_is_not_told_anything(workspace, capsys, monkeypatc
     assert f"distflow resume {run} --set steps=N --set samples=3" in said.err
     assert said.out == ""
     assert not (run / "changes.jsonl").exists()
+    assert main(["set", str(run), "steps=9", "samples=3"]) == 2
+    assert f"distflow resume {run} --set steps=9 --set samples=3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("file", "said"), [("launch.json", "launch.json is damaged"), ("plan.json", "damaged")])

@@ -14,7 +14,7 @@ from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
 from distflow.config.command_line import called_as
 from distflow.config.run import Run
-from distflow.errors import DistflowError, did_you_mean, listing
+from distflow.errors import DistflowError, did_you_mean, listing, quoted
 from distflow.launch import INVALID, refuse_foreign_packages
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
@@ -92,9 +92,9 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
                "distflow run DAG --run FILE --set roles.actor.model=RUN/model"
     if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
         value = value or (left[1] if len(left) > 1 else "VALUE")
-        return f"{what}\nInstead:  --set {key}={value}"
+        return f"{what}\nInstead:  --set {quoted(f'{key}={value}')}"
     if overrides and "=" not in overrides[-1]:
-        return f"{what}\nInstead:  --set {overrides[-1]}={first}"
+        return f"{what}\nInstead:  --set {quoted(f'{overrides[-1]}={first}')}"
     if Path(first).suffix in (".yaml", ".yml") and getattr(options, "run", "") is None:
-        return f"{what}\nInstead:  --run {first}"
+        return f"{what}\nInstead:  --run {quoted(first)}"
     return f"{what} What it takes:  distflow {verb} --help"

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import keyword
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -70,9 +72,12 @@ def test_held_out_problems_are_not_trained_on():
 '''
 _TEST_ENVIRONMENT = '''
 
-def test_a_sum_is_answered_and_the_right_number_earns_most():
+def test_a_call_is_answered_and_the_right_number_earns_most():
     talk = {kind}("6 * 7 = 42 #### 42")
-    assert talk.step("That is 6 * 7 =") == Turn("42")
+    assert talk.step("That is calc(6 * 7)") == Turn("42")
+    assert talk.step("calc(123456789 - -1)") == Turn("123456790")
+    for text in ("1,000 + 1 =", "calc(1,000 + 1)", "calc(1234567890 + 1)", "calc(2 + 3 * 4)", "#### 2024-11-27"):
+        assert talk.step(text).done
     assert talk.step("6 * 7 = 42 #### 42") == Turn(done=True, reward=1.0)
     assert talk.step("#### 41") == Turn(done=True, reward=0.1)
     assert talk.step("I cannot say") == Turn(done=True)
@@ -86,14 +91,14 @@ from distflow import Turn, environment
 
 @environment
 class {kind}:
-    """A calculator: a turn that ends in a sum, as `3 + 4 =`, is answered with the result. Any other turn is the last,
-    and earns 1 for the right number, `tried` for another one, and 0 for none."""
+    """A calculator: a turn that ends in a call, as `calc(3 + 4)`, is answered with the result. Any other turn is the
+    last, and earns 1 for the right number, `tried` for another one, and 0 for none."""
 
     def __init__(self, answer: str, *, tried: float = 0.1):  # fields of the data, then settings of the DAG
         self.right, self.tried = last_number(answer), tried
 
     def step(self, text: str) -> Turn:
-        if call := re.search(r"(-?\\d{{1,9}}) *([-+*]) *(-?\\d{{1,9}}) *=?\\s*$", text):
+        if call := re.search(r"\\bcalc\\((-?\\d{{1,9}}) *([-+*]) *(-?\\d{{1,9}})\\)\\s*$", text):
             return Turn(str(calculate(*call.groups())))
         said = last_number(text)
         return Turn(done=True, reward=1.0 if said and said == self.right else self.tried if said else 0.0)
@@ -112,6 +117,9 @@ _PROBLEMS = {"train": 2000, "heldout": 120}  # lines of the shipped files that a
 _RUN = {"steps": "50", "data": "{train: train.jsonl, batch: 32, max_prompt_tokens: 64, max_target_tokens: 64}",
         "validation": "{data: {heldout: heldout.jsonl}, every: 10, reward: REWARD}", "checkpoint": "{every: 10}"}
 """Settings of the shipped run file that a new algorithm has otherwise."""
+_NOT_VALIDATED = """null
+# Validation asks for single answers, without the environment, so that it is left out, and no problems are held out.
+# Look at  environment/reward  instead, the mean reward of the conversations, and at trajectories/ of the run."""
 _MODELINE = "# yaml-language-server: $schema="
 
 
@@ -134,6 +142,9 @@ def new(options: argparse.Namespace) -> int:
         meant = folder.with_name(_usable_name(name)) if name else folder / _usable_name(name)
         raise InvalidInput(f"`{name or options.name}` cannot name an algorithm, which is a Python module too. Use "
                            f"small letters, digits and _:  distflow new {options.algorithm} {quoted(meant)}")
+    if _is_taken(name):
+        raise InvalidInput(f"there is another Python module `{name}`, which this algorithm's would hide. Use another "
+                           f"name:  distflow new {options.algorithm} {quoted(folder.with_name(_usable_name(name)))}")
     files = _files(options.algorithm, name)
     try:
         if folder.exists():
@@ -169,10 +180,19 @@ def _is_usable(name: str) -> bool:
         name not in shipped_rewards()
 
 
+def _is_taken(name: str) -> bool:
+    """Return whether Python finds a module of this name elsewhere than in the current folder."""
+    if name in sys.stdlib_module_names:
+        return True
+    found = importlib.util.find_spec(name)
+    files = [*(found.submodule_search_locations or ()), found.origin] if found else []
+    return any(Path(file).parent.resolve() != Path.cwd() for file in files[:1] if file)
+
+
 def _usable_name(name: str) -> str:
     """Return a name for an algorithm that is like one that cannot be its name."""
     meant = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "my_algo"
-    return meant if _is_usable(meant) else f"my_{meant}"
+    return meant if _is_usable(meant) and not _is_taken(meant) else f"my_{meant}"
 
 
 def _files(algorithm: str, name: str) -> dict[str, str]:
@@ -189,7 +209,7 @@ def _files(algorithm: str, name: str) -> dict[str, str]:
     dag = re.sub(r"^name: .*$", f"name: {name}\nimports: [{name}]", dag, flags=re.MULTILINE)
     run = _without_modeline((SHIPPED / "runs/embedded.yaml").read_text(encoding="utf-8"))
     run = re.sub(r"^#.*\n", "# A tiny model for two CPU cores; its problems are beside this file.\n", run, count=1)
-    for key, value in _RUN.items() if not talks else {**_RUN, "validation": "null"}.items():
+    for key, value in _RUN.items() if not talks else {**_RUN, "validation": _NOT_VALIDATED}.items():
         run = re.sub(rf"^{key}: .*$", f"{key}: {value}".replace("REWARD", f"{name}_reward"), run, flags=re.MULTILINE)
     code, more, imported = (_ENVIRONMENT, _TEST_ENVIRONMENT, f"{kind}, Turn") if talks else \
         (_REWARD, _TEST_REWARD, f"{name}_reward")

@@ -94,7 +94,7 @@ def without_lacks(spec: Spec) -> list[str]:
     """Take out of the spec's mistakes what this machine alone lacks, as of a run of others; return it as notes."""
     lacks = [mistake for mistake in spec.mistakes if mistake.of_machine]
     spec.mistakes[:] = [mistake for mistake in spec.mistakes if not mistake.of_machine]
-    return [f"{mistake.what}: a run on this machine would need it" for mistake in lacks]
+    return [f"{mistake.what}: a run on this machine would be refused" for mistake in lacks]
 
 
 def check(options: argparse.Namespace) -> tuple[Spec, Plan]:

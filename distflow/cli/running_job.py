@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import math
 import os
-import shlex
 import signal
 import socket
 from pathlib import Path
@@ -200,10 +199,10 @@ def change_settings(options: argparse.Namespace) -> int:
 def _require_unfinished(folder: Path, settings: list[str]) -> None:
     """Raise InvalidInput if the run has finished: no process is left to read its settings."""
     if (folder / SUMMARY).is_file():
-        wanted = " ".join(f"--set {shlex.quote(text)}" for text in settings)
+        longer = [] if any(text.partition("=")[0].strip() == "steps" for text in settings) else ["steps=N"]
+        wanted = " ".join(f"--set {quoted(text)}" for text in (*longer, *settings))
         raise InvalidInput(f"{folder} has finished ({SUMMARY} is there), so that nothing would read these "
-                           f"settings. To go on with it under them:  distflow resume {quoted(folder)} --set steps=N "
-                           f"{wanted}")
+                           f"settings. To go on with it under them:  distflow resume {quoted(folder)} {wanted}")
 
 
 def _require_own_settings(spec: Spec, paths: dict[str, tuple[str, ...]]) -> None:

@@ -12,8 +12,8 @@ from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_c
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
-from distflow.errors import InvalidInput
-from distflow.launch import apply_plan_option, load_spec, require_no_fewer_steps
+from distflow.errors import InvalidInput, quoted
+from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
 from distflow.telemetry.run_folder import read_plan
 from distflow.telemetry.run_lock import in_use, refusal
 from distflow.telemetry.run_reader import SUMMARY
@@ -74,6 +74,7 @@ def resume(options: argparse.Namespace) -> int:
         print(f"{options.resume} has finished: its {done} steps are done. To train for longer:  "
               f"distflow resume {shlex.quote(options.resume)} --set steps={2 * done}")
         return 0
+    add_unbounded_faults(spec, options.resume, done)
     ranks = _resumed_rank_count(options, spec)
     plan(apply_plan_option(spec, options, ranks), ranks)
     more = _set_arguments(options.overrides)
@@ -90,8 +91,8 @@ def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
     gpus = gpu_count()
     if 0 < gpus < ranks:
         raise InvalidInput(f"{options.resume} had {ranks} ranks, and this machine has {gpus} GPUs. Go on with fewer:  "
-                           f"--ranks {gpus}   or start torchrun with  distflow/launch.py --resume {options.resume}  on "
-                           "all its machines.")
+                           f"--ranks {gpus}   or start torchrun with  distflow/launch.py --resume "
+                           f"{quoted(options.resume)}  on all its machines.")
     return ranks
 
 

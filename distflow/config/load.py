@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import fetch, fetched, pinned
-from distflow.config.memory_limit import limit
+from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.models import (
     Shape,
     check_chat_options,
@@ -181,7 +181,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
-    mistakes += _unset_keys(spec) + _unbounded_faults(spec)
+    mistakes += _unset_keys(spec) + ([] if recorded else unbounded_faults(spec))
     for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
         mistakes += find_mistakes(spec)
@@ -323,17 +323,17 @@ def _unset_keys(spec: Spec) -> list[Diagnostic]:
             for node, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
-def _unbounded_faults(spec: Spec) -> list[Diagnostic]:
-    """Return a mistake for each fault that would take the memory of this whole machine."""
-    kinds = [fault.kind for fault in spec.run.faults]
-    if "oom" not in kinds or limit() is not None:
-        return []
-    return [Diagnostic(f"fault {number}: `oom` takes memory until the kernel ends the worker; as nothing limits this "
-                       "process, that would be all that the machine has",
+def unbounded_faults(spec: Spec, injected: Collection[int] = ()) -> list[Diagnostic]:
+    """Return a mistake for each fault that would take the memory of this whole machine. `injected`: indices of faults
+    that will not happen again."""
+    numbers = [number for number, fault in enumerate(spec.run.faults) if fault.kind == "oom" and number not in injected]
+    why = why_unbounded() if numbers else ""
+    return [Diagnostic(f"faults[{number}]: `oom` takes memory until the kernel ends the worker; as {why}, that would "
+                       "be all that the machine has",
                        spec.run_source.location(("faults", number, "kind")),
-                       "Write  kind: memory  , or start the run in a control group with a limit, as  systemd-run "
-                       "--scope -p MemoryMax=8G distflow run …", of_machine=True)
-            for number, kind in enumerate(kinds) if kind == "oom"]
+                       "Write  kind: memory  , or start the run in a control group with a lower limit, as  "
+                       f"{limited_command()}", of_machine=True)
+            for number in numbers if why]
 
 
 def _check_data(spec: Spec) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.run import Fault, Phase, Run
 from distflow.errors import DistflowError
 from distflow.telemetry.events import record
@@ -61,8 +62,12 @@ def exhaust_memory() -> None:
 
 
 def take_memory() -> None:
-    """Allocate memory until the kernel kills this process; does not return. Only where a control group bounds what it
-    can take, which every rank checks as it loads the run file."""
+    """Allocate memory until the kernel kills this process; does not return. Raises UnboundedFault: no control group
+    bounds what it can take, as on a machine that others have filled since the run file was checked."""
+    if why := why_unbounded():
+        raise UnboundedFault(f"the fault `oom` takes memory until the kernel ends the worker; as {why}, that would be "
+                             f"all that the machine has. Write  kind: memory  , or begin with a lower limit, as  "
+                             f"{limited_command()}")
     taken = []
     while True:
         taken.append(b"\1" * _BLOCK)
@@ -84,6 +89,13 @@ def cut_connections() -> int:
                         peer.shutdown(socket.SHUT_RDWR)
                         found += 1
     return found
+
+
+def injected(run: Run, folder: Path, step: int) -> set[int]:
+    """Return the indices of faults that do not happen to a run any more, which has done these steps."""
+    marked = {path.name for path in (folder / "faults").glob("*-step-*")}
+    return {number for number, fault in enumerate(run.faults) if fault.step is not None
+            and (fault.step <= step or f"{number}-step-{fault.step}" in marked)}
 
 
 class Injected(RuntimeError):
@@ -152,7 +164,7 @@ class FaultInjector:
             return
         record("fault_injected", what=fault.kind, fault=number, at_step=step)
         if fault.kind == "raise":
-            raise Injected(f"fault {number} of the run file was to be raised in step {step}")
+            raise Injected(f"faults[{number}] of the run file was to be raised in step {step}")
         if fault.kind == "corrupt":
             self.snapshots.corrupt()
         elif fault.kind == "slow":

@@ -43,6 +43,8 @@ def test_a_new_algorithm_is_valid_and_its_test_passes(tmp_path, monkeypatch, cap
 def test_a_new_environment_is_valid_and_its_test_passes(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "grpo_tools", "turn"]) == 0  # whose class must not be `Turn`
+    assert "validation: null\n# Validation asks for single answers, without the environment" in \
+        Path("turn/run.yaml").read_text()
     assert "The environment, with its tool and what it pays, is in turn.py" in capsys.readouterr().out
     assert {file.name for file in Path("turn").iterdir()} == {"turn.yaml", "run.yaml", "turn.py", "test_turn.py",
                                                                "pytest.ini", "train.jsonl"}
@@ -84,6 +86,9 @@ def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkey
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("grpo", "My Algo"), "distflow new grpo my_algo"), (("grpo", "math"), "distflow new grpo my_math"),
+    (("grpo", "json"), "another Python module `json`, which this algorithm's would hide. Use another name:  "
+     "distflow new grpo my_json"), (("grpo", "code/numpy"), "distflow new grpo code/my_numpy"),
+    (("grpo", "torch"), "my_torch"), (("grpo", "distflow"), "my_distflow"), (("grpo", "Json"), "my_json"),
     (("grpo", "class"), "my_class"), (("grpo", "."), "`.` cannot name an algorithm"),
     (("grpo", "."), "distflow new grpo my_algo"), (("grpo", ".."), "distflow new grpo my_algo"),
     (("grpo", "???"), "distflow new grpo my_algo"), (("grpo", "taken/???"), "distflow new grpo taken/my_algo"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -103,8 +104,8 @@ def test_a_run_of_other_machines_is_planned_without_what_this_one_lacks(
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
     assert "at its fullest" in said
-    assert "it has no weights (*.safetensors): a run on this machine would need it" in said
-    assert "there is no data `/cluster/train.jsonl`: a run on this machine would need it" in said
+    assert "it has no weights (*.safetensors): a run on this machine would be refused" in said
+    assert "there is no data `/cluster/train.jsonl`: a run on this machine would be refused" in said
     assert main(["validate", *words]) == 2
     assert "2 mistakes." in capsys.readouterr().err
     (model / "config.json").unlink()
@@ -153,9 +154,9 @@ nodes:
     words = [str(dag), "--set", "roles.actor.rollout=sglang"]
     assert main(["plan", *words]) == 0
     said = capsys.readouterr().out
-    assert "environment variable JUDGE_KEY, which is not set: a run on this machine would need it" in said
-    assert "environment variable TEACHER_KEY, which is not set: a run on this machine would need it" in said
-    assert "names `/cluster/bin/python`, which is no executable file: a run on this machine would need it" in said
+    assert "environment variable JUDGE_KEY, which is not set: a run on this machine would be refused" in said
+    assert "environment variable TEACHER_KEY, which is not set: a run on this machine would be refused" in said
+    assert "names `/cluster/bin/python`, which is no executable file: a run on this machine would be refused" in said
     assert main(["validate", *words]) == 2
     assert "3 mistakes." in capsys.readouterr().err
 
@@ -185,9 +186,13 @@ def test_a_folder_for_runs_that_cannot_be_written_is_a_note_of_a_plan(capsys: py
     ("grpo --steps 3", "Instead:  --set steps=3"), ("grpo --steps=3", "Instead:  --set steps=3"),
     ("grpo --roles.actor.learning_rate 1", "Instead:  --set roles.actor.learning_rate=1"),
     ("grpo --set steps 3", "Instead:  --set steps=3"), ("grpo mine.yaml", "Instead:  --run mine.yaml"),
+    ("'my dag.yaml' 'run file.yaml'", "Instead:  --run 'run file.yaml'"),
+    ("grpo --data.train 'no ne.jsonl'", "Instead:  --set 'data.train=no ne.jsonl'"),
+    ("grpo --data '{train: x.jsonl, batch: 3}'", "Instead:  --set 'data={train: x.jsonl, batch: 3}'"),
+    ("grpo --set output 'my runs'", "Instead:  --set 'output=my runs'"),
     ("grpo --verbose", "distflow validate --help")])
 def test_an_argument_that_a_verb_does_not_take(line: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", *line.split()]) == 2
+    assert main(["validate", *shlex.split(line)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("distflow validate takes no `")
     assert instead in said

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from pydantic import ValidationError
 
+from distflow.config import memory_limit
 from distflow.config.run import Fault, Run
 from distflow.recovery.fault_injection import FaultInjector, Injected, UnboundedFault
 from distflow.recovery.snapshots import Snapshots, StateShard
@@ -85,7 +88,7 @@ def test_without_a_phase_it_comes_at_a_moment_of_the_step(tmp_path):
     until = time.monotonic() + 20
     while made.pending is None and time.monotonic() < until:
         time.sleep(0.01)
-    with pytest.raises(Injected, match="fault 0 of the run file was to be raised in step 2"):
+    with pytest.raises(Injected, match=r"faults\[0\] of the run file was to be raised in step 2"):
         made("saving", 2)
 
 
@@ -103,6 +106,18 @@ def test_a_process_is_killed_or_stopped(tmp_path, kind, number):
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+def test_memory_is_not_taken_where_nothing_limits_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_limit, "_GROUPS", tmp_path / "none")
+    made = faults(tmp_path, {"kind": "oom", "step": 1, "phase": "training", "rank": 0})
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (256 << 20), before[1]))
+    try:
+        with pytest.raises(UnboundedFault, match="as nothing limits this process, that would be all"):
+            made("training", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_slow_takes_its_time_and_corrupt_changes_the_newest_copy(tmp_path):
