@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.heterogeneous import Cell, best_of, stream_rl
+from benchmarks.heterogeneous import Cell, best_of, stream_rl, that_run
 from distflow.cli.mixed_plan import _can_run
 from distflow.config.load import Spec, load
 from distflow.config.yaml_source import dump, read
@@ -419,6 +419,10 @@ def test_what_is_enumerated_ends_with_the_time_too(spec_of: Callable, monkeypatc
     monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
     list(search_runnable(spec, *limited_to_runs(spec), stop=lambda: True))
     assert len(tried) == 1
+
+
+def test_a_side_of_which_the_launcher_refuses_every_plan_has_none(spec_of: Callable) -> None:
+    assert that_run(spec_of("mode=async", "roles.actor.replicas=5", dag="ppo"), 300) is None
 
 
 def test_a_search_for_plans_that_run_begins_with_the_best_that_is_known(spec_of: Callable) -> None:
