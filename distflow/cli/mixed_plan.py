@@ -208,11 +208,17 @@ def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, know
     from planners.heterogeneous.runnable import ByRanks, runnable
 
     found, considered = _searched(options, spec, costed) if options.solver else ([], None)
-    best = runnable(spec, costed) if not options.solver else found[-1] if found and not options.runnable else \
-        ByRanks(spec, costed).fastest(found)  # a proof goes on to plans that ranks may be unable to run
+    if not options.solver:
+        best = runnable(spec, costed)
+    elif options.runnable:  # a proof goes on to plans that ranks may be unable to run
+        best = ByRanks(spec, costed).fastest(found)
+    else:
+        best = found[-1] if found else None
     if best is None:
         what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
         hint = "See what else there is:  without --runnable" if options.runnable else "Give it more  --seconds"
+        if options.runnable and options.solver and options.seconds is not None:
+            what, hint = "no placement that ranks can run was found in that time", "Give it more  --seconds"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
     proven = found and best.seconds * _ROUNDED >= found[-1].seconds  # what is enumerated may be faster than these
     plan = written(costed.problem, best, digests_of(spec, costed.problem),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -56,9 +57,9 @@ _SLICES, _STAGES = (1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16)
 _CUTS = tuple((tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8))
 _SAMPLED = 4000  # groupings of many tasks of which those that runs have are taken
 _PLACES = 4  # kinds of devices in zones of which any part may be left out
-_REFUSALS, _ALL_REFUSALS = 20, 200
-"""After so many plans of a grouping that the launcher refuses, and none that it accepts, others of it are not asked
-for; and none is after so many of all groupings."""
+_REFUSALS, _ALL_REFUSALS = 20, 2000
+"""After so many plans of a grouping with as many devices in each group that the launcher refuses, and none that it
+accepts, a search asks for no others of these; and for none at all after so many of all, and none that it accepts."""
 _THE_PLAN = "the plan"
 
 
@@ -78,13 +79,13 @@ def search_runnable(spec: Spec, costed: CostedProblem, limited: CostedProblem, s
                     stop: Callable[[], bool] = lambda: False, quality: float = 0.0,
                     found: Iterable[Placement] = ()) -> Iterator[Progress]:
     """Yield ever better plans that ranks can run: the one that `runnable` returns, then those of a search of the
-    problem `limited` to `run_freedom`; the rest is as of `search`. Raises InvalidInput as `runnable`."""
+    problem `limited` to `run_freedom`; the rest is as of `search`. `stop` ends what is enumerated too, after at least
+    one plan. Raises InvalidInput as `runnable`."""
     ranks = ByRanks(spec, costed)
-    begin = best = _enumerated(ranks, ranks.fastest(found))
-    groups = groupings(limited.problem)
+    begin = best = _enumerated(ranks, ranks.fastest(found), stop)
 
     def ended() -> bool:
-        return stop() or ranks.hopeless(*groups)
+        return stop() or ranks.hopeless
 
     for progress in search(limited.problem, seed, budget, ended, quality, limited, ranks, begin):
         best = progress.placement
@@ -99,8 +100,8 @@ class ByRanks:
 
     def __init__(self, spec: Spec, costed: CostedProblem):
         self.spec, self.costed = spec, costed
-        self._accepted: set[Grouping] = set()
-        self._refused, self._why = Counter[Grouping](), dict[str, list[Diagnostic]]()
+        self._accepted: set[tuple[Grouping, tuple[int, ...]]] = set()
+        self._refused, self._why = Counter[tuple[Grouping, tuple[int, ...]]](), dict[str, list[Diagnostic]]()
 
     def forms(self, placement: Placement) -> list[Placement]:
         """Return a placement without the machines that none of its tasks uses, and with them, as `as_ranks_run` says;
@@ -110,21 +111,27 @@ class ByRanks:
         return sorted((each for each in made if each is not None), key=lambda each: each.seconds)
 
     def accepts(self, form: Placement) -> bool:
-        """Return whether the launcher accepts a form; False of a grouping that it has always refused."""
-        problem, grouping = self.costed.problem, form.grouping
-        if self.hopeless(grouping):
+        """Return whether the launcher accepts a form; False, unasked, of a grouping that it has always refused with as
+        many devices in each group."""
+        sized = _sized(form)
+        if self.hopeless or (self._refused[sized] >= _REFUSALS and sized not in self._accepted):
             return False
+        return self.asked(form)
+
+    def asked(self, form: Placement) -> bool:
+        """Return whether the launcher accepts a form, however many like it were refused."""
+        problem, sized = self.costed.problem, _sized(form)
         why = refusal(self.spec, written(problem, form, digests_of(self.spec, problem), "runnable", 0.0))
         if why is None:
-            self._accepted.add(grouping)
+            self._accepted.add(sized)
             return True
-        self._refused[grouping] += 1
-        self._why.setdefault(why.what, []).append(why)
+        self._refused[sized] += 1
+        self._why.setdefault(re.sub(r"\d+", "N", why.what), []).append(why)
         return False
 
     def fastest(self, found: Iterable[Placement]) -> Placement | None:
-        """Return the fastest form of some placements that ranks can run; None if there is none. Of one whose forms are
-        all refused, its groups with each engine split in one way for all of its tasks."""
+        """Return the fastest form of some placements that ranks can run; None if there is none. If all forms of a
+        placement are refused, its groups are tried with each engine split in one way for all of its tasks."""
         engines, able = EngineLayouts(self.spec, self.costed), list[Placement]()
         for each in dict.fromkeys(found):
             forms = self.forms(each)
@@ -133,22 +140,25 @@ class ByRanks:
             able += [form for form in (best, *(self.forms(alike) if alike else ())) if form]
         return next(filter(self.accepts, sorted(able, key=lambda form: form.seconds)), None)
 
-    def hopeless(self, *groupings: Grouping) -> bool:
-        """Return whether so many plans were refused, and none accepted, that no other of these groupings is asked
-        for."""
-        enough = not self._accepted and self._refused.total() >= _ALL_REFUSALS
-        return enough or all(self._refused[each] >= _REFUSALS and each not in self._accepted for each in groupings)
+    @property
+    def hopeless(self) -> bool:
+        """Whether so many plans were refused, and none accepted, that no other is asked for."""
+        return not self._accepted and self._refused.total() >= _ALL_REFUSALS
 
     def raise_refusals(self) -> None:
-        """Raise InvalidInput with the reason most often given, if plans were refused."""
+        """Raise InvalidInput with an example of the reason most often given, if plans were refused."""
         if not self._why:
             return
         most = max(self._why.values(), key=len)
         why, total = most[0], self._refused.total()
-        said = f"the launcher refuses all {total} plans that were tried, {len(most)} of them because {why.what}"
+        said = f"the launcher refuses the {total} plans that were tried, {len(most)} of them because {why.what}"
         if why.where is not None and why.where.file == _THE_PLAN:  # which no user has seen
             why = Diagnostic(said, None, "See which plans there are beside these:  without --runnable")
         raise InvalidInput(replace(why, what=said))
+
+
+def _sized(form: Placement) -> tuple[Grouping, tuple[int, ...]]:
+    return form.grouping, tuple(map(sum, form.subsets))
 
 
 def as_ranks_run(spec: Spec, costed: CostedProblem, placement: Placement) -> Placement | None:
@@ -261,21 +271,22 @@ def refusal(spec: Spec, plan: PlacedPlan) -> Diagnostic | None:
     return None
 
 
-def _enumerated(ranks: ByRanks, best: Placement | None) -> Placement | None:
+def _enumerated(ranks: ByRanks, best: Placement | None,
+                stop: Callable[[], bool] = lambda: False) -> Placement | None:
     """Return the fastest enumerated plan that ranks can run, or `best` if none is faster. Groups are tried by the least
-    seconds that they may take, until those left cannot be faster than what is found."""
+    seconds that they may take, until those left cannot be faster than what is found, or until `stop`."""
     spec, costed = ranks.spec, ranks.costed
     groups = enumerate(run_groups(costed.problem, roles_apart(spec), roles_on_rollouts(spec)))
     layouts = EngineLayouts(spec, costed)
     for least, _, each in sorted((costed.ideal(*each), number, each) for number, each in groups):
         if best and least > best.seconds:
             break
-        if ranks.hopeless(each[0]):
-            continue
         planned = layouts.placement(*each)
         placement = planned and as_ranks_run(spec, costed, planned)
-        if placement and (best is None or placement.seconds < best.seconds) and ranks.accepts(placement):
+        if placement and (best is None or placement.seconds < best.seconds) and ranks.asked(placement):
             best = placement
+        if stop():
+            break
     return best
 
 

@@ -268,7 +268,8 @@ class _Search:
         self.costed, self.random, self.hardware = costed, random, costed.problem.hardware
         self.required = required
         self.begin = self.best = begin
-        self.best_at: tuple[Grouping, Split] | None = None  # where the search was as it found the best
+        self.best_at: tuple[Grouping, Split] | None = (begin.grouping, begin.subsets) if begin else None
+        """Where the search was as it found the best."""
         self.free = costed.problem.freedom.assignment
         self.groupings = sampled_groupings(costed.problem, random, _DRAWN)
 

@@ -11,6 +11,8 @@ from benchmarks.heterogeneous import (
     ENGINES,
     SEEDS,
     Cell,
+    finds_nothing_faster,
+    main,
     seconds,
     stream_rl,
     stream_rl_as_described,
@@ -79,3 +81,16 @@ def test_no_side_searches_longer_than_another(tmp_path: Path, monkeypatch: pytes
     spec = Cell("one zone", "grpo", "sync", "4B").spec(tmp_path)
     that_run(spec, 2000)
     assert sum(each.evaluations for each in costed) <= 1.05 * 2000 * len(SEEDS)
+
+
+@pytest.mark.parametrize(("run", "known", "nothing"), [(2.0, 2.0, True), (1.0, 2.0, False), (1.0, float("inf"), False),
+                                                       (float("inf"), float("inf"), False)])
+def test_a_plan_is_another_sides_only_if_there_is_one(run: float, known: float, nothing: bool) -> None:
+    assert finds_nothing_faster({"that run": run, "known": known}) == nothing
+
+
+@pytest.mark.parametrize("flag", ["--quick", "--accepted"])
+def test_sizes_of_which_no_cell_is_left_are_refused(flag: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main([flag, "--size", "14B"])
+    assert f"{flag} has models of 8B only" in capsys.readouterr().err

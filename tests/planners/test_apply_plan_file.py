@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.heterogeneous import Cell, best_of, stream_rl
+from benchmarks.heterogeneous import Cell, best_of, stream_rl, that_run
 from distflow.cli.mixed_plan import _can_run
 from distflow.config.load import Spec, load
 from distflow.config.yaml_source import dump, read
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
+from distflow.plan_file import PlacedPlan
 from planners import apply_plan_file, plan
 from planners.heterogeneous.explain import duration
 from planners.heterogeneous.layouts import CostedProblem, cut_of
@@ -340,27 +342,87 @@ def limited_to_runs(spec: Spec) -> tuple[CostedProblem, CostedProblem]:
     return CostedProblem(problem), CostedProblem(replace(problem, freedom=run_freedom(spec, problem)))
 
 
-def test_where_the_launcher_refuses_every_plan_a_search_ends_and_says_why(spec_of: Callable) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlacedPlan, Any]]:
+    """All plans that the launcher is asked for, and its answers."""
+    found = []
+
+    def ask(spec: Spec, made: PlacedPlan) -> Any:
+        found.append((made, refusal(spec, made)))
+        return found[-1][1]
+
+    monkeypatch.setattr("planners.heterogeneous.runnable.refusal", ask)
+    return found
+
+
+def test_where_the_launcher_refuses_every_plan_a_search_ends_and_says_why(
+        spec_of: Callable, asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reason is counted once, whichever numbers it has; where it ends early, others were not tried."""
+    monkeypatch.setattr("planners.heterogeneous.runnable._ALL_REFUSALS", 60)
     spec = spec_of("mode=async", "roles.actor.replicas=5", dag="ppo")
     costed, limited = limited_to_runs(spec)
-    why = r"refuses all \d+ plans that were tried, \d+ of them because role `actor` wants 5 replicas, which do not"
-    with pytest.raises(InvalidInput, match=why):
-        list(search_runnable(spec, costed, limited))
+    for find in (lambda: list(search_runnable(spec, costed, limited)), lambda: runnable(spec, costed)):
+        asked.clear()
+        with pytest.raises(InvalidInput, match="because role `actor` wants 5 replicas, which do not") as error:
+            find()
+        same = sum("role `actor` wants 5 replicas, which do not divide" in why.what for _, why in asked)
+        ranks = {why.what for _, why in asked if "which do not divide" in why.what}
+        assert len(ranks) > 1, "numbers of ranks"
+        said = f"the launcher refuses the {len(asked)} plans that were tried, {same} of them because"
+        assert said in str(error.value)
     assert limited.evaluations < 20_000, "of a budget of 40,000"
-    with pytest.raises(InvalidInput, match=why):
-        runnable(spec, costed)
 
 
-def test_of_a_grouping_that_the_launcher_always_refuses_only_some_plans_are_asked_for(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes_of(made: PlacedPlan) -> tuple:
+    return tuple((tuple(group.tasks), len(group.ranks)) for group in made.groups)
+
+
+def test_of_a_grouping_and_sizes_that_the_launcher_always_refuses_a_search_asks_for_only_some_plans(
+        asked: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are faster than what it accepts, all in one group, and each takes as long as planning a run."""
-    spec, asked = load("solver_reviser", None, [*MODEL, "mode=async"], "h200_a100"), []
-    monkeypatch.setattr("planners.heterogeneous.runnable.refusal",
-                        lambda *given: asked.append(refusal(*given)) or asked[-1])
-    *_, found = search_runnable(spec, *limited_to_runs(spec), budget=4000)
+    monkeypatch.setattr("planners.heterogeneous.runnable._REFUSALS", 3)
+    spec = load("solver_reviser", None, [*MODEL, "mode=async"], "h200_a100")
+    *_, found = search_runnable(spec, *limited_to_runs(spec), budget=1000)
     assert len(found.placement.grouping) == 1
-    assert 20 <= len(asked) < 30
-    assert all("node `revise` samples, but needs node `ask`" in why.what for why in asked[:19])
+    most = Counter(sizes_of(made) for made, why in asked if why)
+    assert max(most.values()) == 3
+
+
+def many_kinds(tmp_path: Path) -> Spec:
+    """Return a run of 7 replicas on 42 devices: most sizes of its groups are refused, few are not."""
+    devices = {name: {"memory_gb_s": speed, "memory_gib": 80, "tflops": {"float32": tflops}}
+               for name, speed, tflops in (("d0", 1000, 10), ("d1", 3000, 100), ("d2", 300, 60))}
+    devices["d0"]["memory_gib"] = 40
+    machines = {f"m{kind}": {"count": count, "device": f"d{kind}", "devices": each}
+                for kind, (count, each) in enumerate(((3, 2), (1, 6), (5, 6)))}
+    cluster = CLUSTER | {"devices": devices, "machines": machines}
+    (tmp_path / "many.yaml").write_text(yaml.safe_dump(cluster))
+    return load("grpo_tools", None, [*MODEL, "mode=async", "roles.actor.replicas=7"], str(tmp_path / "many.yaml"))
+
+
+def test_what_the_launcher_refuses_for_its_sizes_does_not_hide_other_sizes(tmp_path: Path, asked: list) -> None:
+    spec = many_kinds(tmp_path)
+    costed = CostedProblem(problem_of(spec))
+    found = runnable(spec, costed)
+    refused = Counter(tuple(tuple(group.tasks) for group in made.groups) for made, why in asked if why)
+    own = tuple(tuple(costed.problem.tasks[task].name for task in group) for group in found.grouping)
+    assert refused[own] > 20, "of the same grouping"
+    ranks = ByRanks(spec, costed)
+    layouts = EngineLayouts(spec, costed)
+    first = sorted(run_groups(costed.problem), key=lambda each: costed.ideal(*each))
+    forms = (ranks.forms(placement) for each in first if (placement := layouts.placement(*each)))
+    assert any(ranks.accepts(form) for each in forms for form in each), "a search asks for other sizes too"
+
+
+def test_what_is_enumerated_ends_with_the_time_too(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, lay_out, tried = spec_of("mode=async", dag="ppo"), EngineLayouts.placement, []
+    monkeypatch.setattr(EngineLayouts, "placement", lambda *given: tried.append(given) or lay_out(*given))
+    list(search_runnable(spec, *limited_to_runs(spec), stop=lambda: True))
+    assert len(tried) == 1
+
+
+def test_a_side_of_which_the_launcher_refuses_every_plan_has_none(spec_of: Callable) -> None:
+    assert that_run(spec_of("mode=async", "roles.actor.replicas=5", dag="ppo"), 300) is None
 
 
 def test_a_search_for_plans_that_run_begins_with_the_best_that_is_known(spec_of: Callable) -> None:

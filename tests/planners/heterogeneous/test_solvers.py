@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import numpy as np
@@ -247,3 +247,16 @@ def test_without_scipy_the_program_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InvalidInput, match=re.escape(pip_line("exact"))):
         proven(problem, None)
+
+
+def test_a_search_tries_other_tasks_on_the_devices_of_what_it_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing faster is found before: what it begins with is the best of an earlier search."""
+    model = "roles.actor.model={architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4}"
+    problem = problem_of(load("grpo", None, [model, "mode=async", "data.batch=48"], "a100_l40s_l4"))
+    begin = searched(problem, budget=3000).placement
+    assert begin.grouping == ((0,), (1,), (2,))
+    costed, tried = CostedProblem(problem), []
+    place = costed.placement
+    monkeypatch.setattr(costed, "placement", lambda *given: tried.append(given) or place(*given))
+    assert searched(problem, budget=3000, costed=costed, begin=begin).placement == begin
+    assert {(begin.grouping, subsets) for subsets in permutations(begin.subsets)} <= {*tried}
