@@ -24,7 +24,7 @@ from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.devices import on_device
 from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
-from workers.engines.vocabulary import likeliest, likeliest_of, score, scored
+from workers.engines.vocabulary import score, score_logits, top_logprobs, top_logprobs_of
 
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings of models that do something to logits after the head."""
@@ -227,12 +227,12 @@ class Policy(SharedPrompt):
     def read(self, outputs: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.head_alone:
             return score(outputs, cast(nn.Linear, self.model.get_output_embeddings()), tokens, temperature or 1.0)
-        return scored(outputs.float() / (temperature or 1.0), tokens)
+        return score_logits(outputs.float() / (temperature or 1.0), tokens)
 
     def read_top(self, outputs: Tensor, tokens: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
         if self.head_alone:
-            return likeliest(outputs, cast(nn.Linear, self.model.get_output_embeddings()), count, temperature or 1.0)
-        return likeliest_of(outputs.float() / (temperature or 1.0), count)
+            return top_logprobs(outputs, cast(nn.Linear, self.model.get_output_embeddings()), count, temperature or 1.0)
+        return top_logprobs_of(outputs.float() / (temperature or 1.0), count)
 
 
 def last_states(model: PreTrainedModel, tokens: Tensor, only_last: bool, **places) -> tuple[Tensor, Cache]:

@@ -34,9 +34,9 @@ def score(hidden: Tensor, head: nn.Linear, tokens: Tensor, temperature: float) -
     weight = head.weight
     if isinstance(weight, DTensor):
         return score_cut(hidden, weight.to_local(), len(weight), tokens, temperature, weight.device_mesh.get_group())
-    if len(hidden) * len(weight) > _at_once(hidden) or kernels_for(hidden.device):
+    if len(hidden) * len(weight) > _logits_at_once(hidden) or kernels_for(hidden.device):
         return _Scores.apply(hidden, weight, tokens, temperature, None, 0, len(weight))
-    return scored(head(hidden).float() / temperature, tokens)
+    return score_logits(head(hidden).float() / temperature, tokens)
 
 
 def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, temperature: float,
@@ -48,7 +48,7 @@ def score_cut(hidden: Tensor, weight: Tensor, vocabulary: int, tokens: Tensor, t
     return _Scores.apply(hidden, weight[: max(0, vocabulary - first)], tokens, temperature, group, first, rows)
 
 
-def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def score_logits(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `tokens` [N] or [N, K] and entropies [N] under `logits` [N, V]."""
     logprobs = torch.log_softmax(logits, -1)
     rows = torch.arange(len(tokens), device=tokens.device)
@@ -56,7 +56,7 @@ def scored(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def likeliest(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -> tuple[Tensor, Tensor]:
+def top_logprobs(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the `count` most probable tokens after `hidden` [N, D], int32 [N, count], the most probable first, and
     their log-probabilities, float32. `head` as in `score`; it has at least as many rows."""
     weight, group, first, part = head.weight, None, 0, len(head.weight)
@@ -72,17 +72,17 @@ def likeliest(hidden: Tensor, head: nn.Linear, count: int, temperature: float) -
         normalizers = logits.logsumexp(-1, keepdim=True)
         if group is not None:
             missing = min(count, part) - best.shape[1]  # the last ranks may have fewer rows
-            best = _joined(nn.functional.pad(best, (0, missing), value=-torch.inf), group)
-            columns = _joined(nn.functional.pad(columns + first, (0, missing)), group)
-            normalizers = _joined(normalizers, group).logsumexp(-1, keepdim=True)
+            best = _gather_columns(nn.functional.pad(best, (0, missing), value=-torch.inf), group)
+            columns = _gather_columns(nn.functional.pad(columns + first, (0, missing)), group)
+            normalizers = _gather_columns(normalizers, group).logsumexp(-1, keepdim=True)
             best, order = best.topk(count, -1)
             columns = columns.gather(1, order)
         tokens[piece], logprobs[piece] = columns.int(), best - normalizers
     return tokens, logprobs
 
 
-def likeliest_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return `likeliest` of `logits` [N, V]."""
+def top_logprobs_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return `top_logprobs` of `logits` [N, V]."""
     best, tokens = logits.topk(count, -1)
     return tokens.int(), best - logits.logsumexp(-1, keepdim=True)
 
@@ -110,7 +110,7 @@ class _Scores(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float,
                 group: dist.ProcessGroup | None, first: int, part: int) -> tuple[Tensor, Tensor]:
         """Compute piece by piece; `part`, the rows of the largest split, makes all ranks agree on the pieces."""
-        asked = _by_row(tokens)
+        asked = _as_columns(tokens)
         entropies, normalizers = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
         logprobs = torch.empty(tokens.shape, device=hidden.device)
         for piece in _pieces(hidden, part):
@@ -127,7 +127,7 @@ class _Scores(torch.autograd.Function):
             numbers[:, :-2] -= top[:, None].where(columns >= 0, 0.0)
             *_, total, weighted = _all_reduce(numbers, dist.ReduceOp.SUM, group).unbind(-1)
             spread = total.log()
-            _by_row(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
+            _as_columns(logprobs)[piece] = numbers[:, :-2] - spread[:, None]
             entropies[piece], normalizers[piece] = spread - weighted / total, top + spread
         ctx.save_for_backward(hidden, weight, asked, normalizers, entropies)
         ctx.temperature, ctx.group, ctx.first, ctx.part = temperature, group, first, part
@@ -179,12 +179,12 @@ def _warn_of_plain_passes(error: Exception) -> None:
                   "(python3-dev) and a cache that it can write (TRITON_CACHE_DIR)", stacklevel=3)
 
 
-def _at_once(hidden: Tensor) -> int:
+def _logits_at_once(hidden: Tensor) -> int:
     return PIECE * (_ON_GPU if hidden.is_cuda else 1)
 
 
 def _pieces(hidden: Tensor, part: int) -> Iterator[slice]:
-    size = max(1, _at_once(hidden) // part)
+    size = max(1, _logits_at_once(hidden) // part)
     yield from (slice(start, start + size) for start in range(0, len(hidden), size))
 
 
@@ -201,7 +201,7 @@ def moments(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]
         return top, sums.sum(1), products.sum(1)
     values = _scaled(logits, temperature)
     top = values.amax(-1).float()
-    values = _less(values, top)
+    values = _subtract(values, top)
     powers = values.exp()
     return top, powers.sum(-1), torch.bmm(powers[:, None], values[:, :, None]).flatten()
 
@@ -214,7 +214,7 @@ def to_gradients(logits: Tensor, temperature: float, normalizers: Tensor, column
     if logits.shape[1] and (kernels := kernels_for(logits.device)):
         return kernels.to_gradients(logits, temperature, normalizers, columns, scale, entropies, of_entropies)
     dtype, scale = logits.dtype, scale / temperature
-    table, amounts = _less(_scaled(logits, temperature), normalizers), -scale.sum(1, keepdim=True)
+    table, amounts = _subtract(_scaled(logits, temperature), normalizers), -scale.sum(1, keepdim=True)
     width = logits.shape[1]
     del logits  # the table may be another one
     if of_entropies is not None:
@@ -239,12 +239,12 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.float().div_(temperature)
 
 
-def _less(logits: Tensor, amounts: Tensor) -> Tensor:
+def _subtract(logits: Tensor, amounts: Tensor) -> Tensor:
     """Return `logits` [N, V] less `amounts` [N], float32; it is in place where they were."""
     return logits.sub_(amounts[:, None]) if logits.dtype == amounts.dtype else logits - amounts[:, None]
 
 
-def _by_row(tokens: Tensor) -> Tensor:
+def _as_columns(tokens: Tensor) -> Tensor:
     return tokens[:, None] if tokens.ndim == 1 else tokens
 
 
@@ -253,7 +253,7 @@ def _local_columns(columns: Tensor, size: int) -> Tensor:
     return columns.long().where((columns >= 0) & (columns < size), -1)
 
 
-def _joined(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [N, ranks * K]: what the ranks of a group have [N, K], side by side."""
     every = own.new_empty(dist.get_world_size(group), *own.shape)
     all_gather(every.flatten(), own.contiguous().flatten(), group=group)

@@ -23,13 +23,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from planners.memory import LOGITS
 from workers.engines import vocabulary
-from workers.engines.vocabulary import likeliest, score, score_cut, scored
+from workers.engines.vocabulary import score, score_cut, score_logits, top_logprobs
 
 TOKENS, MANY = 1024, 150_000
 
 
 def at_once(hidden, head, tokens, temperature):
-    return scored(head(hidden).float() / temperature, tokens)
+    return score_logits(head(hidden).float() / temperature, tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +96,7 @@ def test_several_tokens_at_each_place(monkeypatch, piece):
 def test_the_likeliest_tokens(monkeypatch, piece):
     monkeypatch.setattr(vocabulary, "PIECE", piece)
     hidden, head, *_ = drawn(300)
-    tokens, logprobs = likeliest(hidden, head, 9, 0.7)
+    tokens, logprobs = top_logprobs(hidden, head, 9, 0.7)
     expected = torch.log_softmax(head(hidden) / 0.7, -1).topk(9)
     assert torch.equal(tokens.long(), expected.indices)
     assert torch.allclose(logprobs, expected.values, atol=1e-5)
@@ -104,7 +104,7 @@ def test_the_likeliest_tokens(monkeypatch, piece):
 
 def test_the_likeliest_tokens_of_a_head_in_bfloat16_have_log_probabilities_in_float32():
     hidden, head, *_ = drawn(300, torch.bfloat16)
-    tokens, logprobs = likeliest(hidden, head, 9, 1.0)
+    tokens, logprobs = top_logprobs(hidden, head, 9, 1.0)
     expected = torch.log_softmax(head(hidden).float(), -1).topk(9)
     assert logprobs.dtype == torch.float32
     assert torch.allclose(logprobs, expected.values, atol=1e-5)
@@ -140,7 +140,7 @@ def over_ranks(size: int) -> list[torch.Tensor]:
     with pieces_of(10 * (size // 2)):  # several pieces, and more of 64 rows than of 63
         *found, gradient = results(hidden, head, tokens, counts, entropy=0.5)
         *of_several, other = results(*several(hidden, head, tokens, counts))
-        best = likeliest(hidden, head, 64, 0.7)[1]
+        best = top_logprobs(hidden, head, 64, 0.7)[1]
     return [*(part.numpy() for part in (*found, *of_several, best)), *(part.full_tensor().numpy()
                                                                        for part in (gradient, other))]
 

@@ -80,7 +80,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(monkeypatch, kind,
     monkeypatch.setattr(vocabulary, "PIECE", piece)
     (hidden, head), (other, teacher) = drawn(0), drawn(1)
     counts = torch.linspace(0.5, 2, TOKENS)
-    tokens, logprobs = vocabulary.likeliest(other, teacher, k, 0.7)
+    tokens, logprobs = vocabulary.top_logprobs(other, teacher, k, 0.7)
     student, _ = vocabulary.score(hidden, head, tokens.long(), 0.7)
     found = divergence(kind, student, logprobs, beta)
     gradients = torch.autograd.grad((found * counts).sum(), [hidden, head.weight])
