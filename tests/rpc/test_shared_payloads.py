@@ -120,7 +120,7 @@ def test_what_was_read_counts_only_if_it_was_held_until_then(dock):
     """The connection ends while the client reads: it asks again."""
     at = dock(1, (UPDATE,))
     at.put(tokens(range(4)))
-    read, asked = at._read, []
+    read, asked = at._merge_replies, []
 
     def cut(*arguments):
         if not asked:
@@ -129,7 +129,7 @@ def test_what_was_read_counts_only_if_it_was_held_until_then(dock):
         asked.append(arguments)
         return read(*arguments)
 
-    at._read = cut
+    at._merge_replies = cut
     assert right(at.fetch(torch.arange(4), ["tokens"]))
     assert len(asked) == 2
 
@@ -161,7 +161,7 @@ def test_what_is_held_is_released_when_it_cannot_be_read(dock, ended):
     """Unless the connection has ended: then that may be why, and the client asks again."""
     at = dock(1, (UPDATE,))
     at.put(tokens(range(4)))
-    take, asked = at._take, []
+    take, asked = at._allocate, []
 
     def fail(size):
         asked.append(size)
@@ -172,7 +172,7 @@ def test_what_is_held_is_released_when_it_cannot_be_read(dock, ended):
             connection.shut_down()
         raise MemoryError(f"{size} bytes are not free")
 
-    at._take = fail
+    at._allocate = fail
     if ended:
         assert right(at.fetch(torch.arange(4), ["tokens"]))
     else:
