@@ -250,9 +250,10 @@ def test_a_conversation_goes_on_where_its_worker_died(launch, workspace, write, 
     assert list(workspace.glob("killed-*"))
     assert any(event["event"] == "failure" for event in events), "one, where both questions were one worker's"
     resumed = [event for event in events if event["event"] == "conversations_resumed"]
-    assert any(turns == 2 for event in resumed for turns in event["turns"])
+    least = 2 if mode == "sync" else 1  # elsewhere a turn that was answered a moment before may not be in the dock yet
+    assert any(least <= turns <= 2 for event in resumed for turns in event["turns"])
     require_same_samples(require_each_step_once(workspace / "runs/stormy", 3), calm_talk)
-    if mode != "sync":  # a turn that was answered a moment before may not have come to the dock
+    if mode != "sync":
         return
     turns = [(line["step"], line["row"], line["turn"]) for path in workspace.glob("runs/stormy/trajectories/*")
              for line in map(json.loads, path.read_text().splitlines())]
