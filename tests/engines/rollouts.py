@@ -18,6 +18,7 @@ VOCABULARY = 270
 ENDS = [2, *range(3, VOCABULARY, 9)]
 LIMIT = 24
 HALFWAY = {"test_an_abort_gives_what_there_is_and_the_row_goes_on_as_if_nothing_had_been",
+           "test_pause_and_resume",
            "test_what_one_rank_has_begun_another_ends",
            "test_versions_say_which_weights_sampled_each_token"}
 """Tests that meet rows after a few steps, and before their ends."""
