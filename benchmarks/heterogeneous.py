@@ -169,10 +169,11 @@ def best_of(problem: Problem, budget: int, begin: Placement | None = None,
 
 def seconds(problem: Problem, budget: int) -> float:
     """Return what the best of some searches predicts for an iteration; infinite if none fits."""
-    return _of(best_of(problem, budget))
+    return seconds_of(best_of(problem, budget))
 
 
-def _of(placement: Placement | None) -> float:
+def seconds_of(placement: Placement | None) -> float:
+    """Return the seconds of a placement; infinite if there is none."""
     return placement.seconds if placement else float("inf")
 
 
@@ -206,10 +207,10 @@ def sides(spec: Spec, budget: int) -> dict[str, float]:
     others = {side: best_of(space, budget) for side, space in spaces.items()}
     known = ByRanks(spec, CostedProblem(problem)).fastest(filter(None, others.values()))
     run = that_run(spec, budget, known)
-    least = min(filter(None, (run, *others.values())), key=_of, default=None)
-    return {"ours": _of(best_of(problem, budget, least)), "that run": _of(run), "known": _of(known),
-            "verl": verl_as_shipped(problem), "StreamRL": stream_rl_as_described(problem),
-            **{side: _of(placement) for side, placement in others.items()}}
+    least = min(filter(None, (run, *others.values())), key=seconds_of, default=None)
+    return {"ours": seconds_of(best_of(problem, budget, least)), "that run": seconds_of(run),
+            "known": seconds_of(known), "verl": verl_as_shipped(problem), "StreamRL": stream_rl_as_described(problem),
+            **{side: seconds_of(placement) for side, placement in others.items()}}
 
 
 def that_run(spec: Spec, budget: int, known: Placement | None = None) -> Placement | None:
@@ -290,7 +291,7 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         why = no.what if no else "" if ran else "as ranks run it, it does not fit into memory"
         said = "is refused: " + why if why else "runs" if share < ROUNDED else f"runs, and takes {share:+.1%} then"
         runs, exact = runs + (not why), exact + (said == "runs")
-        longer.append(0.0 if said == "runs" else _of(that_run(spec, budget)) / last.placement.seconds - 1)
+        longer.append(0.0 if said == "runs" else seconds_of(that_run(spec, budget)) / last.placement.seconds - 1)
         print(f"  {cell.scenario:15} {cell.algorithm:5} {cell.mode:6} "
               f"{' | '.join('+'.join(group.tasks) for group in made.groups)}: {said}"
               + ("" if said == "runs" else f"; {longer[-1]:+.1%} for the best that runs"), flush=True)

@@ -158,7 +158,8 @@ def new(options: argparse.Namespace) -> int:
     start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
     print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {quoted(folder)}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
-                     *_where(files, name), "Every 10 steps are saved: end the run at any time, and go on with it:",
+                     *_what_to_change(files, name),
+                     "Every 10 steps are saved: end the run at any time, and go on with it:",
                      f"  distflow resume runs/{name}-1",
                      "The model starts from random weights and learns slowly: after",
                      "`distflow demo` begin with its weak start instead:",
@@ -166,8 +167,8 @@ def new(options: argparse.Namespace) -> int:
     return 0
 
 
-def _where(files: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return what is to be changed, in two lines."""
+def _what_to_change(files: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Return two lines for the user: which files of the project to change."""
     if "heldout.jsonl" in files:
         return (f"The reward, by which it is validated too, is in {name}.py; the problems are in train.jsonl and",
                 "heldout.jsonl.")

@@ -48,7 +48,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def base_model(model: nn.Module) -> list[nn.Parameter]:
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 

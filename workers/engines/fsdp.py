@@ -273,7 +273,7 @@ class FSDPEngine(Trainer):
         (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
 
     def _reshard(self) -> None:
-        """Free the layers that have stayed gathered, and the root, which does after a forward pass alone."""
+        """Free what stays gathered: layers of a model that `keeps` them, and the root after an inference."""
         for module in self.policy.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

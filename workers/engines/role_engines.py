@@ -268,9 +268,7 @@ class RoleEngines:
         return model
 
     def _merged(self, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
-        from workers.engines.adapters import (
-            merge_adapters,  # peft takes seconds to import; only runs with adapters pay for it
-        )
+        from workers.engines.adapters import merge_adapters  # imports peft, in seconds: for runs with adapters alone
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
@@ -292,7 +290,7 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     from workers.engines import adapters
 
     adapters.attach(model, lora, seed)
-    frozen = adapters.base_model(model)
+    frozen = adapters.frozen_parameters(model)
     convert(frozen, dtype_of(settings, device))  # they are never updated, so that no float32 is needed
     if shares:
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]

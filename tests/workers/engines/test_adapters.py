@@ -20,7 +20,7 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry.metrics import current
 from workers.engines import fsdp
-from workers.engines.adapters import BaseEngine, adapters_off, attach, base_model, merge_adapters
+from workers.engines.adapters import BaseEngine, adapters_off, attach, frozen_parameters, merge_adapters
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.value import with_value_head
@@ -35,7 +35,7 @@ def engine_of(model, shared: bool, small: int = 64_000_000) -> fsdp.FSDPEngine:
         attach(model, LORA, seed=3)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
         settings = RoleRun(learning_rate=RATE, micro_batch_tokens=20, lora=LORA)
-        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=base_model(model) if shared else ())
+        return fsdp.FSDPEngine(model, settings, mesh, 0, 10, True, whole=frozen_parameters(model) if shared else ())
     finally:
         fsdp._SMALL = limit
 
