@@ -44,9 +44,10 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     The program is the completion's last Python block (see `program_of`). It runs with the packages of this environment.
     The metric `code/missing_module` is the share of programs that import one that is not there.
 
-    The data's column `tests` holds either Python that raises on failure, as `assert add(1, 2) == 3`, which runs after the program with its names
-    and counts as one test; or JSON, a list of {"input": text, "output": text} for the standard streams, where space at
-    the ends of lines and of the text does not count. A program that does not compile, raises or exceeds a limit fails.
+    The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, which runs
+    after the program with its names and counts as one test; or JSON, a list of {"input": text, "output": text} for the
+    standard streams, where space at the ends of lines and of the text does not count. A program that does not compile,
+    raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
