@@ -5,6 +5,7 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
+├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
 ├── SamplesChanged    a step was repeated, and its samples came otherwise
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
@@ -112,6 +113,12 @@ class EngineError(DistflowError):
 
 class CheckpointError(DistflowError):
     """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
+
+
+class FolderUnavailable(DistflowError):
+    """The file system of a run's folder stays away: read-only, stale, or its server does not answer. Resume later."""
+
+    passing = False
 
 
 class Superseded(DistflowError):

@@ -184,11 +184,13 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
         functions |= _load_functions(context.spec, context.plan.groups[1].plan)
     rank, again = dist.get_rank(), worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        made = context.resume or (again and RunFolder.made(context.path, context.agent))
-        if rank == 0 and not follows and not made:
+        makes = rank == 0 and not follows and not context.resume
+        if makes and not (again and RunFolder.is_made(context.path)):
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
+            if again:
+                RunFolder.remove_unfinished(context.path, context.agent)
             created = RunFolder.created(context.path, context.written_spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distflow.errors import InvalidInput
-from distflow.telemetry import events
+from distflow.telemetry import events, files
 from distflow.telemetry.run_reader import Tail
 
 _FILE = "scale.json"
@@ -55,7 +55,7 @@ def read(folder: Path, default: int) -> int:
 
 
 def write(folder: Path, rollouts: int) -> None:
-    events.write_atomically(folder / _FILE, json.dumps({"rollout": rollouts}))
+    files.write_atomically(folder / _FILE, json.dumps({"rollout": rollouts}))
 
 
 def forget(folder: Path) -> None:
