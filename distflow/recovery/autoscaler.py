@@ -16,6 +16,7 @@ and pulls the newest weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -42,7 +43,9 @@ class RolloutScale:
     def should_run(self) -> bool:
         if time.monotonic() - self.looked > _POLL_FILE:
             before = self.index - sum(each < self.index for each in self.left_out())
-            self.looked, self.answer = time.monotonic(), before < read(self.file.parent, before + 1)
+            self.looked = time.monotonic()
+            with contextlib.suppress(OSError):  # its file system is away: it is looked at again
+                self.answer = before < read(self.file.parent, before + 1)
         return self.answer
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 
-import pytest
 from harness import ROOT
 
 from distflow.telemetry.events import Events

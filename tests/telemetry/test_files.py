@@ -74,14 +74,19 @@ def test_replacing_folder_leaves_the_older_one_if_the_newer_is_not_whole(tmp_pat
     model = tmp_path / "model"
     write_model(model, "shard-1", "shard-2")
     (tmp_path / "model.partial").mkdir()  # of a process that was killed
-    with pytest.raises(OSError, match="No space left"), replacing_folder(model) as partial:
-        write_model(partial, "shard-1")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_half() -> None:
+        with replacing_folder(model) as partial:
+            write_model(partial, "shard-1")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_half()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "shard-1", "shard-2"]
     with replacing_folder(model) as partial:
         write_model(partial, "whole")
         assert sorted(path.name for path in model.iterdir()) == ["shard-1", "shard-2"]
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "whole"], "no shard of the older model is left"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "whole"], "no older shard is left"
 
 
 @pytest.fixture
