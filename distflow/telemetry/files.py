@@ -69,8 +69,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 def wait_until_writable(folder: Path, limit: float) -> None:
     """Wait while the file system of a folder is away. Raises FolderUnavailable: it is for more than `limit` seconds."""
-    until, probe, waits = time.monotonic() + limit, folder / f".writable-{secrets.token_hex(4)}", False
-    while error := _error_of_writing(probe):
+    until, waits = time.monotonic() + limit, False
+    while error := _error_of_writing(folder):
         if time.monotonic() > until:
             raise FolderUnavailable(f"{folder} could not be written for {limit:g} s: {error.strerror} (`wait_limit` in "
                                     "the run file). What was saved there is kept.")
@@ -83,11 +83,17 @@ def wait_until_writable(folder: Path, limit: float) -> None:
         events.show(f"{folder} can be written again.", sys.stderr)
 
 
-def _error_of_writing(probe: Path) -> OSError | None:
-    """Return why a file cannot be written now, if the file system is away; None also if it never could."""
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        return error if error.errno in AWAY else None
+def _error_of_writing(folder: Path) -> OSError | None:
+    """Return why no file can be written to a folder now, or if it is not there to the nearest one above it; None also
+    if it is for another reason than that its file system is away."""
+    name = f".writable-{secrets.token_hex(4)}"
+    for each in (folder, *folder.absolute().parents):
+        try:
+            (each / name).touch()
+            (each / name).unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return error if error.errno in AWAY else None
+        return None
     return None

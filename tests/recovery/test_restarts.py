@@ -222,7 +222,7 @@ def test_a_long_history_stays_short(store):
     rank, attempt = rank_of(store, 0, budget=1000), Attempt()
     for number in range(1, 101):
         attempt = rank.next(attempt, failed(number, details="x" * 4000))
-    assert len(attempt.pack()) < 30_000
+    assert len(attempt.pack()) < 40_000
     assert attempt.failures[-1].details
     assert replace(attempt.failures[0], details="") == attempt.failures[0]
 
