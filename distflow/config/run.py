@@ -251,7 +251,7 @@ class RoleRun(Document):
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine."""
+    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0

@@ -54,16 +54,22 @@ def locked(path: Path) -> Iterator[None]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Replace a folder by the one that the block writes, whose path it gets, once that is whole. If the block fails,
     the older folder stays as it was."""
-    partial, older = folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
-    for left in (partial, older):  # by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # which a process left that was killed
     with contextlib.ExitStack() as failed:
         failed.callback(shutil.rmtree, partial, ignore_errors=True)  # others may need the room
         yield partial
         failed.pop_all()
+    replace_folder(folder, partial)
+
+
+def replace_folder(folder: Path, newer: Path) -> None:
+    """Give a folder the place of an older one, which is removed only then."""
+    older = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(older, ignore_errors=True)  # as above
     if folder.exists():
         folder.rename(older)
-    partial.rename(folder)
+    newer.rename(folder)
     shutil.rmtree(older, ignore_errors=True)
 
 

@@ -138,10 +138,10 @@ def no_threads():
 def test_a_server_without_threads_names_the_reason_once_and_serves_when_it_can(service, token, no_threads, caplog):
     client = DockClient([service.address], token, "rollout 0", timeout=0.5)
     with caplog.at_level(logging.WARNING, LOG), pytest.raises(Exhausted, match=r"has no thread left .*`ulimit -u`"):
-        client.status()
+        client.configure([])
     assert sum("has no thread for" in record.getMessage() for record in caplog.records) == 1
     no_threads()
-    assert client.status()
+    client.configure([])
 
 
 def test_a_dock_without_memory_names_the_reason_once(service, token, caplog):
@@ -150,7 +150,7 @@ def test_a_dock_without_memory_names_the_reason_once(service, token, caplog):
     with caplog.at_level(logging.ERROR, LOG):
         for _ in range(3):
             with pytest.raises(Exhausted, match=r"no memory left for `status` .* dock_gib"):
-                client.status()
+                client.pool.ask(service.address, {"op": "status"})
     assert len(caplog.records) == 1
 
 
