@@ -321,7 +321,7 @@ class RunFolder:
                                           "Name another one:  --set output=FOLDER")) from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
-            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
+            files.write_atomically(path / "launch.json", json.dumps({"search": search, "torchrun": torchrun}))
             RunFolder.describe(path, spec, plan)
             yield lambda: _remove(missing)
             failed.pop_all()
@@ -372,10 +372,9 @@ class RunFolder:
             summary["dropped_lines"] = events.dropped()
         path = self.path / SUMMARY
         try:
-            path.write_text(json.dumps(finite(summary), indent=1))
+            files.write_atomically(path, json.dumps(finite(summary), indent=1))  # half of one would end a resume
         except OSError as error:
             events.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
-            path.unlink(missing_ok=True)
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
