@@ -24,6 +24,7 @@ from distflow.config.models import (
     read_shape,
     shape_of_embedded,
 )
+from distflow.config.model_code import needs_code, refusal
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
@@ -304,6 +305,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
     if not (folder / "config.json").is_file():
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+    if needs_code(folder):
+        return refusal(folder, f"`{shown(folder)}`")
     try:
         spec.shapes[role] = read_shape(folder / "config.json")
     except ValueError as error:
