@@ -62,13 +62,13 @@ class TimingsFile:
 def read(path: Path) -> list[StepTimings]:
     """Return the steps of all ranks; of a step that was repeated, the last time. Torn lines are passed over."""
     found: dict[tuple[int, int], StepTimings] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
+        said = parsed(line) or {}
         try:
-            said: dict[str, Any] = json.loads(line)
             nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items()}
             step = StepTimings(said["plan"], said["step"], said["rank"], said["seconds"], nodes)
             found[step.step, step.rank] = step
-        except (ValueError, TypeError, KeyError):  # a part of a line may be JSON too
+        except (TypeError, KeyError, AttributeError):  # a part of a line may be JSON too
             continue
     return [found[key] for key in sorted(found)]
 
