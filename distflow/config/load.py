@@ -15,6 +15,7 @@ from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import fetch, fetched, pinned
 from distflow.config.memory_limit import limited_command, why_unbounded
+from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     Shape,
     check_chat_options,
@@ -24,7 +25,6 @@ from distflow.config.models import (
     read_shape,
     shape_of_embedded,
 )
-from distflow.config.model_code import needs_code, refusal
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub

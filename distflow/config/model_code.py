@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
-_REMEDY = ("Take a model whose architecture transformers has itself (no `auto_map` needed), or a newer transformers that "
+_REMEDY = ("Take a model whose architecture transformers has itself, without `auto_map`, or a newer transformers that "
            "has this one.")
 
 
@@ -38,7 +38,8 @@ def needs_code(folder: Path) -> bool:
 def _known_types() -> str:
     """Return the tables of transformers in which the names of kinds of models stand."""
     package = importlib.util.find_spec("transformers")
-    assert package and package.submodule_search_locations
+    assert package
+    assert package.submodule_search_locations
     tables = Path(package.submodule_search_locations[0], "models/auto")
     names = ("auto_mappings.py", "configuration_auto.py")
     return "\n".join(file.read_text(encoding="utf-8") for name in names if (file := tables / name).is_file())

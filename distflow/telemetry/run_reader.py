@@ -26,7 +26,7 @@ _SETTINGS = ("dag.yaml", "run.yaml")
 _STEPS, _LATEST, _LARGEST = 2**53, 1e11, 1e100  # what steps, times and metrics stay below
 _BACK = 60.0  # seconds by which a rank's clock is set back at least; ranks record their events in order
 _FIELDS: dict[str, dict[str, Any]] = {
-    "failure": {"group": "", "ranks": [0, 0], "attempt": 0, "failed_step": 0, "phase": "", "what": "", "verdict": "",
+    "failure": {"group": "", "ranks": [-1, -1], "attempt": 0, "failed_step": 0, "phase": "", "what": "", "verdict": "",
                 "details": "", "seen_after": 0.0},
     "worker_started": {"attempt": 0},
     "worker_ready": {"attempt": 0, "host": "", "pid": 0, "began": 0, "seconds": {"connect": 0.0, "load": 0.0}},
@@ -46,8 +46,8 @@ def parsed(line: bytes | str) -> Row | None:
 
 
 class Tail:
-    """New whole lines of a JSON Lines file that grows. Lines that are damaged or of no step are passed over; a file that
-    is missing has none. A file that a resumed run has cut is read again from its beginning."""
+    """New whole lines of a JSON Lines file that grows. Lines that are damaged or of no step are passed over; a file
+    that is missing has none. A file that a resumed run has cut is read again from its beginning."""
 
     def __init__(self, file: Path):
         self.file, self.read, self.inode = file, 0, 0
@@ -81,7 +81,7 @@ class EventTail(Tail):
     def new(self) -> Iterator[Row]:
         for line in super().new():
             rank, moment, name = line.get("rank"), line.get("time"), line.get("event")
-            if type(rank) is not int or not _is_number(moment) or not 0 <= moment < _LATEST or type(name) is not str:
+            if type(rank) is not int or not is_number(moment) or not 0 <= moment < _LATEST or type(name) is not str:
                 continue
             name = _RENAMED_EVENTS.get(name, name.replace(" ", "_"))
             fields = {field: usual if not _is_like(line.get(field), usual) else line[field]
@@ -175,11 +175,12 @@ def no_run(folder: Path) -> InvalidInput:
 
 
 def numbers(line: Row) -> dict[str, float]:
-    """Return the values of a line that are finite numbers, and no larger than any metric."""
-    return {name: value for name, value in line.items() if _is_number(value)}
+    """Return the values of a line that are numbers."""
+    return {name: value for name, value in line.items() if is_number(value)}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, no larger than any metric."""
     return type(value) in (int, float) and abs(value) < _LARGEST
 
 
@@ -190,7 +191,7 @@ def _is_like(value: Any, usual: Any) -> bool:
         return isinstance(value, dict) and all(_is_like(value.get(key), each) for key, each in usual.items())
     if isinstance(usual, list):
         return isinstance(value, list) and len(value) == len(usual) and all(map(_is_like, value, usual))
-    return _is_number(value) if type(usual) is float else type(value) is type(usual)
+    return is_number(value) if type(usual) is float else type(value) is type(usual)
 
 
 def histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[int, float]]]:

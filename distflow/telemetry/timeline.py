@@ -24,9 +24,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Required, TypedDict
+from typing import Annotated, Any, Required
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from distflow.telemetry import events
 from distflow.telemetry.run_reader import parsed
@@ -279,10 +280,15 @@ def _lines(file: Path, steps: Collection[int] | None) -> Iterator[dict[str, Any]
     texts = file.read_bytes().split(b"\n")
     for number, text in enumerate(texts):
         found = _STEPS.match(text)
-        if steps is None or number >= len(texts) - 2 or not found or any(
-                int(found[1]) <= step <= int(found[2]) for step in steps):
-            if line := _whole(text):
-                yield line
+        if (steps is None or number >= len(texts) - 2 or not found or _meets(steps, int(found[1]), int(found[2]))) and (
+                line := _whole(text)):
+            yield line
+
+
+def _meets(steps: Collection[int], first: int, last: int) -> bool:
+    if last - first < len(steps):
+        return any(step in steps for step in range(first, last + 1))
+    return any(first <= step <= last for step in steps)
 
 
 class _Line(TypedDict, total=False):

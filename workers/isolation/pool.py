@@ -250,7 +250,7 @@ class ChildPool(Generic[C]):
         return msgpack.unpackb(reply)
 
     def _answer(self) -> bytes:
-        """Return the fork server's answer to a request; b"" if it gives none, as one that is stopped again and again."""
+        """Return the fork server's answer to a request; b"" if it gives none, such as one that is stopped for ever."""
         until, stops = time.monotonic() + LOAD_TIMEOUT, 0
         answers = select.poll()
         answers.register(self.connection, select.POLLIN)

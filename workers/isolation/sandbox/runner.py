@@ -18,8 +18,8 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
 
 Both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities; no input but `stdin`; no
 open files of the caller; kernel limits on memory, CPU time, processes, open files and file size; no memory outside the
-address space (System V and POSIX shared memory, semaphores and queues, memfd). If the caller is root, each program has a
-user id of its own.
+address space (System V and POSIX shared memory, semaphores and queues, memfd). If the caller is root, each program has
+a user id of its own.
 
 Not guaranteed: the memory limit applies to each of up to `processes` processes. CPU cores are shared. Unless the caller
 is root, `processes` counts this program alone only from Linux 5.14 on. A hole in the kernel is a hole in the sandbox.

@@ -25,8 +25,8 @@ _MEMORY: Numbers = {
     "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
     "mq_unlink": (241, 181), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262)}
-"""Calls that take memory outside the address space, which no resource limit covers. IPC objects also outlive the program
-and can be guessed by other programs of the user. Pipes and pairs of sockets are bounded by the limit on open files."""
+"""Calls that take memory outside the address space, which no resource limit covers. IPC objects also outlive the
+program and can be guessed by other programs of the user. The limit on open files bounds pipes and pairs of sockets."""
 _SOCKET: Numbers = {"socket": (41, 198)}
 _OTHERS: Numbers = {
     "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
