@@ -36,7 +36,7 @@ class Terminal(Console):
     """Console on standard output whose texts are `printable`; what moves its cursor is rich's own."""
 
     def __init__(self) -> None:
-        super().__init__(file=terminal())
+        super().__init__(file=terminal(), markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -54,9 +54,9 @@ class StepProgress:
 
     def _bar(self) -> Progress:
         column = Column(no_wrap=True)
-        columns = (TextColumn("{task.description}", table_column=column), BarColumn(_BAR),
-                   MofNCompleteColumn(table_column=column), TextColumn("{task.fields[numbers]}", table_column=column),
-                   TextColumn("{task.fields[left]}", table_column=column))
+        name, numbers, left = (TextColumn(f"{{task.{each}}}", table_column=column, markup=False)
+                               for each in ("description", "fields[numbers]", "fields[left]"))
+        columns = (name, BarColumn(_BAR), MofNCompleteColumn(table_column=column), numbers, left)
         bar = Progress(*columns, console=Terminal())
         self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="", left="")
         bar.start()

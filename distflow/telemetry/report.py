@@ -23,8 +23,8 @@ from typing import Any
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
 from distflow.telemetry.events import write_atomically
-from distflow.telemetry.run_folder import finite
 from distflow.telemetry.run_reader import RunReader, numbers
+from distflow.telemetry.screen import printable
 from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
@@ -59,12 +59,21 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     runs = [read_run(folder, characters) for folder in folders]
     page = (resources.files("distflow.telemetry") / "report.html").read_text(encoding="utf-8")
     plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    data = json.dumps(finite(runs), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_shown(runs), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)), "PLOTLY": plotly, "DATA": data}
     head, *rest = page.split("@@")  # TEXT @@NAME@@ TEXT @@NAME@@ TEXT
     text = head + "".join(parts[name] + after for name, after in zip(rest[::2], rest[1::2]))
     write_atomically(file, text)
     return file.stat().st_size
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as a page can show it: its texts `printable`, and None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _shown(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else _number(value)
 
 
 def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: RunReader) -> dict[str, str]:

@@ -23,7 +23,7 @@ SUMMARY = "summary.json"  # exists once a run has finished
 _AGE = re.compile(r"staleness/tokens/\d+")
 _RENAMED_EVENTS = {"worker rests": "worker_scaled_down", "worker useful": "worker_caught_up"}
 _SETTINGS = ("dag.yaml", "run.yaml")
-_STEPS, _LATEST, _LARGEST = 2**53, 1e11, 1e100  # what steps, times and metrics stay below
+_RANKS, _STEPS, _LATEST, _LARGEST = 2**31, 2**53, 1e11, 1e39  # what ranks, steps, times and metrics stay below
 _BACK = 60.0  # seconds by which a rank's clock is set back at least; ranks record their events in order
 _FIELDS: dict[str, dict[str, Any]] = {
     "failure": {"group": "", "ranks": [-1, -1], "attempt": 0, "failed_step": 0, "phase": "", "what": "", "verdict": "",
@@ -81,7 +81,9 @@ class EventTail(Tail):
     def new(self) -> Iterator[Row]:
         for line in super().new():
             rank, moment, name = line.get("rank"), line.get("time"), line.get("event")
-            if type(rank) is not int or not is_number(moment) or not 0 <= moment < _LATEST or type(name) is not str:
+            if type(rank) is not int or not is_number(moment) or type(name) is not str:
+                continue
+            if not (0 <= rank < _RANKS and 0 <= moment < _LATEST):
                 continue
             name = _RENAMED_EVENTS.get(name, name.replace(" ", "_"))
             fields = {field: usual if not _is_like(line.get(field), usual) else line[field]
@@ -154,7 +156,7 @@ class RunReader:
             if file.is_file():
                 try:
                     _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
-                except yaml.YAMLError:
+                except (yaml.YAMLError, UnicodeDecodeError):
                     continue
         return found
 
@@ -191,6 +193,8 @@ def _is_like(value: Any, usual: Any) -> bool:
         return isinstance(value, dict) and all(_is_like(value.get(key), each) for key, each in usual.items())
     if isinstance(usual, list):
         return isinstance(value, list) and len(value) == len(usual) and all(map(_is_like, value, usual))
+    if type(usual) is int:
+        return type(value) is int and abs(value) < _STEPS
     return is_number(value) if type(usual) is float else type(value) is type(usual)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Required
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from distflow.telemetry import events
@@ -45,6 +45,7 @@ _MOST = 20_000  # spans of a line; more are dropped and counted
 _STEPS = re.compile(rb'\{"steps": \[(\d{1,15}), (\d{1,15})\], ')
 _SET = 60.0  # seconds by which a machine's clock has been set at least
 _Time = Annotated[int, Field(gt=-(2**62), lt=2**62)]  # microseconds
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 _LARGEST = 64 << 20  # bytes of a file, after which another one is begun; the one before it is kept
 
 
@@ -293,19 +294,19 @@ def _meets(steps: Collection[int], first: int, last: int) -> bool:
 
 class _Line(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)  # type: ignore[misc]
-    rank: Required[NonNegativeInt]
+    rank: Required[_Count]
     role: Required[str]
     host: Required[str]
-    pid: Required[int]
-    attempt: Required[int]
+    pid: Required[_Count]
+    attempt: Required[_Count]
     base: Required[_Time]
     time: Required[_Time]
-    now: Required[tuple[str, str, str, int, _Time] | None]
-    spans: Required[list[tuple[str, str, int, _Time, _Time, dict[str, Any]]]]
-    memory: NonNegativeInt
+    now: Required[tuple[str, str, str, _Time, _Time] | None]
+    spans: Required[list[tuple[str, str, _Time, _Time, _Time, dict[str, Any]]]]
+    memory: _Count
     every: PositiveFloat
     collectives: str
-    dropped: NonNegativeInt
+    dropped: _Count
 
 
 _LINE = TypeAdapter(_Line)

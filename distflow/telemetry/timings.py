@@ -65,7 +65,8 @@ def read(path: Path) -> list[StepTimings]:
     for line in path.read_bytes().split(b"\n"):
         said = parsed(line) or {}
         try:
-            nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items() if all(map(is_number, each))}
+            nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items()
+                     if isinstance(each, list) and all(map(is_number, each))}
             step = StepTimings(said["plan"], said["step"], said["rank"], said["seconds"], nodes)
         except (TypeError, KeyError, AttributeError):  # a part of a line may be JSON too
             continue

@@ -101,11 +101,10 @@ def test_torn_and_foreign_lines_are_not_in_reports(folder, tmp_path) -> None:
 def test_torn_and_foreign_lines_are_not_in_what_a_resumed_run_reads(folder) -> None:
     reader = RunReader(folder)
     assert {1, 2} <= {line["step"] for line in reader.steps()}
-    assert TIMES["nodes"]["a"] in [[*vars(each.nodes["a"]).values()] for each in timings.read(folder / "times.jsonl")
-                                   if each.step == 1 and "a" in each.nodes]
+    assert (1, 0) in {(each.step, each.rank) for each in timings.read(folder / "times.jsonl")}
     forget_after(folder / "samples.jsonl", 1)
     assert {row["step"] for row in reader.rows("samples")} <= {0, 1}
-    resumed = RunFolder(folder, resumed_at=1)
+    resumed = RunFolder(folder, resumed_at=1, loggers=())
     resumed.write_step(2, {"seconds": 1.0, "tokens": 3.0})
     resumed.close({})
     assert reader.summary["steps"] == 2
@@ -115,7 +114,7 @@ def test_a_stuck_run_with_torn_lines_is_explained(folder) -> None:
     timeline_file = folder / "timeline/rank0.jsonl"
     for line in (*TORN, *spoiled(RANK), json.dumps(RANK).encode()):
         timeline_file.write_bytes(line + b"\n")
-        assert set(timeline.newest(folder)) <= {0, 1, 2**63}
+        assert set(timeline.newest(folder)) <= {0, 1}
     assert set(timeline.newest(folder)) == {0}
 
 
