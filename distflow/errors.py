@@ -5,8 +5,10 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
+├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
 ├── SamplesChanged    a step was repeated, and its samples came otherwise
+├── Exhausted         a process has no threads or memory left for what is asked of it
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
 ├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
@@ -33,6 +35,7 @@ class DistflowError(Exception):
 
     passing = True  # whether a restarted worker may not meet the error again
     elsewhere = False  # whether the cause is in another process
+    exhausted = False  # whether threads or memory have run out, of which a restarted worker needs as much
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,12 @@ class CheckpointError(DistflowError):
     """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
 
 
+class FolderUnavailable(DistflowError):
+    """The file system of a run's folder stays away: read-only, stale, or its server does not answer. Resume later."""
+
+    passing = False
+
+
 class Superseded(DistflowError):
     """A newer trainer goes on with the run of this one, which writes nothing more into its folder."""
 
@@ -124,6 +133,12 @@ class SamplesChanged(DistflowError):
     """A trainer that repeats a step has sampled otherwise than other trainers have it. Resume from a checkpoint."""
 
     passing = False
+
+
+class Exhausted(DistflowError):
+    """A process has no threads or memory left for what is asked of it. Raise its limits, or give it less to do."""
+
+    exhausted = True
 
 
 class Disagreement(DistflowError):

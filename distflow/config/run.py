@@ -559,7 +559,8 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes."""
+    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
+    waits as long for a run folder whose file system is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:

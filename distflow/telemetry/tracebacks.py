@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from distflow.errors import shown
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
 from distflow.telemetry.screen import printable
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
 from distflow.config.load import Spec
@@ -59,6 +60,16 @@ def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedModel) -> bytes:
+    """Return the `generation_config.json` that is saved with a model: that of its folder as it is, since transformers
+    reads some that it refuses to write."""
+    folder = find(model.path, "models", spec.folder) if model and model.path else None
+    if folder and (folder / GENERATION_CONFIG_NAME).is_file():
+        return (folder / GENERATION_CONFIG_NAME).read_bytes()
+    config = loaded.generation_config
+    return config.to_json_string(keys_to_pop=["compile_config"]).encode() if config else b""
+
+
 def _existing(path: Path | None, name: str) -> Path:
     if path is None:
         raise InvalidInput(f"`{name}` was there when the run was checked, and is not any more")
@@ -95,7 +106,7 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if tokenizer.eos_token_id is not None:
         return
     named = GenerationConfig.from_model_config(_read(AutoConfig, folder)).eos_token_id
-    if (folder / "generation_config.json").is_file():
+    if (folder / GENERATION_CONFIG_NAME).is_file():
         named = _read(GenerationConfig, folder).eos_token_id or named
     first = next(iter(named), None) if isinstance(named, list) else named
     token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
