@@ -75,7 +75,9 @@ def test_a_page_on_a_terminal_has_only_its_own_control_characters(monkeypatch) -
     monkeypatch.setenv("TERM", "xterm")
     with screen.guarded():
         Terminal().print(Text("one\x1b]0;title\x07", style="bold"))
+        Terminal().print("a run that is called [/red]", highlight=False)
     assert "\x1b[1m" in stream.getvalue()
+    assert "[/red]" in stream.getvalue()
     assert "\x1b]" not in stream.getvalue()
 
 
