@@ -47,6 +47,7 @@ from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
+from distflow.telemetry.screen import prepare  # noqa: E402
 from distflow.telemetry.tracebacks import report_to_torchrun  # noqa: E402
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def step_range(text: str) -> range:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    prepare()
     options = parser().parse_args(arguments)
     try:
         refuse_foreign_packages()
@@ -296,7 +298,7 @@ def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int)
     from distflow.data.checks import check_data
 
     for note in check_data(spec):
-        print(f"note: {note}", flush=True)
+        show(f"note: {note}")
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 
