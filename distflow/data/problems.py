@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from distflow.config.run import Data
@@ -51,6 +52,17 @@ def answer_text(answer: str | int | float) -> str:
     if isinstance(answer, float) and answer.is_integer():
         return str(int(answer))
     return str(answer)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def mend_text(text: str) -> str:
+    """Return a text in which each half of a surrogate pair is U+FFFD, and two halves that belong together are one
+    character: such a half is no text, and no tokenizer takes it."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def is_empty(value: Any) -> bool:
