@@ -74,7 +74,7 @@ def sentencepiece(template: str | None, special: Sequence[str] = ("<|user|>", "<
     inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=True)
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                        decoders.Strip(" ", 1, 0)])
-    letters = sorted({letter for text in TEXTS for letter in text if letter != " "} | {"▁", "\n", *map(chr, range(33, 127))})
+    letters = sorted({letter for text in TEXTS for letter in text if letter != " "} | {"▁", "\n", *map(chr, range(33, 127)), *"é日本🙂"})
     trainer = trainers.UnigramTrainer(vocab_size=420, special_tokens=own, unk_token="<unk>", initial_alphabet=letters,
                                       show_progress=False) if unigram else \
         trainers.BpeTrainer(vocab_size=560, special_tokens=[*own, *(f"<0x{byte:02X}>" for byte in range(256))],

@@ -196,22 +196,27 @@ class TurnTemplate:
         self._require("user")
         tokens, added = prompt.tolist(), self.special.mark(f"\n{text}" if text else "")
         rest = self._behind_answer([_asked(_ANSWER)]).rpartition(_ANSWER)[2]
-        end = encode_behind(self.tokenizer, _BEFORE, rest)
+        end = continued_tokens(self.tokenizer, rest)
         places = [place for place in range(len(tokens)) if tokens[place : place + len(end)] == end]
-        if not end or not places:
+        if end and places:
+            known = tokens[: places[-1]]
+            return [*(self._extended(known, added) or [*known, *self.special.encode_behind(_BEFORE, added)]), *end]
+        extended = self._extended(tokens, added, rest) if rest else []
+        if not extended:
             raise InvalidInput("a prompt does not end as the chat template ends a user's message, so that nothing can "
                                "be put behind its question: the last message of the data must be the user's")
-        return [*self._extended(tokens[: places[-1]], added), *tokens[places[-1] :]]
+        return extended
 
-    def _extended(self, tokens: list[int], added: str) -> list[int]:
-        """Return the tokens with a text behind them, which is encoded together with the text behind the last special
-        token, if that gives its tokens."""
+    def _extended(self, tokens: list[int], added: str, rest: str = "") -> list[int]:
+        """Return the tokens with a text before their `rest`, encoded together with the text behind the last special
+        token; [] if these tokens are not what that text is encoded as."""
         named = self.tokenizer.added_tokens_decoder
         start = max((place for place, token in enumerate(tokens) if token in named), default=-1) + 1
         before, last = (_decoded(self.tokenizer, part) for part in (tokens[max(start - 1, 0) : start], tokens[start:]))
-        if encode_behind(self.tokenizer, before, last) == tokens[start:]:
-            return [*tokens[:start], *self.special.encode_behind(before, last + added)]
-        return [*tokens, *self.special.encode_behind(_BEFORE, added)]
+        if not last.endswith(rest) or encode_behind(self.tokenizer, before, last) != tokens[start:]:
+            return []
+        known = last.removesuffix(rest)
+        return [*tokens[:start], *self.special.encode_behind(before, f"{known}{added}{rest}")]
 
     def _behind_answer(self, messages: list[Message]) -> str:
         text = _render(self.tokenizer, [_asked("?"), _said(_ANSWER), *messages], None, self.options,
@@ -312,19 +317,22 @@ def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[
         other = _render(tokenizer, [*messages[:place], marked, *messages[place + 1 :]], tools, options)
     start = len(os.path.commonprefix([text, other]))
     stop = len(text) - len(os.path.commonprefix([text[start:][::-1], other[::-1]]))
-    header, longest = _remembered(tokenizer, "header", options, _find_header)
+    header, own = _remembered(tokenizer, "header", options, _find_header)
     begin = text.rfind(header, 0, start + len(header)) if header else -1
-    start = begin + len(header) if begin >= max(start - longest, 0) else start
+    if begin >= max(start - len(header) - len(own), 0):
+        start = begin + len(header)
+    elif not header and text[:start].endswith(own):
+        start -= len(own)
     return start, max(stop, start)
 
 
-def _find_header(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[str, int]:
-    """Return what a prompt and a conversation both write before an answer, and how long a conversation's is."""
+def _find_header(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a prompt and a conversation both write before an answer, and what the conversation alone writes."""
     asked = _render(tokenizer, [_asked("?")], None, options)
     prompt = _render(tokenizer, [_asked("?")], None, options, add_generation_prompt=True)
     before = _render(tokenizer, [_asked("?"), _said(_ANSWER)], None, options).partition(_ANSWER)[0]
     common = os.path.commonprefix([prompt, before])
-    return (common[len(asked) :], len(before) - len(asked)) if common.startswith(asked) else ("", 0)
+    return (common[len(asked) :], before[len(common) :]) if common.startswith(asked) else ("", "")
 
 
 def _find_opening(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
