@@ -188,7 +188,7 @@ class RewardContract(Signature):
 
 
 @dataclass(frozen=True)
-class _RewardSetting:
+class RewardSetting:
     source: YamlSource
     path: tuple[str, ...]
     value: Any
@@ -200,7 +200,7 @@ class _RewardSetting:
 
 def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
     """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
-    named = [(setting, *read_recipe(setting.value)) for setting in _reward_settings(spec)]
+    named = [(setting, *read_recipe(setting.value)) for setting in reward_settings(spec)]
     terms = [(setting, term) for setting, recipe, _ in named for term in recipe.terms]
     mistakes = [mistake for setting, term in terms for mistake in _check_module(setting, term)]
     if mistakes:
@@ -231,7 +231,7 @@ def shipped_rewards() -> dict[str, RewardContract]:
 def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
     """Return field of the data → values for which a reward is given, in validation or else in training."""
     values: dict[str, list[str]] = {}
-    for setting in _reward_settings(spec):
+    for setting in reward_settings(spec):
         recipe, _ = read_recipe(setting.value)
         if (setting.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
             known = values.get(recipe.by, list(recipe.branches))
@@ -252,15 +252,15 @@ def reward_contract(function: Any) -> RewardContract:
     return _contract(live_signature(function))
 
 
-def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
+def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
     for node, item in spec.dag.nodes.items():
         contract = spec.functions.get(item.function) if item.function else _default(spec, item)
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION:
-                yield _RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
+                yield RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
     if spec.run.validation:
-        yield _RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
+        yield RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
 def _default(spec: CheckedSpec, item: Node) -> Contract | None:
@@ -325,7 +325,7 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
             yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
 
 
-def _unset_keys(setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+def _unset_keys(setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
     named = [(term, term.settings.get("key_variable")) for term in recipe.terms]
     return [Diagnostic(f"{setting.label}: reward `{term.name}` takes its key from the environment variable {key}, "
                        "which is not set", setting.location((*term.path, "key_variable")),
@@ -333,7 +333,7 @@ def _unset_keys(setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
             for term, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
-def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+def _check_columns(spec: CheckedSpec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
     known = [*_PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),
@@ -342,7 +342,7 @@ def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 
 
-def _check_module(setting: _RewardSetting, term: Term) -> list[Diagnostic]:
+def _check_module(setting: RewardSetting, term: Term) -> list[Diagnostic]:
     """Return what keeps the module of `MODULE:NAME` from being read."""
     if not term.module:
         return []
