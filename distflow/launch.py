@@ -306,8 +306,13 @@ def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int)
 def prove_inputs(spec: Spec) -> Preflight:
     """Prove data and rewards on the first records, unless the run file leaves that out. Raises InvalidInput."""
     from workers.preflight import prove_before_torch
+    from workers.preflight.proofs import Preflight
 
-    return prove_before_torch(spec)
+    account = Preflight()
+    if spec.run.preflight:
+        prove_before_torch(account, spec)
+    account.require()
+    return account
 
 
 def folder_before_restart(spec: Spec) -> Path | None:

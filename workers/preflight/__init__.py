@@ -11,18 +11,32 @@ them without a run; `preflight: false` in the run file leaves them out.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from distflow.config.load import Spec
 from workers.preflight.data import prove_data
 from workers.preflight.proofs import Preflight, first_records
 from workers.preflight.rewards import prove_rewards
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def prove_before_torch(spec: Spec) -> Preflight:
-    """Prove data and rewards, unless the run file says otherwise. Raises InvalidInput: a proof has failed that is no
-    doubt."""
-    account = Preflight()
-    if spec.run.preflight:
-        sets = first_records(spec)
-        account.prove("data", sum(map(len, sets)), lambda: (each for records in sets for each in prove_data(records)))
-        account.prove("rewards", sum(map(len, sets)), lambda: prove_rewards(spec, sets))
-    return account
+    from distflow.plan import Plan
+
+
+def prove_before_torch(account: Preflight, spec: Spec) -> None:
+    """Prove data and rewards, and add that to the account."""
+    sets = first_records(spec)
+    count = sum(map(len, sets))
+    account.prove("data", count, lambda: (failed for records in sets for failed in prove_data(records)))
+    account.prove("rewards", count, lambda: prove_rewards(spec, sets))
+
+
+def prove_with_tokenizer(account: Preflight, spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase,
+                         vocabulary: int | None) -> None:
+    """Prove tokens, and add that to the account. `vocabulary`: the number of rows of the model's embedding, if known.
+    """
+    from workers.preflight.tokens import prove_tokens
+
+    sets = first_records(spec)
+    account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(spec, plan, tokenizer, vocabulary, sets))

@@ -33,26 +33,26 @@ def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
 def _answers_differ(records: FirstRecords) -> Iterator[FailedProof]:
     same = set(records.answers)
     if len(records) >= _ENOUGH and len(same) == 1 and len(set(records.questions)) > 1:
-        yield from records.failed(range(len(records)), f"has the answer {shortened(same.pop())}, whatever its question is",
-                                  _other_field(records), doubt=True)
+        yield from records.failed(range(len(records)), f" has the answer {shortened(same.pop())}, whatever its "
+                                  "question is", _other_field(records), doubt=True)
 
 
 def _answers_are_not_counted(records: FirstRecords) -> Iterator[FailedProof]:
     numbers = [int(answer) if re.fullmatch(r"\d{1,9}", answer) else -1 for answer in records.answers]
     counted = [range(first, first + len(numbers)) for first in (0, 1)]
     if len(records) >= _ENOUGH and any(numbers == [*count] for count in counted):
-        yield from records.failed(range(len(records)), "has its own number as its answer", _other_field(records),
+        yield from records.failed(range(len(records)), " has its own number as its answer", _other_field(records),
                                   doubt=True)
 
 
 def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof]:
     pairs = [(question.strip(), answer.strip()) for question, answer in zip(records.questions, records.answers)]
     same = [index for index, (question, answer) in enumerate(pairs) if question == answer]
-    yield from records.failed(same, "has its question as its answer, too", _other_field(records), doubt=True)
+    yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True)
     ends = [index for index, (question, answer) in enumerate(pairs)
             if question != answer and _ends_with(question, answer)]
     if 2 * len(ends) > len(records):
-        yield from records.failed(ends, "ends with its answer, which the model then only repeats", "Take the answers "
+        yield from records.failed(ends, " ends with its answer, which the model then only repeats", "Take the answers "
                                   "out of the questions, or name another field:  --set data.question=FIELD", doubt=True)
 
 
@@ -63,7 +63,7 @@ def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
            and records.answers[index].strip() not in offers[index]]
     if odd:
         letters, answer = " ".join(sorted(offers[odd[0]])), records.answers[odd[0]].strip()
-        yield from records.failed(odd, f"offers the choices {letters}, and its answer is `{answer}`, which is none of "
+        yield from records.failed(odd, f" offers the choices {letters}, and its answer is `{answer}`, which is none of "
                                   "them", "Write each answer as the question writes its choice.")
 
 
@@ -71,8 +71,8 @@ def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
     if {"chosen", "rejected"} <= {*records.data.columns}:
         same = [index for index, row in enumerate(records.rows)
                 if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
-        yield from records.failed(same, "has the same answer as `chosen` and as `rejected`: nothing can be learned from "
-                                  "it", "Take such records out:  --set data.filter='chosen != rejected'")
+        yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
+                                  "learned", "Take such records out:  --set data.filter='chosen != rejected'")
 
 
 def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
@@ -84,9 +84,9 @@ def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
                 broken[index] = wrong
             elif tools and _name(call) not in tools:
                 unknown[index] = _name(call)
-    yield from records.failed([*broken], "has a tool call whose arguments are not a JSON object: "
+    yield from records.failed([*broken], " has a tool call whose arguments are not a JSON object: "
                               f"{next(iter(broken.values()), '')}", 'Write them as {"x": 1}, or as JSON text of that.')
-    yield from records.failed([*unknown], f"calls the tool `{next(iter(unknown.values()), '')}`, which it does not "
+    yield from records.failed([*unknown], f" calls the tool `{next(iter(unknown.values()), '')}`, which it does not "
                               f"list in `{records.data.tools}`", "Name each tool as the list does.")
 
 

@@ -78,16 +78,17 @@ class FirstRecords:
     def location(self, position: int) -> Location:
         return self.records.location(self.indices[position])
 
-    def failed(self, bad: Sequence[int], what: str, hint: str = "", doubt: bool = False) -> Iterator[FailedProof]:
-        """Yield the failed proof if there are `bad` records, by their positions: a doubt unless all of them are, or if
-        `doubt`. `what` continues a sentence that begins with how many they are."""
+    def failed(self, bad: Sequence[int], what: str = "", hint: str = "", doubt: bool | None = None,
+               before: str = "") -> Iterator[FailedProof]:
+        """Yield the failed proof if there are `bad` records, by their positions. Unless `doubt` says so, it is a doubt
+        where some records are good. `before` and `what` stand around how many they are, in a sentence."""
         if not bad:
             return
         count, whole = len(bad), len(self)
         some = f"{count} of the first {whole} records" if whole > 1 else "the first record"
         who = f"each of the first {whole} records" if count == whole > 1 else some
-        mistake = Diagnostic(f"{who} {what}", self.location(bad[0]), hint)
-        yield FailedProof(mistake, doubt or count < whole)
+        mistake = Diagnostic(f"{before}{who}{what}", self.location(bad[0]), hint)
+        yield FailedProof(mistake, count < whole if doubt is None else doubt)
 
 
 def first_records(spec: Spec, count: int = FIRST) -> list[FirstRecords]:
@@ -114,24 +115,33 @@ def shortened(text: str) -> str:
 
 @dataclass
 class Preflight:
-    """Account of what a run has proved: numbers of records and seconds by family of proofs, and the doubts."""
+    """Account of what a run has proved: numbers of records and seconds by family of proofs, and what has failed."""
 
     proved: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    mistakes: list[Diagnostic] = field(default_factory=list)
 
     def prove(self, family: str, records: int, failed: Callable[[], Iterable[FailedProof]]) -> None:
-        """Run the proofs of a family, and print its doubts. Raises InvalidInput: some have failed that are none."""
+        """Run the proofs of a family, and print the doubts."""
         began = time.perf_counter()
         found = [*dict.fromkeys(failed())]
         self.proved[family], self.seconds[family] = records, round(time.perf_counter() - began, 3)
-        if mistakes := [each.mistake for each in found if not each.is_doubt]:
-            error = InvalidInput(mistakes)
+        self.mistakes += [each.mistake for each in found if not each.is_doubt]
+        for note in [each.note for each in found if each.is_doubt]:
+            self.doubts.append(note)
+            events.show(f"note: {note}")
+
+    def require(self) -> None:
+        """Raise InvalidInput if a proof has failed that is no doubt."""
+        if self.mistakes:
+            error = InvalidInput(self.mistakes)
             error.add_note("The first records of the data show this. If it is meant:  --set preflight=false")
             raise error
-        self.doubts += [each.note for each in found]
-        for each in found:
-            events.show(f"note: {each.note}")
+
+    def describe(self) -> str:
+        return ", ".join(f"{family} ({count} records, {self.seconds[family]:.1f} s)"
+                         for family, count in self.proved.items())
 
     def record(self) -> None:
         """Record the account as an event of the run."""

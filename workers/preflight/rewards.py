@@ -12,6 +12,7 @@ with the limits that they have in a run. What is not proved within `_LIMIT` seco
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -51,7 +52,7 @@ _NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)"
 _SLOW = ("took longer", "was not done", "its module")
 _FORMS = ("{}", r"\boxed{{{}}}", "#### {}", "<think>\n?\n</think>\n<answer>{}</answer>", "```python\n{}\n```")
 """Forms in which a reward that does not say so may ask for an answer."""
-_OWN, _SWAPPED, _EMPTY, _QUESTION, _OTHER = "own", "swapped", "an empty answer", "its question", \
+_OWN, _SWAPPED, _EMPTY, _QUESTION, _OTHER = "own", "swapped", "an empty answer", "the repeated question", \
     "another record's answer"
 _MODULES_HINT = "The module of a reward must not end the process that imports it. What it printed stands above."
 
@@ -83,7 +84,7 @@ def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRe
     try:
         for failed in (each for setting in settings for records in sets
                        if records.training != (setting.source is spec.run_source)
-                       for each in _prove_setting(spec, setting, records)):
+                       for trial in _trials(spec, setting, records) for each in trial.proofs()):
             print(json.dumps(asdict(failed)), file=lines, flush=True)
     except DistflowError as error:
         mistakes = error.mistakes if isinstance(error, InvalidInput) else [Diagnostic(str(error))]
@@ -98,8 +99,17 @@ def _read(line: str) -> FailedProof:
     return FailedProof(Diagnostic(**{**mistake, "where": where, "lines": lines}), fields["is_doubt"])
 
 
-def _prove_setting(spec: Spec, setting: RewardSetting, records: FirstRecords) -> Iterator[FailedProof]:
-    """Prove each reward of a recipe whose columns the data has, on the records that it is for."""
+def prove_behind(spec: Spec, records: FirstRecords, opening: str) -> Iterator[FailedProof]:
+    """Prove that records have answers which the shipped rewards pay behind the `opening` that the chat template has
+    written."""
+    for setting in reward_settings(spec):
+        if records.training != (setting.source is spec.run_source):
+            for trial in _trials(spec, setting, records, opening):
+                yield from trial.unmatched() if trial.shipped and trial.reads_opening else ()
+
+
+def _trials(spec: Spec, setting: RewardSetting, records: FirstRecords, opening: str = "") -> Iterator[_RewardTrial]:
+    """Yield each reward of a recipe whose columns the data has, with the records that it is for."""
     recipe, _ = read_recipe(setting.value)
     known = {"completions", "answers", "questions", "responses", "row", FINISHED, *records.data.columns}
     if recipe.by and recipe.by not in records.data.columns:
@@ -110,7 +120,7 @@ def _prove_setting(spec: Spec, setting: RewardSetting, records: FirstRecords) ->
         for term in terms if len(chosen) else ():
             contract = spec.rewards[term.name]
             if all(read.optional or read.name in known for read in contract.columns.values()):
-                yield from _RewardTrial(setting, term, contract, chosen).proofs()
+                yield _RewardTrial(term, contract, chosen, opening)
 
 
 @dataclass(frozen=True)
@@ -140,22 +150,24 @@ class _Paid:
 class _RewardTrial:
     """One reward of a recipe, tried on some records with answers that are right and others that are not."""
 
-    def __init__(self, setting: RewardSetting, term: Term, contract: RewardContract, records: FirstRecords):
-        self.name, self.contract, self.whole = f"reward `{term.name}`", contract, records
+    def __init__(self, term: Term, contract: RewardContract, records: FirstRecords, opening: str):
+        self.name, self.contract, self.whole, self.opening = f"reward `{term.name}`", contract, records, opening
         self.shipped = contract.module in SHIPPED
         limits = {} if self.shipped else {"timeout": min(term.timeout or _CALL_LIMIT, _CALL_LIMIT), "retries": 0}
-        self.scorer = Scorer({term.spelling: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT)
+        name = term.name if self.shipped else f"{contract.module}:{term.name}"
+        self.scorer = Scorer({name: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT)
         marks = self.scorer.functions[term.name].__distflow_reward__
         several = self.shipped and (marks.shortcut or marks.in_rank)
         self.records = records.only(range(min(_SEVERAL if several else _FEW, len(records))))
         self.declared = marks.reference is not None
+        self.reads_opening = self.declared and "opening" in inspect.signature(marks.reference).parameters
         self.references = self._references(self.records)
         self.reads_answer = any(read.name in ("answers", *records.data.columns) for read in contract.columns.values())
 
     def proofs(self) -> Iterator[FailedProof]:
         if self.shipped and not self.declared:
             return  # a judge, or a form that has no one right answer
-        yield from self._unmatched()
+        yield from self.unmatched()
         paid = self._pay([each for row in range(len(self.records)) for each in self._tries(row)])
         yield from self._calls(paid)
         yield from self._right_and_wrong(paid) if self.declared else self._spread(paid)
@@ -163,10 +175,10 @@ class _RewardTrial:
     def _references(self, records: FirstRecords) -> list[Reference]:
         if not self.declared:
             return [Reference(None)] * len(records)
-        found = self.scorer.references(_columns(records), range(len(records)))
+        found = self.scorer.references(_columns(records), range(len(records)), self.opening)
         return next(iter(found.values()))
 
-    def _unmatched(self) -> Iterator[FailedProof]:
+    def unmatched(self) -> Iterator[FailedProof]:
         """Yield the records of which no completion can be paid."""
         until, read, problems = time.monotonic() + _SCAN, [*zip(self.whole.indices, self.whole.rows)], []
         more = (pair for pair in self.whole.whole_set() if pair[0] > read[-1][0]) if self.declared else iter(())
@@ -177,8 +189,7 @@ class _RewardTrial:
             read += zip(block.indices, block.rows)
         bad = [row for row, problem in enumerate(problems) if problem]
         what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
-        yield from self.whole.of_pairs(read).failed(bad, f"has a reference that {self.name} can pay no answer for: "
-                                                    f"{what}", hint)
+        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, before=f"{self.name} can pay no answer to ")
 
     def _tries(self, row: int) -> Iterator[_Try]:
         own, answers = self.references[row].completion, self.records.answers
@@ -221,36 +232,39 @@ class _RewardTrial:
         reason = Counter(each.reason for _, each in failures).most_common(1)[0][0]
         row, failed = next((row, each) for row, each in failures if each.reason == reason)
         slow, line, where = reason.startswith(_SLOW), users_line(failed.trace), self.contract.where
-        what = f"{self.name} {'is slow: its first call ' * slow}{reason} (in {len(failures)} of {len(values)} calls on the " \
-            f"first {len(self.records)} records, as {self.records.location(row)}){line and f', at {line}'}"
+        which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
+        call = "is slow: its first call " * slow
+        what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
         doubt = slow or len(failures) < len(values) or bool(_NETWORK.match(reason))
         hint = "The run starts without that proof." if slow else "Samples without a reward leave the step."
         yield FailedProof(Diagnostic(what, Location(shown(where.file), where.line), hint), doubt)
 
     def _right_and_wrong(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
-        full = [1.0 if self.shipped else each.most(_OWN) or 0.0 for each in paid]
-        unpaid = [row for row, each in enumerate(paid) if each.most(_OWN) is not None and not each.pays(_OWN, full[row])]
+        own = [each.most(_OWN) for each in paid]
+        full = [1.0 if self.shipped else value or 0.0 for value in own]
+        unpaid = [row for row, value in enumerate(own) if value is not None and value < full[row]]
         if unpaid:
             text = shortened(self.references[unpaid[0]].completion or "")
-            yield from self.records.failed(unpaid, f"has an answer that {self.name} does not pay in full: {text} earns "
-                                           f"{paid[unpaid[0]].most(_OWN):g}")
+            yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}",
+                                           before=f"{self.name} does not pay in full for the answer of ")
         for kind in (_EMPTY, _QUESTION, _OTHER):
-            wrong = [row for row, each in enumerate(paid) if each.most(_OWN) is not None and each.pays(kind, full[row])
+            wrong = [row for row, each in enumerate(paid) if own[row] is not None and each.pays(kind, full[row])
                      and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
-            yield from self.records.failed(wrong, f"has {self.name} pay {kind} as much as its own answer")
+            yield from self.records.failed(wrong, before=f"{self.name} pays {kind} as much as the answer of ")
 
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
         numbers = {value for value in values if isinstance(value, float)}
+        pairs = [(each.most(_OWN), each.most(_EMPTY)) for each in paid]
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
-                range(len(paid)), f"has {self.name} pay {numbers.pop():g} for all that was tried: its own answer in "
-                "several forms, another record's, an empty one and its question", "If it asks for another form, give "
-                "the function that writes it:  @reward(reference=FUNCTION)", doubt=True)
-        elif self.reads_answer and all((own := each.most(_OWN)) is not None and each.pays(_EMPTY, own) for each in paid):
+                range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
+                "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
+                doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
+        elif self.reads_answer and all(None not in (own, empty) and empty >= own for own, empty in pairs):
             yield from self.records.failed(
-                range(len(paid)), f"has {self.name} pay an empty answer ({paid[0].most(_EMPTY):g}) no less than its own "
-                f"({paid[0].most(_OWN):g})", "A model learns to say nothing from that.", doubt=True)
+                range(len(paid)), f": {pairs[0][1]:g}, and {pairs[0][0]:g}", "A model learns from it to say nothing.",
+                doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
 
 
 def _columns(records: FirstRecords) -> Columns:
