@@ -142,8 +142,8 @@ def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | N
     before = elastic.folder() if elastic else folder_before_restart(spec)
     if not options.resume and before:
         options.resume = str(before)
+    proved = prove_inputs(spec, not (before or options.export)) if not _torchrun_number("RANK", 0) else None
     folder = choose_folder(spec, plan.name, options, _torchrun_number("RANK", 0))
-    proved = prove_inputs(spec) if folder and not (before or options.export) else None
     if options.export or options.in_process:
         return run_in_process(spec, plan, folder, options, proved)
     return run_supervised(spec, plan, folder, options, elastic, proved)
@@ -293,26 +293,25 @@ def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Sp
 
 
 def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
-    """Check the data and return the run's folder on rank 0; None on other ranks, which learn it from the store."""
+    """Return the run's folder on rank 0; None on other ranks, which learn it from the store."""
     if rank > 0:
         return None
-    from distflow.data.checks import check_data
-
-    for note in check_data(spec):
-        print(f"note: {note}", flush=True)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
 
 
-def prove_inputs(spec: Spec) -> Preflight:
-    """Prove data and rewards on the first records, unless the run file leaves that out. Raises InvalidInput."""
+def prove_inputs(spec: Spec, starts: bool) -> Preflight | None:
+    """Check the data. If a run starts, prove data and rewards on its first records too, unless its run file leaves that
+    out, and return the account. Raises InvalidInput."""
+    from distflow.data.checks import check_data
     from workers.preflight import prove_before_torch
     from workers.preflight.proofs import Preflight
 
     account = Preflight()
-    if spec.run.preflight:
+    account.note(check_data(spec))
+    if starts and spec.run.preflight:
         prove_before_torch(account, spec)
-    account.require()
-    return account
+        account.require()
+    return account if starts else None
 
 
 def folder_before_restart(spec: Spec) -> Path | None:

@@ -68,7 +68,7 @@ def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
 
 
 def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
-    if {"chosen", "rejected"} <= {*records.data.columns}:
+    if records.training and {"chosen", "rejected"} <= {*records.data.columns}:
         same = [index for index, row in enumerate(records.rows)
                 if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
         yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "

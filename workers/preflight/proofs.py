@@ -128,9 +128,13 @@ class Preflight:
         found = [*dict.fromkeys(failed())]
         self.proved[family], self.seconds[family] = records, round(time.perf_counter() - began, 3)
         self.mistakes += [each.mistake for each in found if not each.is_doubt]
-        for note in [each.note for each in found if each.is_doubt]:
-            self.doubts.append(note)
-            events.show(f"note: {note}")
+        self.note(each.note for each in found if each.is_doubt)
+
+    def note(self, doubts: Iterable[str]) -> None:
+        """Add doubts to the account, and print them."""
+        for doubt in doubts:
+            self.doubts.append(doubt)
+            events.show(f"note: {doubt}")
 
     def require(self) -> None:
         """Raise InvalidInput if a proof has failed that is no doubt."""
