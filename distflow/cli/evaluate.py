@@ -101,7 +101,7 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
     if found is None:
         raise InvalidInput(f"there is no data `{path}`. Give a .jsonl or .parquet file, or a folder that `datasets` "
                            "saved.")
-    records = open_records(found)
+    records = open_records(found, data)
     empty = set(check_records(records, fields_of(data, data.columns)))
     if not empty:
         return found, len(records), 0

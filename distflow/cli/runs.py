@@ -144,7 +144,7 @@ def export(options: argparse.Namespace) -> int:
     plan(load_spec(options), ranks)
     folder = Path(options.folder or options.resume)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
-    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir()]
+    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir() and not path.suffix]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
     for path in models if options.push else ():
         name = options.push + path.name.removeprefix("model")

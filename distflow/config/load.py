@@ -13,7 +13,7 @@ from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
-from distflow.config.hub import fetch, fetched, pinned
+from distflow.config.hub import data_set_line, fetch, fetched, pinned
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.models import (
     Shape,
@@ -348,7 +348,7 @@ def _check_data(spec: Spec) -> None:
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             meant = nearest_file(name, "data", spec.folder) if not hub else None
-            hint = f"Did you mean `{meant}`?\n{hint}" if meant else hint
+            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:

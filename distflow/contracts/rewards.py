@@ -241,11 +241,14 @@ def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
 
 def validation_fields(spec: CheckedSpec) -> list[str]:
     """Return the `data.columns` that validation's reward reads; those that only training reads may be missing."""
-    if not spec.run.validation:
-        return []
-    recipe, _ = read_recipe(spec.run.validation.reward)
-    read = {each.name for each in _columns_of(recipe, spec.rewards)}
+    read = {each.name for each in validation_reads(spec)}
     return [name for name in spec.run.data.columns if name in read]
+
+
+def validation_reads(spec: CheckedSpec) -> list[Read]:
+    """Return the columns that validation's reward reads."""
+    recipe = read_recipe(spec.run.validation.reward)[0] if spec.run.validation else None
+    return [*_columns_of(recipe, spec.rewards)] if recipe else []
 
 
 def reward_contract(function: Any) -> RewardContract:
@@ -254,7 +257,7 @@ def reward_contract(function: Any) -> RewardContract:
 
 def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
     for node, item in spec.dag.nodes.items():
-        contract = spec.functions.get(item.function) if item.function else _default(spec, item)
+        contract = contract_of(spec, item)
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION:
@@ -263,7 +266,10 @@ def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
         yield RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
-def _default(spec: CheckedSpec, item: Node) -> Contract | None:
+def contract_of(spec: CheckedSpec, item: Node) -> Contract | None:
+    """Return the contract of a node's function, that it names or that is its default; None if there is none."""
+    if item.function:
+        return spec.functions.get(item.function)
     fitting = [contract for contract in spec.functions.values()
                if contract.marks.type == item.type and item.role in contract.marks.default_for]
     return fitting[0] if len(fitting) == 1 else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distflow.errors import ColumnError, DistflowError
+from distflow.errors import ColumnError, DistflowError, Exhausted
 
 
 class DockError(DistflowError):
@@ -32,7 +32,7 @@ class LeaseLost(DockError):
     """The rows of this lease were given to another holder, or are committed: throw away what was made of them."""
 
 
-_BY_NAME = {kind.__name__: kind for kind in (DockError, LeaseLost, ColumnError)}
+_BY_NAME = {kind.__name__: kind for kind in (DockError, LeaseLost, ColumnError, Exhausted)}
 
 
 def error_from(reply: Mapping[str, Any]) -> DistflowError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 
+from distflow.errors import Exhausted
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import Refused, Unreachable
 from distflow.rpc.shared_payloads import LEAST, MappedHeap
@@ -33,10 +34,12 @@ class RetryPolicy:
         self.since: float | None = None
 
     def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
-        """Pause before the next attempt; raise `Unreachable` if there is none. `moved`: the process is elsewhere now,
-        so that its silence says nothing."""
+        """Pause before the next attempt; raise `Unreachable`, or `Exhausted`, if there is none. `moved`: the process is
+        elsewhere now, so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
+        if isinstance(error, Exhausted) and now - self.since >= self.timeout:
+            raise error
         if isinstance(error, TimeoutError) and not moved or now - self.since >= self.timeout:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
             raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.timeout:g} s "
@@ -106,7 +109,7 @@ class ConnectionPool:
         """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
         if address in self.served and self.locate(address) != self.served[address]:
             self._drop(address)
-            with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
+            with contextlib.suppress(OSError, ConnectionEnded, Unreachable, Exhausted):
                 self._connection(address)
 
     def memory_of(self, address: Address) -> numpy.ndarray | None:
@@ -187,7 +190,7 @@ class ConnectionPool:
                 self.sent_activity[address] = self.activity
                 header = header | {"activity": self.activity}
             connection.send(header, buffers)
-        except (OSError, ConnectionEnded, Unreachable) as error:
+        except (OSError, ConnectionEnded, Unreachable, Exhausted) as error:
             self._drop(address)
             retry.pause_or_raise(address, error, self._has_moved(address))
             return False

@@ -1,7 +1,7 @@
 """Appends events to `events.jsonl`, one JSON object a line, from every rank; and lines to other files of a run.
 
 A full disk does not end a run: lines that cannot be written are dropped and counted, and the files stay valid JSON
-Lines. Files that are no such log are written by `write_atomically`.
+Lines. Files that are no such log are written by `files.write_atomically`.
 """
 
 from __future__ import annotations
@@ -49,15 +49,6 @@ def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
         _dropped[path] += len(lines)
         return False
     return True
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file whole or not at all, in place of an older one. Raises OSError: it cannot be written."""
-    partial = path.with_name(f"{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 def dropped() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
 

@@ -33,7 +33,7 @@ from distflow.config.load import Spec, reload
 from distflow.config.yaml_source import dump
 from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Plan
-from distflow.telemetry import events
+from distflow.telemetry import events, files
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
 from distflow.telemetry.run_reader import SUMMARY, Tail, histograms, no_run
@@ -289,15 +289,17 @@ class RunFolder:
                                        if "tensorboard" in loggers else lambda: None)
 
     @staticmethod
-    def made(path: Path, torchrun: str) -> bool:
-        """Return whether an earlier worker of this torchrun has made the folder of its new run. A folder that was left
-        incomplete, by a worker that was killed, is removed."""
-        if (path / "plan.json").is_file():  # which is written last
-            return True
+    def is_made(path: Path) -> bool:
+        """Return whether a run's folder was made to its end."""
+        return (path / "plan.json").is_file()  # which is written last
+
+    @staticmethod
+    def remove_unfinished(path: Path, torchrun: str) -> None:
+        """Remove a folder that an earlier worker of this torchrun has left unfinished. Only the worker that makes the
+        folder may do so: to any other one, a folder that is being made looks alike."""
         started = path / "launch.json"
         if not started.is_file() or torchrun in started.read_text():
             shutil.rmtree(path, ignore_errors=True)
-        return False
 
     @staticmethod
     @contextlib.contextmanager
@@ -319,7 +321,7 @@ class RunFolder:
                                           "Name another one:  --set output=FOLDER")) from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
-            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
+            files.write_atomically(path / "launch.json", json.dumps({"search": search, "torchrun": torchrun}))
             RunFolder.describe(path, spec, plan)
             yield lambda: _remove(missing)
             failed.pop_all()
@@ -329,7 +331,7 @@ class RunFolder:
         """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
         texts = {f"{kind}.yaml": dump(content) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
-            events.write_atomically(path / name, text)
+            files.write_atomically(path / name, text)
 
     def _totals(self) -> tuple[float, ...]:
         """Read the totals of the newest step that is written, from which a resumed run goes on."""
@@ -370,10 +372,9 @@ class RunFolder:
             summary["dropped_lines"] = events.dropped()
         path = self.path / SUMMARY
         try:
-            path.write_text(json.dumps(finite(summary), indent=1))
+            files.write_atomically(path, json.dumps(finite(summary), indent=1))  # half of one would end a resume
         except OSError as error:
             events.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
-            path.unlink(missing_ok=True)
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:

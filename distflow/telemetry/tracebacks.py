@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from distflow.errors import shown
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OTHERS = tuple(f"{folder}/" for folder in (*(_ROOT / name for name in ("distflow", "workers", "planners")),

@@ -17,12 +17,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
 from distflow.config.load import Spec
 from distflow.config.run import Model
 from distflow.config.shipped import find
-from distflow.data.dataset import fields_of, open_training_sets
+from distflow.data.checks import training_fields
+from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, content_text, messages_of
 from distflow.errors import Diagnostic, InvalidInput, Location, shown
 from workers.engines.embedded import build_model, build_tokenizer
@@ -55,6 +57,16 @@ def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedModel) -> bytes:
+    """Return the `generation_config.json` that is saved with a model: that of its folder as it is, since transformers
+    reads some that it refuses to write."""
+    folder = find(model.path, "models", spec.folder) if model and model.path else None
+    if folder and (folder / GENERATION_CONFIG_NAME).is_file():
+        return (folder / GENERATION_CONFIG_NAME).read_bytes()
+    config = loaded.generation_config
+    return config.to_json_string(keys_to_pop=["compile_config"]).encode() if config else b""
+
+
 def _existing(path: Path | None, name: str) -> Path:
     if path is None:
         raise InvalidInput(f"`{name}` was there when the run was checked, and is not any more")
@@ -80,7 +92,7 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if tokenizer.eos_token_id is not None:
         return
     named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
-    if (folder / "generation_config.json").is_file():
+    if (folder / GENERATION_CONFIG_NAME).is_file():
         named = GenerationConfig.from_pretrained(folder).eos_token_id or named
     first = next(iter(named), None) if isinstance(named, list) else named
     token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
@@ -92,9 +104,9 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def _embedded_tokenizer(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
     data = spec.run.data
-    sets, fields = open_training_sets(data, spec.data_path).values(), fields_of(data, data.columns)
+    sets, fields = open_training_sets(data, spec.data_path).values(), training_fields(spec)
     first = (record for records in sets for record in records.get(range(min(len(records), 2000)))
-             if not fields.empty(record))
+             if not (fields.missing(record) or fields.empty(record)))
     texts = ("\n".join(content_text(message.get("content")) for message in messages_of(record, data)) +
-             f" {answer_text(record[data.answer])}" for record in first)
+             f" {answer_text(record.get(data.answer, ''))}" for record in first)
     return build_tokenizer(texts, with_images=with_images)

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from distflow.config.training_api import TrainingApi
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
 from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
