@@ -549,6 +549,9 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    preflight: bool = True
+    """Whether the run proves its data, rewards and tokens on its first records before it starts: see `docs/running.md`.
+    """
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
