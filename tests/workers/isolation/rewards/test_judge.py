@@ -218,7 +218,8 @@ def test_the_recipe_of_the_example_in_processes_that_share_a_cache(server, monke
     for size in (2, 1):
         scorer = Scorer(recipe, workers=size)
         scores = scorer.score(columns(["#### 42", "#### 41"]), range(2))
-        assert scores.parts == [{"math": 1.0, "rubric": 1.0}, {"math": 0.0, "rubric": 1.0}]
+        reported = {"rubric/padded": 0.0, "rubric/steps": 1.0}
+        assert scores.parts == [{"math": 1.0, "rubric": 1.0, **reported}, {"math": 0.0, "rubric": 1.0, **reported}]
         assert scores.rewards == [1.5, 0.5]
         padded, steps = ("rubric/padded", 0.0, 1.0), ("rubric/steps", 1.0, 1.0)
         assert sorted(map(tuple, scores.metrics)) == [padded, padded, steps, steps]
