@@ -255,7 +255,8 @@ def test_it_reads_what_is_not_its_own(run, tmp_path):
     """)
     assert outcome.ok, outcome.stderr
     below = (os.path.realpath(runner.sys.executable), *runner._packages())
-    way = {f"{place} {[folder.name]}" for place in (Path.home(), ROOT) for path in below for folder in Path(path).parents}
+    names = {folder.name for path in below for folder in Path(path).parents}
+    way = {f"{place} {[name]}" for place in (Path.home(), ROOT) for name in names}
     seen = [line for line in outcome.stdout.splitlines() if line not in way]
     assert seen == []  # the way to the interpreter and packages is there, and nothing beside it
 
