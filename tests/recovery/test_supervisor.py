@@ -212,6 +212,17 @@ def test_a_failure_at_the_end_of_a_run_is_tried_twice_and_the_command_that_finis
         f"{tmp_path}   or to another place:  distflow export {tmp_path} FOLDER")
 
 
+def test_a_run_folder_that_stays_away_ends_the_run_and_what_is_kept_is_named(run, tmp_path):
+    code, said = run("from distflow.errors import FolderUnavailable\n\ndef work(context):\n"
+                     "    if context.attempt.number:\n        raise FolderUnavailable('it could not be written')\n"
+                     "    lived(context, 3)\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert [event["verdict"] for event in events_of(tmp_path, "failure")] == [
+        "starts again", "it would fail the next time too"]
+    assert (code, said.splitlines()[-2:]) == (1, [
+        "it could not be written",
+        f"{tmp_path}: it has no checkpoint to go on from (`checkpoint.every` in the run file)"])
+
+
 def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):
     """Its supervisor stays until the run is over, and ends well."""
     code, said = run("def is_obsolete():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"
