@@ -52,6 +52,8 @@ from workers.execution import InferenceExecutor
 from workers.follower import write_models
 from workers.inference import InferenceContext
 from workers.loop import infer, rollout, serve, train
+from workers.preflight import prove_with_tokenizer
+from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
@@ -204,12 +206,22 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
+        if context.preflight and worker_context.first and not again:
+            _end_preflight(context.preflight, context.spec, context.plan, ctx.roles[ctx.prompted])
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
     if writes:
         _open_timeline(context)
     if writes and context.lock and not worker_context.supervisor_pid:  # else the supervisor takes it
         context.lock.hold()
     return ctx
+
+
+def _end_preflight(account: Preflight, spec: Spec, plan: Plan, role: RoleEngines) -> None:
+    """Prove tokens too, and record what has been proved. Raises InvalidInput: a proof has failed."""
+    if spec.run.preflight:
+        prove_with_tokenizer(account, spec, plan, role.tokenizer, role.vocabulary)
+    account.require()
+    account.record()
 
 
 def _open_timeline(context: RankContext) -> None:
