@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
+from distflow.data.checks import training_fields
 from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
-from distflow.data.dataset import LabelledRecords, Record, fields_of, open_images, open_training_sets
+from distflow.data.dataset import LabelledRecords, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
 from distflow.errors import InvalidInput
@@ -102,7 +103,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
 
     def encode(records: list[Record]) -> dict[str, ColumnData]:
         questions = [question_text(record[data.question]) for record in records]
-        answers = [answer_text(record[data.answer]) for record in records]
+        answers = [answer_text(record.get(data.answer, "")) for record in records]  # where nobody reads them
         prompts, images, cut = encode_prompts(tokenizer, data, records, image_encoder)
         current().add("data/prompts_cut", cut)
         extra = {name: encode_text(answer_text(record[name]) for record in records) for name in data.columns}
@@ -143,7 +144,7 @@ def data_file(spec: Spec, name: str) -> Path:
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
                balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
-    data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
+    data, fields = spec.run.data, training_fields(spec)
     opened = [*open_training_sets(data, spec.data_path).values()]
     tokenizer, too_long = tokenizer or role.tokenizer, None
     if data.long_prompts == "drop":

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from distflow.config.expressions import OWN_FILTER, expression
+from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
 from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.training_api import TrainingApi
@@ -256,7 +256,7 @@ class RoleRun(Document):
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine."""
+    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
@@ -305,10 +305,13 @@ class Data(Document):
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
     """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
-    rewards get the text of the last one of the user as `question`."""
+    rewards get the text of the last one of the user as `question`. A dotted name is a field in a field, here and
+    wherever a field is named, as extra_info.question. Without this key, records in the forms of TRL (`prompt`), verl
+    and Alpaca are read as those have it; a note says so."""
     answer: str = "answer"
     """The field with the right answer, text or a number: what rewards compare to, or what supervised training
-    imitates."""
+    imitates. A list or a mapping is given to rewards as JSON text, and is never imitated. Records need none where
+    neither rewards nor nodes read it."""
     system_prompt: str | None = None
     """A system message before every question, but for those that begin with one of their own."""
     prompt_suffix: str = ""
@@ -328,9 +331,11 @@ class Data(Document):
     function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. Each rank
     reads all records once as the run starts, which says how many each filter drops; ranks that keep other records than
     rank 0 end the run. Validation data is not filtered."""
-    columns: list[str] = []
-    """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
-    by them: name the field that says where a record comes from."""
+    columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
+    """Further fields that nodes and rewards may read, by their own names, as [difficulty, extra_info.index], of which
+    the second is column `index`; or by names of yours, as {number: extra_info.index}. A list or a mapping in such a
+    field is read as JSON text. Samples have them too, and `distflow why` compares by them: name the field that says
+    where a record comes from."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
@@ -544,6 +549,9 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    preflight: bool = True
+    """Whether the run proves its data, rewards and tokens on its first records before it starts: see `docs/running.md`.
+    """
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
@@ -564,7 +572,8 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes."""
+    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
+    waits as long for a run folder whose file system is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
+import re
 from typing import Any
 
 from distflow.config.run import Data
 
 Record = dict[str, Any]
+_PYTHON_TEXT = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
+_PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 Message = dict[str, Any]
 """Message of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
@@ -46,15 +51,31 @@ def content_text(content: str | list[dict[str, Any]] | None) -> str:
     return content or "" if not isinstance(content, list) else "".join(part.get("text") or "" for part in content)
 
 
-def answer_text(answer: str | int | float) -> str:
-    """Return an answer as text. A whole number is written without a fraction, since tables store 24 as 24.0."""
-    if isinstance(answer, float) and answer.is_integer():
+def answer_text(answer: Any) -> str:
+    """Return an answer as text. A whole number is written without a fraction, since tables store 24 as 24.0; a list, a
+    mapping, true and false are JSON."""
+    if isinstance(answer, float | decimal.Decimal) and math.isfinite(answer) and answer == int(answer):
         return str(int(answer))
+    if isinstance(answer, datetime.date | datetime.time):
+        return answer.isoformat()
+    if isinstance(answer, bool | list | dict):
+        return json.dumps(answer, ensure_ascii=False, default=answer_text)
     return str(answer)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def mend_text(text: str) -> str:
+    """Return a text in which each half of a surrogate pair is U+FFFD, and two halves that belong together are one
+    character: such a half is no text, and no tokenizer takes it."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})
 
 
 def is_empty_question(value: Any) -> bool:
@@ -64,16 +85,38 @@ def is_empty_question(value: Any) -> bool:
 
 def question_error(value: Any) -> str:
     """Return the requirement that a question fails; "" if it is right."""
+    if isinstance(value, str) and _PYTHON_TEXT.match(value):
+        return _PYTHON
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
 
 
-def answer_error(value: Any) -> str:
-    """Return the requirement that an answer, or another text field, fails; "" if it is right."""
-    if isinstance(value, float) and not math.isfinite(value):
+def answer_error(value: Any, imitated: bool = False) -> str:
+    """Return the requirement that an answer, or another text field, fails; "" if it is right. `imitated`: its text
+    becomes tokens, so that JSON of a list or a mapping is none."""
+    if isinstance(value, float | decimal.Decimal) and not math.isfinite(value):
         return "a finite number"
-    return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
+    if isinstance(value, str):
+        return _PYTHON if _PYTHON_TEXT.match(value) else ""
+    if isinstance(value, list | dict) and not imitated and question_error(value):  # messages are no data
+        return _json_error(value)
+    simple = int | float | decimal.Decimal | datetime.date | datetime.time
+    return "" if isinstance(value, simple) else "text or a number"
+
+
+def _json_error(value: list | dict) -> str:
+    try:
+        json.dumps(value, default=_no_bytes, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return "text, a number, or a list or a mapping of these"
+    return ""
+
+
+def _no_bytes(value: Any) -> str:
+    if isinstance(value, decimal.Decimal | datetime.date | datetime.time):
+        return answer_text(value)
+    raise TypeError(f"{type(value).__name__} has no text")
 
 
 def tools_error(value: Any) -> str:
@@ -87,6 +130,8 @@ def tools_error(value: Any) -> str:
 
 
 def _has_content(message: Any) -> bool:
+    if isinstance(message, dict) and not _is_message(message):
+        return True
     content = message.get("content") if isinstance(message, dict) else message
     if isinstance(content, list):
         return any(not isinstance(part, dict) or part.get("type", "text") != "text" or not is_empty(part.get("text"))

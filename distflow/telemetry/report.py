@@ -22,8 +22,9 @@ from typing import Any
 
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
-from distflow.telemetry.events import write_atomically
-from distflow.telemetry.run_reader import RunReader, Tail
+from distflow.telemetry.files import write_atomically
+from distflow.telemetry.run_reader import RunReader, Tail, numbers
+from distflow.telemetry.screen import printable
 from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
@@ -60,12 +61,21 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     runs = [read_run(folder, characters) for folder in folders]
     page = (resources.files("distflow.telemetry") / "report.html").read_text(encoding="utf-8")
     plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    data = json.dumps(runs, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_shown(runs), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)), "PLOTLY": plotly, "DATA": data}
     head, *rest = page.split("@@")  # TEXT @@NAME@@ TEXT @@NAME@@ TEXT
     text = head + "".join(parts[name] + after for name, after in zip(rest[::2], rest[1::2]))
     write_atomically(file, text)
     return file.stat().st_size
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as a page can show it: its texts `printable`, and None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _shown(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else _number(value)
 
 
 def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: RunReader) -> dict[str, str]:
@@ -130,12 +140,12 @@ def _compared(answers: list[dict[str, Any]]) -> dict[str, Any]:
     `pairs` of these answers: those that have improved most, and one that has become worse."""
     rows = [row for row in answers if "completions" in row]
     first, last = (choose((row.get("step", 0) for row in rows), default=0) for choose in (min, max))
-    before, after = ({(row.get("set"), row.get("row")): row for row in rows if row.get("step", 0) == step}
+    before, after = ({(str(row.get("set")), str(row.get("row"))): row for row in rows if row.get("step", 0) == step}
                      for step in (first, last))
     both = [{"question": row.get("questions"), "answer": row.get("answers"), "steps": [first, last],
              "texts": [before[key]["completions"], row["completions"]],
-             "rewards": [before[key].get("rewards"), row.get("rewards")],
-             "gain": (row.get("rewards") or 0.0) - (before[key].get("rewards") or 0.0)}
+             "rewards": [numbers(each).get("rewards") for each in (before[key], row)],
+             "gain": numbers(row).get("rewards", 0.0) - numbers(before[key]).get("rewards", 0.0)}
             for key, row in after.items() if key in before and first < last]
     both.sort(key=lambda pair: -pair["gain"])
     worse = [pair for pair in both if pair["gain"] < 0]
@@ -146,25 +156,25 @@ def _compared(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _with_turns(samples: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the samples, conversations with their turns, each of a role and a text."""
-    turns: dict[tuple[Any, Any], list[list[str]]] = {}
+    turns: dict[tuple[str, str], list[list[str]]] = {}
     for file in sorted((folder / "trajectories").glob("*.jsonl")):
         for line in Tail(file).new():
-            said = turns.setdefault((line.get("step"), line.get("row")), [])
+            said = turns.setdefault((str(line.get("step")), str(line.get("row"))), [])
             said += [[role, line[key]] for role, key in (("assistant", "text"), ("environment", "observation"))
                      if isinstance(line.get(key), str)]
-    return [row | ({"conversation": found} if (found := turns.get((row.get("step"), row.get("row")))) else {})
+    return [row | ({"conversation": found} if (found := turns.get((str(row.get("step")), str(row.get("row"))))) else {})
             for row in samples]
 
 
 def _best_reward(dag: dict[str, Any], samples: list[dict[str, Any]]) -> float:
     """Return the most that an answer can earn: 1 from each reward of the recipe, times its weight, and nothing from a
     penalty; more if a sample has earned more."""
-    parts = [row["reward_parts"] for row in samples if isinstance(row.get("reward_parts"), dict)]
-    penalties = {"length", *(name for found in parts for name, value in found.items() if (value or 0.0) < 0)}
+    parts = [numbers(_mapping(row.get("reward_parts"))) for row in samples]
+    penalties = {"length", *(name for found in parts for name, value in found.items() if value < 0)}
     nodes = [node for node in _mapping(dag.get("nodes")).values() if isinstance(node, dict)]
     recipes = [_mapping(node.get("with")).get("reward") for node in nodes if node.get("function") == "score"]
-    earned = [value for row in samples for value in (row.get("rewards"), row.get("environment_rewards"))
-              if isinstance(value, int | float)]
+    earned = [value for row in samples for name, value in numbers(row).items()
+              if name in ("rewards", "environment_rewards")]
     most = [1.0 if recipe is None else _most_of(recipe, penalties) for recipe in recipes]
     return max([*(most or [1.0]), *earned])
 
