@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.load import Spec
@@ -16,6 +17,7 @@ from distflow.data.dataset import (
     open_training_sets,
 )
 from distflow.data.duplicates import overlaps
+from distflow.data.problems import asked_and_answered, ends_with_answer, has_broken_text
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
@@ -36,6 +38,7 @@ def check_data(spec: Spec) -> list[str]:
         empty = check_records(records, fields_of(spec.run.data, spec.run.data.columns), _nth(records),
                               branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
+    notes += [note for name, records in training.items() for note in _odd_texts(spec, name, records)]
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
               for name, records in training.items() if (found := filters_of(records))]
     tested = open_validation_sets(spec)
@@ -71,6 +74,20 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
             f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
+
+
+def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
+    """Yield notes on records that are read otherwise than they are written, of the first ones."""
+    read, data = records.get(range(min(len(records), _COMPARED))), spec.run.data
+    broken = [index for index, record in enumerate(read) if has_broken_text(record)]
+    if broken:
+        yield f"{len(broken)} of {len(read)} records of {name} have half of a surrogate pair in a text, such as " \
+              f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
+    continued = [index for index, record in enumerate(read)
+                 if data.question in record and ends_with_answer(asked_and_answered(record, data)[0])]
+    if continued:
+        yield f"{len(continued)} of {len(read)} questions of {name} end with an answer of the assistant, which the " \
+              f"model continues, such as {records.location(continued[0])}. Ask without it:  --set data.drop_answer=true"
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:

@@ -25,9 +25,12 @@ from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.run import Data
 from distflow.contracts.decorators import load_module
 from distflow.data.problems import (
+    CONVERSATION,
     Record,
     answer_error,
     answer_text,
+    differs_from_question,
+    is_conversation,
     is_empty,
     is_empty_question,
     question_error,
@@ -242,6 +245,8 @@ class RequiredFields:
     question: str
     texts: Sequence[str] = ()
     tools: str | None = None
+    answer: str = ""
+    """The one of `texts` that a conversation in `question` may have in it."""
     strict: bool = True
     """Whether a record with an empty field is a mistake."""
 
@@ -259,7 +264,7 @@ class RequiredFields:
 
 def fields_of(data: Data, own: Iterable[str]) -> RequiredFields:
     """Return the fields that a run needs of each record: question and answer, and `own` beside them."""
-    return RequiredFields(data.question, (data.answer, *own), data.tools, data.strict)
+    return RequiredFields(data.question, (data.answer, *own), data.tools, data.answer, data.strict)
 
 
 def check_records(records: Records, fields: RequiredFields, nth: int = 1,
@@ -334,8 +339,12 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     free = [each for each in record if each not in taken.values()]
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free if fnmatchcase(each.lower(), pattern)),
                        "FIELD") for key, field in taken.items() if field not in record}
+    if meant.get("question") == "FIELD" and is_conversation(record.get(meant.get("answer", ""))):
+        meant["question"] = meant["answer"]
+    elif is_conversation(record.get(meant.get("question", ""))):
+        meant.pop("answer", None)  # it is in the conversation
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
-    guess = all(meant[key] == "FIELD" for key, field in taken.items() if field == name)
+    guess = all(meant.get(key) == "FIELD" for key, field in taken.items() if field == name)
     return f"{did_you_mean(name, record, 'It has') if guess else listing(record, 'It has')}\n" \
            f"Say which field{'s' * (len(meant) > 1)} to take:  {settings}"
 
@@ -352,12 +361,17 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
 
 
 def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
+    asked = record.get(fields.question)
     if name not in record:
-        return "there"
+        return "" if name == fields.answer and is_conversation(asked) else "there"
+    if name == fields.answer == fields.question and not is_conversation(asked):
+        return CONVERSATION
     if name == fields.tools:
         return tools_error(record[name])
     if fields.is_empty_field(name, record[name]):
         return _FILLED
+    if name != fields.question and differs_from_question(record[name], asked):
+        return "an answer to the question of its record, and it is a conversation about another one"
     return (question_error if name == fields.question else answer_error)(record[name])
 
 
