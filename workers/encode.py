@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
@@ -134,8 +136,21 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
 
 
 def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> ImitatedTokens:
-    return imitated_tokens(tokenizer, conversation_of(record, data), tools_of(record, data), data.targets,
-                           **data.for_template)
+    messages = conversation_of(record, data)
+    with _rendering(messages):
+        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, **data.for_template)
+
+
+@contextlib.contextmanager
+def _rendering(messages: list[Message]) -> Iterator[None]:
+    """Raise InvalidInput where the chat template refuses messages."""
+    try:
+        yield
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise InvalidInput(f"the chat template cannot render a record with messages of {roles}: {error}. Take out of "
+                           "the records (or `data.system_prompt`) what it refuses, or take a model whose template has "
+                           "it") from None
 
 
 def _targets(imitated: list[ImitatedTokens], data: Data) -> dict[str, ColumnData]:
@@ -171,7 +186,9 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
-    return prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), **data.for_template)
+    messages = messages_of(record, data)
+    with _rendering(messages):
+        return prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
 
 
 def _too_long(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.models import lack_of, template_options
 from distflow.config.run import Data
+from distflow.config.templates import lack_of, template_options
 from distflow.data.problems import Message, mend_text
 from distflow.errors import InvalidInput
 
@@ -148,7 +148,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], t
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-    """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files."""
+    """Check the tokenizer as `distflow.config.templates.check_chat_options` checks its files."""
     for option, path in template_options(data).items():
         if lacks := lack_of(option, str(tokenizer.chat_template or "")):
             raise InvalidInput(f"`{'.'.join(path)}` would change nothing: the tokenizer's chat template {lacks}. Take "
