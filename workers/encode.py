@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
+from distflow.data.checks import training_fields
 from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
-from distflow.data.dataset import LabelledRecords, Record, fields_of, open_images, open_training_sets
+from distflow.data.dataset import LabelledRecords, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import (
     Message,
@@ -108,10 +109,10 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: ImageEncoder | None = None,
             plan: Plan | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
-    """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts than
-    `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where no task
-    of the `plan` reads them. Where none samples, prompts are what precedes a target in its conversation, and not what
-    the template would have continued."""
+    """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts
+    than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where
+    no task of the `plan` reads them. Where none samples, prompts are what precedes a target in its conversation, and
+    not what the template would have continued."""
     imitates = plan is not None and not any(task.samples for task in plan.tasks)
     learns = plan is None or any(column.name == "targets" for task in plan.tasks for column in task.reads)
     require_template(tokenizer, data)
@@ -129,8 +130,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
                                         for name in data.columns}
         if images is not None:
             extra["images"] = images
-        return {"prompts": prompts, **(_targets(imitated, data) if learns else {}), "questions": encode_text(map(question_text, asked)),
-                "answers": encode_text(map(answer_text, answers)), **extra}
+        return {"prompts": prompts, **(_targets(imitated, data) if learns else {}), **extra,
+                "questions": encode_text(map(question_text, asked)), "answers": encode_text(map(answer_text, answers))}
 
     return encode
 
@@ -206,7 +207,7 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
                plan: Plan | None = None) -> Dataloader:
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan`: see
     `encoder`."""
-    data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
+    data, fields = spec.run.data, training_fields(spec)
     opened = [*open_training_sets(data, spec.data_path).values()]
     tokenizer, too_long = tokenizer or role.tokenizer, None
     if data.long_prompts == "drop":

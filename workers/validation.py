@@ -17,7 +17,8 @@ from distflow.config.load import Spec
 from distflow.config.run import Validation
 from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
-from distflow.data.dataset import fields_of, open_records
+from distflow.data.checks import validated_fields
+from distflow.data.dataset import open_records
 from distflow.data.exchange import gather
 from distflow.data.problems import answer_text, asked_and_answered, mended_record, question_text
 from distflow.plan import FINISHED, Layout, Plan
@@ -184,11 +185,11 @@ def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
-    records, share = open_records(path), layout.share(dist.get_rank())
+    records, share = open_records(path, spec.run.data), layout.share(dist.get_rank())
     rows: Sequence[int] = ()
     if share is not None:
         rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
-    wanted = fields_of(spec.run.data, validation_fields(spec))
+    wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
     mine = [*map(mended_record, found.values())]
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,

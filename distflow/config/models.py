@@ -250,8 +250,8 @@ def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
         return None
     if not beyond:
         return None
-    what = f"role `{role}`: the tokenizer of `{file.parent.name}` has {len(beyond)} tokens beyond the {rows:,} rows of " \
-           f"the model's embedding, such as {beyond[0]!r}: a text that has one ends the run"
+    what = f"role `{role}`: the tokenizer of `{file.parent.name}` has {len(beyond)} tokens beyond the {rows:,} rows " \
+           f"of the model's embedding, such as {beyond[0]!r}: a text that has one ends the run"
     hint = "Give the model rows for them, and save it again:  model.resize_token_embeddings(len(tokenizer)); " \
            f"model.save_pretrained({str(file.parent)!r})\nOr take them out of the tokenizer's `added_tokens`."
     return Diagnostic(what, spec.run_source.location(("roles", role, "model")), hint)
@@ -268,7 +268,7 @@ def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return the numbers of the tokens in a tokenizer.json; none of a form that is not known."""
     try:
-        tokenizer = json.loads(file.read_text())
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
         words, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", ())
         named = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
         return {**named, **{each["content"]: each["id"] for each in added}}

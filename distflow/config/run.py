@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from distflow.config.expressions import OWN_FILTER, expression
+from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
 from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
 from distflow.config.training_api import TrainingApi
@@ -105,8 +105,8 @@ class Model(Document):
 
     path: str | None = None
     """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
-    hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A resumed
-    run goes on with the same commit."""
+    hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A
+    resumed run continues with the same commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
@@ -145,6 +145,11 @@ class Model(Document):
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("give either the path of a model folder or an architecture, as  {architecture: qwen3}")
+        sizes = [name for name, field in type(self).model_fields.items()
+                 if name not in ("path", "architecture") and getattr(self, name) != field.default]
+        if self.path and sizes:
+            raise ValueError(f"`{sizes[0]}` is a size of a tiny `architecture`; the folder of a model says its own "
+                             "sizes. Take it out")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")
@@ -251,7 +256,7 @@ class RoleRun(Document):
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine."""
+    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
@@ -300,11 +305,14 @@ class Data(Document):
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
     """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
-    rewards get the text of the last one of the user as `question`."""
+    rewards get the text of the last one of the user as `question`. A dotted name is a field in a field, here and
+    wherever a field is named, as extra_info.question. Without this key, records in the forms of TRL (`prompt`), verl
+    and Alpaca are read as those have it; a note says so."""
     answer: str = "answer"
     """The field with the right answer, text or a number: what rewards compare to, or what supervised training
-    imitates. Of messages it is the last one, of the assistant. Where it is the field of `question`, or missing, the
-    last message of the question's conversation is the answer."""
+    imitates. Of messages it is the last one, of the assistant. Where it is the same field as `question`, or there is
+    none beside `messages` or `conversations`, the last message of the question is the answer. A list or a mapping is
+    given to rewards as JSON text, and is never imitated. Records need none where neither rewards nor nodes read it."""
     targets: Literal["last", "all"] = "last"
     """Which messages of the assistant supervised training imitates: the answer, or all of the conversation. Not with
     `images`."""
@@ -330,9 +338,11 @@ class Data(Document):
     function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. Each rank
     reads all records once as the run starts, which says how many each filter drops; ranks that keep other records than
     rank 0 end the run. Validation data is not filtered."""
-    columns: list[str] = []
-    """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
-    by them: name the field that says where a record comes from."""
+    columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
+    """Further fields that nodes and rewards may read, by their own names, as [difficulty, extra_info.index], of which
+    the second is column `index`; or by names of yours, as {number: extra_info.index}. A list or a mapping in such a
+    field is read as JSON text. Samples have them too, and `distflow why` compares by them: name the field that says
+    where a record comes from."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
@@ -390,8 +400,8 @@ class Data(Document):
     @model_validator(mode="after")
     def _learns_text(self) -> Data:
         if self.targets == "all" and self.images:
-            raise ValueError("`targets: all` finds messages of the assistant in text alone, and not with `images`. Take "
-                             "one of the two out")
+            raise ValueError("`targets: all` finds messages of the assistant in text alone, and not with `images`. "
+                             "Take one of the two out")
         return self
 
     @field_validator("long_prompts")
@@ -553,6 +563,9 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    preflight: bool = True
+    """Whether the run proves its data, rewards and tokens on its first records before it starts: see `docs/running.md`.
+    """
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
@@ -573,7 +586,8 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes."""
+    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
+    waits as long for a run folder whose file system is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:

@@ -3,6 +3,7 @@ refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -81,11 +82,11 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
 
     def reason_of(messages: list[dict[str, Any]], tools: Any) -> str:
         refused.clear()
-        try:
-            compiled.render(messages=messages, tools=tools, add_generation_prompt=messages[-1]["role"] != "assistant",
-                            bos_token="", eos_token="", **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError):
-            pass
+        prompts = messages[-1]["role"] != "assistant"
+        with contextlib.suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
+                                 RecursionError):
+            compiled.render(messages=messages, tools=tools, add_generation_prompt=prompts, bos_token="", eos_token="",
+                            **options)
         return refused[0] if refused else ""
 
     return reason_of

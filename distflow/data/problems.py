@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
 import re
@@ -10,6 +12,8 @@ from typing import Any
 from distflow.config.run import Data
 
 Record = dict[str, Any]
+_PYTHON_TEXT = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
+_PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
 CONVERSATION = "a conversation: a list of messages that ends with an answer of the assistant"
 _MESSAGES = 'a list of messages as {"role": "assistant", "content": …}'
@@ -35,15 +39,21 @@ def asked_messages(asked: str | list[Message], data: Data) -> list[Message]:
 
 
 def asked_and_answered(record: Record, data: Data) -> tuple[Any, Any]:
-    """Return the question and the answer of a record. A question of messages that ends with the assistant's is a whole
-    conversation where the answer is the same field, or missing: its last message is the answer, what precedes it the
-    question. With `data.drop_answer` it is left out of the question in any case."""
+    """Return the question and the answer of a record. Where both are one field, or `holds_answer` says so, they are a
+    conversation: its last message is the answer, what precedes it the question. With `data.drop_answer` it is left out
+    of the question in any case."""
     asked, answer = record[data.question], record.get(data.answer, "")
-    if not ends_with_answer(asked) or len(asked) == 1:
+    if not is_conversation(asked):
         return asked, answer
-    if data.answer not in record or answer == asked:
+    if answer == asked or (data.answer not in record and holds_answer(data.question)):
         return asked[:-1], asked[-1:]
     return asked[:-1] if data.drop_answer else asked, answer
+
+
+def holds_answer(field: str) -> bool:
+    """Return whether a field of messages has, by its name, a whole conversation. Another one, such as a `prompt`, may
+    begin an answer for the model to continue."""
+    return field.rpartition(".")[2] in ("messages", "conversation", "conversations")
 
 
 def conversation_of(record: Record, data: Data) -> list[Message]:
@@ -97,11 +107,15 @@ def content_text(content: str | list[dict[str, Any]] | None) -> str:
 
 def answer_text(answer: Any) -> str:
     """Return an answer as text: of messages that of the last one. A whole number is written without a fraction, since
-    tables store 24 as 24.0."""
+    tables store 24 as 24.0; a list, a mapping, true and false are JSON."""
     if ends_with_answer(answer):
         return content_text(answer[-1].get("content"))
-    if isinstance(answer, float) and answer.is_integer():
+    if isinstance(answer, float | decimal.Decimal) and math.isfinite(answer) and answer == int(answer):
         return str(int(answer))
+    if isinstance(answer, datetime.date | datetime.time):
+        return answer.isoformat()
+    if isinstance(answer, bool | list | dict):
+        return json.dumps(answer, ensure_ascii=False, default=answer_text)
     return str(answer)
 
 
@@ -138,7 +152,7 @@ def _mended(value: Any) -> Any:
 def is_empty(value: Any) -> bool:
     if ends_with_answer(value):
         return not _has_content(value[-1])
-    return value is None or (isinstance(value, str) and not value.strip())
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})
 
 
 def is_empty_question(value: Any) -> bool:
@@ -148,18 +162,40 @@ def is_empty_question(value: Any) -> bool:
 
 def question_error(value: Any) -> str:
     """Return the requirement that a question fails; "" if it is right."""
+    if isinstance(value, str) and _PYTHON_TEXT.match(value):
+        return _PYTHON
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
 
 
-def answer_error(value: Any) -> str:
-    """Return the requirement that an answer, or another text field, fails; "" if it is right."""
-    if isinstance(value, float) and not math.isfinite(value):
+def answer_error(value: Any, imitated: bool = False) -> str:
+    """Return the requirement that an answer, or another text field, fails; "" if it is right. `imitated`: its text
+    becomes tokens, so that JSON of a list or a mapping is none."""
+    if isinstance(value, float | decimal.Decimal) and not math.isfinite(value):
         return "a finite number"
+    if isinstance(value, str):
+        return _PYTHON if _PYTHON_TEXT.match(value) else ""
     if ends_with_answer(value):
         return "" if all(map(_is_message, value)) else _MESSAGES
-    return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
+    if isinstance(value, list | dict) and not imitated and question_error(value):  # messages are no data
+        return _json_error(value)
+    simple = int | float | decimal.Decimal | datetime.date | datetime.time
+    return "" if isinstance(value, simple) else "text or a number"
+
+
+def _json_error(value: list | dict) -> str:
+    try:
+        json.dumps(value, default=_no_bytes, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return "text, a number, or a list or a mapping of these"
+    return ""
+
+
+def _no_bytes(value: Any) -> str:
+    if isinstance(value, decimal.Decimal | datetime.date | datetime.time):
+        return answer_text(value)
+    raise TypeError(f"{type(value).__name__} has no text")
 
 
 def tools_error(value: Any) -> str:
@@ -173,6 +209,8 @@ def tools_error(value: Any) -> str:
 
 
 def _has_content(message: Any) -> bool:
+    if isinstance(message, dict) and not _is_message(message):
+        return True
     content = message.get("content") if isinstance(message, dict) else message
     if isinstance(content, list):
         return any(not isinstance(part, dict) or part.get("type", "text") != "text" or not is_empty(part.get("text"))
@@ -192,17 +230,18 @@ def _is_message(value: Any) -> bool:
 def _message(message: Message) -> Message:
     found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
     if isinstance(calls := found.get("tool_calls"), list):
-        found["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        found["tool_calls"] = [with_parsed_arguments(call) for call in calls]
     return found
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """Return a call of a tool whose arguments are an object, as templates want them, if they are the JSON text of one."""
+def with_parsed_arguments(call: Any) -> Any:
+    """Return a call of a tool with arguments as templates want them: an object, if they are the JSON text of one."""
     if not isinstance(call, dict):
         return call
     if isinstance(called := call.get("function"), dict):
-        return {**call, "function": _with_parsed_arguments(called)}
-    return {**call, "arguments": parsed_arguments(call["arguments"])} if isinstance(call.get("arguments"), str) else call
+        return {**call, "function": with_parsed_arguments(called)}
+    given = call.get("arguments")
+    return {**call, "arguments": parsed_arguments(given)} if isinstance(given, str) else call
 
 
 def parsed_arguments(arguments: str) -> Any:

@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from distflow.data.problems import mended_record, parsed_arguments
+from distflow.data.problems import mended_record, parsed_arguments, with_parsed_arguments
 from distflow.errors import DistflowError
+from distflow.telemetry.run_folder import finite
 
 MAX_MESSAGES = 1000
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -83,8 +84,7 @@ class ChatMessage(BaseModel):
     def for_template(self) -> dict[str, Any]:
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            found["tool_calls"] = [{**each.model_dump(), "function": {
-                "name": each.function.name, "arguments": parsed_arguments(each.function.arguments)}} for each in self.tool_calls]
+            found["tool_calls"] = [with_parsed_arguments(each.model_dump()) for each in self.tool_calls]
         return found | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name)) is not None}
 
 
@@ -192,7 +192,7 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
         arguments = called.get("arguments", {}) if isinstance(called, dict) else None
         if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
             return text, []
-        function = CalledFunction(name=called["name"], arguments=json.dumps(arguments))
+        function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))
         calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
     return (text.partition("<tool_call>")[0].strip() if calls else text), calls
 

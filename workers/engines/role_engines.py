@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.config.dag import Head
@@ -24,11 +25,12 @@ from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
+from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
-from workers.engines.loading import load_model
+from workers.engines.loading import generation_config_of, load_model
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, key_of
@@ -58,13 +60,13 @@ class RoleEngines:
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.kind, self.config = type(model), model.config
         self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
-        self.generation_config = model.generation_config if self.head == "lm" else None
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
         self.max_target_tokens, self.template_options = spec.run.data.max_target_tokens, spec.run.data.for_template
         self.source = spec.model_of(name)
+        self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
         self._load = functools.partial(load_model, spec, head=self.head)
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
@@ -240,8 +242,8 @@ class RoleEngines:
                 if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, and adapters alone beside it. Collective; the first rank with the engine
-        writes."""
+        """Write a Hugging Face model folder, and adapters alone next to it, each whole or not at all. Collective; the
+        first rank with the engine writes."""
         if not self.has_engine:
             return
         first, weights = dist.get_rank() == self.writer, {}
@@ -250,14 +252,17 @@ class RoleEngines:
                 weights[name] = tensor.cpu().clone()
         if not first:
             return
-        model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
-        if self.generation_config:
-            model.generation_config = self.generation_config
-        model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        if self.image_processor:
-            self.image_processor.save(folder)
+        with replacing_folder(folder) as partial:
+            model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
+            if self.generation_config:
+                model.generation_config = GenerationConfig()  # transformers refuses to write some that it reads
+            model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
+            model.save_pretrained(partial)
+            if self.generation_config:
+                (partial / GENERATION_CONFIG_NAME).write_bytes(self.generation_config)
+            self.tokenizer.save_pretrained(partial)
+            if self.image_processor:
+                self.image_processor.save(partial)
 
     def _filled(self, weights: dict[str, Tensor]) -> PreTrainedModel:
         model = self.kind(self.config).float()
@@ -273,7 +278,8 @@ class RoleEngines:
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
-        return merge_adapters(self._load(self.source)[0].float(), lora, weights, beside)
+        with replacing_folder(beside) as partial:
+            return merge_adapters(self._load(self.source)[0].float(), lora, weights, partial)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str], **options: Any) -> Ragged:
