@@ -232,7 +232,9 @@ def check_tokenizers(spec: Spec) -> list[Diagnostic]:
                 f"roles `{first}` and `{role}` have different tokenizers, so that the tokens of one mean nothing to "
                 f"the other (first difference: {odd!r})", spec.run_source.location(("roles", role, "model")),
                 "Give them models of one family."))
-    return [*mistakes, *(mistake for role, file in known if (mistake := _beyond_embedding(spec, role, file)))]
+    first_roles = {file: role for role, file in reversed(known)}
+    return [*mistakes, *(mistake for file, role in first_roles.items()
+                         if (mistake := _beyond_embedding(spec, role, file)))]
 
 
 _MEDIA = ("image", "audio", "video", "vision")

@@ -132,7 +132,8 @@ def _check_rendering(spec: Spec, records: Records) -> None:
     """Refuse records that the chat template of a model refuses. Raises InvalidInput."""
     data = spec.run.data
     fields, rows = training_fields(spec), range(min(len(records), _RENDERED))
-    first = {row: record for row, record in zip(rows, records.get(rows)) if not (fields.missing(record) or fields.empty(record))}
+    first = {row: record for row, record in zip(rows, records.get(rows))
+             if not (fields.missing(record) or fields.empty(record))}
     asked = {row: (messages_of(record, data), tools_of(record, data)) for row, record in first.items()}
     for row, role, reason in refusals(spec, asked):
         where, hint = records.location(row), "Take out of the records what it refuses."
