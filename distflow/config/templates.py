@@ -20,6 +20,9 @@ _EMBEDDED_TEMPLATE = "(roles and contents alone)"
 _REFUSES = "raise_exception"
 """Function by which a template refuses messages; one without it is not rendered."""
 
+_SEVERAL = "[{'"
+"""Beginning of a list of templates by their names, of which transformers takes one by the use that is made of it."""
+
 
 def check_chat_options(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each option that no chat template knows of a role whose tokenizer may encode the prompts."""
@@ -50,7 +53,8 @@ def lack_of(option: str, template: str) -> str:
 def refusals(spec: Spec, asked: Mapping[int, tuple[list[dict[str, Any]], Any]]) -> Iterator[tuple[int, str, str]]:
     """Yield what templates refuse of the (messages, tools) of some records: the record, the role whose template it is,
     and the template's reason."""
-    refusing = {role: template for role, template in _templates(spec) if template and _REFUSES in template}
+    refusing = {role: template for role, template in _templates(spec)
+                if template and _REFUSES in template and not template.startswith(_SEVERAL)}
     renders = {role: _renderer(template, spec.run.data.for_template) for role, template in refusing.items()}
     if renders:
         for record, (messages, tools) in asked.items():

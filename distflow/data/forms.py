@@ -44,6 +44,7 @@ FORMS = (
     Form("TRL's form of preferences between conversations", ("chosen", "rejected"), "chosen", "chosen"),
     Form("TRL's form of prompts", ("prompt",), "prompt"),
     Form("TRL's form of conversations", ("messages",), "messages"),
+    Form("ShareGPT's form", ("conversations",), "conversations"),
     _ALPACA,
 )
 
