@@ -310,8 +310,15 @@ class Data(Document):
     and Alpaca are read as those have it; a note says so."""
     answer: str = "answer"
     """The field with the right answer, text or a number: what rewards compare to, or what supervised training
-    imitates. A list or a mapping is given to rewards as JSON text, and is never imitated. Records need none where
-    neither rewards nor nodes read it."""
+    imitates. Of messages it is the last one, of the assistant. Where it is the same field as `question`, or there is
+    none beside `messages` or `conversations`, the last message of the question is the answer. A list or a mapping is
+    given to rewards as JSON text, and is never imitated. Records need none where neither rewards nor nodes read it."""
+    targets: Literal["last", "all"] = "last"
+    """Which messages of the assistant supervised training imitates: the answer, or all of the conversation. Not with
+    `images`."""
+    drop_answer: bool = False
+    """Whether a question of messages that ends with one of the assistant is asked without it. Else the model continues
+    that message."""
     system_prompt: str | None = None
     """A system message before every question, but for those that begin with one of their own."""
     prompt_suffix: str = ""
@@ -388,6 +395,13 @@ class Data(Document):
         if sum(self.turns) > _TURNS:
             raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
                              "most. Write them with fewer digits, as 0.7 and 0.3")
+        return self
+
+    @model_validator(mode="after")
+    def _learns_text(self) -> Data:
+        if self.targets == "all" and self.images:
+            raise ValueError("`targets: all` finds messages of the assistant in text alone, and not with `images`. "
+                             "Take one of the two out")
         return self
 
     @field_validator("long_prompts")

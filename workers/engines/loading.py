@@ -28,7 +28,7 @@ from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
-from distflow.data.problems import answer_text, content_text, messages_of
+from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
 from distflow.errors import Diagnostic, InvalidInput, Location, shown
 from distflow.telemetry import events
 from workers.engines.embedded import build_model, build_tokenizer
@@ -145,8 +145,8 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def _embedded_tokenizer(spec: Spec, with_images: bool) -> PreTrainedTokenizerBase:
     data = spec.run.data
     sets, fields = open_training_sets(data, spec.data_path).values(), training_fields(spec)
-    first = (record for records in sets for record in records.get(range(min(len(records), 2000)))
+    first = (mended_record(record) for records in sets for record in records.get(range(min(len(records), 2000)))
              if not (fields.missing(record) or fields.empty(record)))
     texts = ("\n".join(content_text(message.get("content")) for message in messages_of(record, data)) +
-             f" {answer_text(record.get(data.answer, ''))}" for record in first)
+             f" {answer_text(asked_and_answered(record, data)[1])}" for record in first)
     return build_tokenizer(texts, with_images=with_images)
