@@ -13,7 +13,6 @@ import pytest
 from distflow import launch
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from planners import plan
 from workers.preflight import prove_with_tokenizer
 from workers.preflight.proofs import Preflight
 
@@ -58,15 +57,16 @@ def proved(task: Task, folder: Path, name: str) -> Preflight:
     if task.reward is not None:
         settings |= {"nodes.reward.with": {"reward": recipe}}
     run = folder / "run.yaml"
+    role = {"model": {"architecture": "qwen3"}}
     run.write_text(json.dumps({
-        "steps": 1, "data": {"train": "train.jsonl", "batch": 1}, "roles": {"actor": {"model": {"architecture": "qwen3"}}},
+        "steps": 1, "data": {"train": "train.jsonl", "batch": 1}, "roles": {"actor": role, "teacher": role},
         "validation": {"data": {"heldout": "heldout.jsonl"}} if task.held_out else None}))
     dag = task.dag or ("sft" if task.reward is None else "grpo")
     spec = load(dag, str(run), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     account = launch.prove_inputs(spec, starts=True)
     if task.tokenizer:
         tokenizer = task.tokenizer()
-        prove_with_tokenizer(account, spec, plan(spec, 1), tokenizer, task.rows or len(tokenizer))
+        prove_with_tokenizer(account, spec, tokenizer, task.rows or len(tokenizer))
         account.require()
     return account
 

@@ -24,9 +24,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
+from distflow.data.checks import imitated_fields
 from distflow.data.problems import Message, content_text, mend_text, messages_of, tools_of
 from distflow.errors import InvalidInput
-from distflow.plan import SOURCE, Plan
 from workers.engines.chat import (
     ImitatedTokens,
     TurnTemplate,
@@ -45,11 +45,11 @@ _EMPTY_TAGS = re.compile(r"<(\w+)>\s*</\1>")  # thoughts that an answer does not
 _OBSERVATION = "Go on: 7 + 5?"
 
 
-def prove_tokens(spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
     for records in sets:
         if spec.run.data.images is None:  # images take tokens of their own
-            yield from _TokenTrial(spec, plan, tokenizer, vocabulary, _bounded(records)).proofs()
+            yield from _TokenTrial(spec, tokenizer, vocabulary, _bounded(records)).proofs()
 
 
 def _bounded(records: FirstRecords) -> FirstRecords:
@@ -87,12 +87,10 @@ class _Rendered:
 class _TokenTrial:
     """The first records of one data set as a tokenizer and its chat template encode them."""
 
-    def __init__(self, spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
-                 records: FirstRecords):
+    def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, records: FirstRecords):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
         self.options, self.given = self.data.for_template, records
-        read = {column.name for task in plan.tasks for column in task.reads if column.producer == SOURCE}
-        self.imitates = records.training and "targets" in read
+        self.imitates = records.training and self.data.answer in imitated_fields(spec)
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]
         self.records = records.only([index for index, each in enumerate(found) if each])
