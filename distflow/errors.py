@@ -8,7 +8,6 @@ DistflowError
 ├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
 ├── SamplesChanged    a step was repeated, and its samples came otherwise
-├── Exhausted         a process has no threads or memory left for what is asked of it
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
 ├── StepFailed        a detector refuses a step, and is set to have it repeated
 ├── RewardsFailed     rewards have failed for every sample of several steps in a row
@@ -146,12 +145,6 @@ class SamplesChanged(DistflowError):
     """A trainer that repeats a step has sampled otherwise than other trainers have it. Resume from a checkpoint."""
 
     passing = False
-
-
-class Exhausted(DistflowError):
-    """A process has no threads or memory left for what is asked of it. Raise its limits, or give it less to do."""
-
-    exhausted = True
 
 
 class Disagreement(DistflowError):

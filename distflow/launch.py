@@ -47,6 +47,7 @@ from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
+from distflow.telemetry.screen import prepare  # noqa: E402
 from distflow.telemetry.tracebacks import report_to_torchrun  # noqa: E402
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def step_range(text: str) -> range:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    prepare()
     options = parser().parse_args(arguments)
     try:
         refuse_foreign_packages()

@@ -35,6 +35,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SI
 LIMITS = {"fill": limit_file_size, "free": lift_file_size_limit}
 _SHOWN = 60
 """Characters of a failure's description that its row of the table has room for."""
+_WINDOWS = 100
+"""Most windows whose effective share is shown: those of a longer run are longer."""
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +90,7 @@ def _summary(costs: FailureCosts, window: float) -> list[str]:
     if math.isnan(costs.ettr):
         return ["no worker has been ready"]
     lines = [f"effective training time: {costs.ettr:.1%} of {costs.total:.1f} s on {len(costs.intervals)} ranks"]
+    window = max(window, costs.total / _WINDOWS)
     shares = costs.sliding(window)
     if len(shares) > 1:
         lines.append(f"in windows of {window:g} s: " + " ".join(f"{share:.0%}" for share in shares))

@@ -105,8 +105,8 @@ class Model(Document):
 
     path: str | None = None
     """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
-    hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A resumed
-    run goes on with the same commit."""
+    hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A
+    resumed run continues with the same commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
@@ -145,6 +145,11 @@ class Model(Document):
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("give either the path of a model folder or an architecture, as  {architecture: qwen3}")
+        sizes = [name for name, field in type(self).model_fields.items()
+                 if name not in ("path", "architecture") and getattr(self, name) != field.default]
+        if self.path and sizes:
+            raise ValueError(f"`{sizes[0]}` is a size of a tiny `architecture`; the folder of a model says its own "
+                             "sizes. Take it out")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")

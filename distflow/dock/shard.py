@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.directory import Fence, ShardDirectory
-from distflow.dock.errors import LeaseLost
+from distflow.dock.errors import DockFull, LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout
@@ -22,7 +22,7 @@ from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.slots import Ids
 from distflow.dock.storage import Columns, pack, read_ids
 from distflow.dock.timeouts import describe_rows, shortage, status
-from distflow.errors import DistflowError, Exhausted
+from distflow.errors import DistflowError
 from distflow.rpc.connection import Address, Connection, ConnectionEnded
 from distflow.rpc.errors import Refused
 from distflow.rpc.server import Server
@@ -130,7 +130,7 @@ class StorageShardServer:
         except DistflowError as error:
             reply, buffers = {"error": type(error).__name__, "message": str(error)}, []
         except MemoryError as error:
-            reply, buffers = {"error": Exhausted.__name__, "message": self._full(header, size, client, error)}, []
+            reply, buffers = {"error": DockFull.__name__, "message": self._full(header, size, client, error)}, []
         except _UNANSWERABLE as error:
             _log.exception("%s sent a request that cannot be answered", client.who)
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
@@ -146,7 +146,7 @@ class StorageShardServer:
         """Return why a request has not been answered, and log the first one."""
         host, port = self.address
         why = f"the dock's process at {host}:{port} has no memory left for `{header.get('op')}` of {size:,} bytes " \
-              f" ({error or 'MemoryError'}). Give its machine or control group more, or the dock " \
+              f"({error or 'MemoryError'}). Give its machine or control group more, or the dock " \
               "less:  dock_gib  in the run file"
         if not self.was_full:
             _log.error("%s, asked by %s", why, client.who)

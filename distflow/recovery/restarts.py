@@ -200,7 +200,7 @@ def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
     if last.setting_to_halve and all(each.setting_to_halve != last.setting_to_halve for each in before):
         return ""  # the next attempt takes less
-    if len(failures) == 1 and not last.finished and last.phase not in ("waiting", "ending"):
+    if len(failures) == 1 and not last.finished and last.phase not in ("waiting", "ending") and not last.exhausted:
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"

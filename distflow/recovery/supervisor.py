@@ -416,7 +416,7 @@ class Supervisor:
         helper.poll(_GRACE)
         if status := helper.end():
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
-            print(f"an {when} hook {why}", file=sys.stderr, flush=True)
+            events.show(f"an {when} hook {why}", sys.stderr)
             self._record("hook_failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy
 
-from distflow.errors import Exhausted
-from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.errors import NoThread, Refused, RpcError, Unreachable
 from distflow.rpc.messages import (
     HEAD_SIZE,
     MACHINE_MEMORY,
@@ -228,7 +227,7 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
             on_silence: Callable[[], None] = keep_waiting) -> Connection:
     """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on; meanwhile
     `on_silence` is called every `look` seconds, as by `Connection.set_timeout`. Raises Unreachable: no process listens
-    there, or it does not answer. Exhausted: it has no thread for this client. Refused: the other side does not know the
+    there, or it does not answer; NoThread: it has no thread for this client. Refused: the other side does not know the
     token."""
     host, port = address
     check_token(token)
@@ -243,9 +242,9 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
             _set_up(connection, min(limit, HANDSHAKE_LIMIT))
             theirs, ours = bytes(connection._receive_exactly(_NONCE)), secrets.token_bytes(_NONCE)
             if theirs == _NO_THREAD:
-                raise Exhausted(f"the process at {connection.peer} has no thread left for another connection: the "
-                                "limit of its user (`ulimit -u`) or of its control group (`pids.max`) is reached, or "
-                                "its memory is full")
+                raise NoThread(f"the process at {connection.peer} has no thread left for another connection: its "
+                               "user's limit (`ulimit -u`) or its control group's (`pids.max`) is reached, or its "
+                               "memory is full")
             connection._send_all([ours + _proof(token, b"client", theirs, ours)])
             answer = connection._receive_exactly(_PROOF, closing=True)
         except ConnectionEnded:

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy
 
-from distflow.errors import Exhausted
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
-from distflow.rpc.errors import Refused, Unreachable
+from distflow.rpc.errors import NoThread, Refused, Unreachable
 from distflow.rpc.shared_payloads import LEAST, MappedHeap
 
 _CONNECT = 5.0  # seconds within which a process must take a connection
@@ -34,11 +33,11 @@ class RetryPolicy:
         self.since: float | None = None
 
     def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
-        """Pause before the next attempt; raise `Unreachable`, or `Exhausted`, if there is none. `moved`: the process is
-        elsewhere now, so that its silence says nothing."""
+        """Pause before the next attempt; raise `Unreachable` if there is none, or the `NoThread` that it was. `moved`:
+        the process is elsewhere now, so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
-        if isinstance(error, Exhausted) and now - self.since >= self.timeout:
+        if isinstance(error, NoThread) and now - self.since >= self.timeout:
             raise error
         if isinstance(error, TimeoutError) and not moved or now - self.since >= self.timeout:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
@@ -109,7 +108,7 @@ class ConnectionPool:
         """Connect to the process that has taken the place of another one, if one has; it may be too early for that."""
         if address in self.served and self.locate(address) != self.served[address]:
             self._drop(address)
-            with contextlib.suppress(OSError, ConnectionEnded, Unreachable, Exhausted):
+            with contextlib.suppress(OSError, ConnectionEnded, Unreachable):
                 self._connection(address)
 
     def memory_of(self, address: Address) -> numpy.ndarray | None:
@@ -190,7 +189,7 @@ class ConnectionPool:
                 self.sent_activity[address] = self.activity
                 header = header | {"activity": self.activity}
             connection.send(header, buffers)
-        except (OSError, ConnectionEnded, Unreachable, Exhausted) as error:
+        except (OSError, ConnectionEnded, Unreachable) as error:
             self._drop(address)
             retry.pause_or_raise(address, error, self._has_moved(address))
             return False

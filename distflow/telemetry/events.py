@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from distflow.telemetry.screen import fitting, printable
+
 _dropped: Counter[Path] = Counter()
 _SCREEN = Path("standard output")
 
@@ -56,9 +58,10 @@ def dropped() -> int:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print a line if possible: standard output may be a file on a full disk, or closed."""
+    """Print a text if possible, without control characters: standard output may be a file on a full disk, or closed."""
+    stream = stream or sys.stdout
     try:
-        print(text, file=stream or sys.stdout, flush=True)
+        print(fitting(printable(text), stream), file=stream, flush=True)
     except OSError:
         _dropped[_SCREEN] += 1
 

@@ -74,6 +74,7 @@ FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
     ([concluding("validating"), concluding(step=0, finished=0)], 20, ""),  # further than before
     ([concluding(outside=True)] * 3, 20, ""),
     ([starved()], 20, ""),
+    ([replace(starved(), phase="starting")], 20, ""),
     ([starved(), starved()], 20, "threads, open files or memory have run out twice"),
     ([starved(), starved(finished=9)], 20, ""),  # it has worked in between
     ([starved(), Failure(0, "the trainer has ended", "waiting"), starved()], 20, ""),

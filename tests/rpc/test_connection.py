@@ -15,10 +15,10 @@ import torch
 
 from distflow.data.row_copies import ScatteredRuns
 from distflow.dock import DockClient, StorageShardServer
-from distflow.errors import Exhausted
+from distflow.dock.errors import DockFull
 from distflow.rpc import connection as module
 from distflow.rpc.connection import Connection, connect
-from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.errors import NoThread, Refused, RpcError, Unreachable
 from distflow.rpc.messages import MACHINE_MEMORY
 
 LOG = "distflow.dock"
@@ -137,7 +137,7 @@ def no_threads():
 
 def test_a_server_without_threads_names_the_reason_once_and_serves_when_it_can(service, token, no_threads, caplog):
     client = DockClient([service.address], token, "rollout 0", timeout=0.5)
-    with caplog.at_level(logging.WARNING, LOG), pytest.raises(Exhausted, match=r"has no thread left .*`ulimit -u`"):
+    with caplog.at_level(logging.WARNING, LOG), pytest.raises(NoThread, match=r"has no thread left .*`ulimit -u`"):
         client.configure([])
     assert sum("has no thread for" in record.getMessage() for record in caplog.records) == 1
     no_threads()
@@ -149,7 +149,7 @@ def test_a_dock_without_memory_names_the_reason_once(service, token, caplog):
     client = DockClient([service.address], token, "rollout 0")
     with caplog.at_level(logging.ERROR, LOG):
         for _ in range(3):
-            with pytest.raises(Exhausted, match=r"no memory left for `status` .* dock_gib"):
+            with pytest.raises(DockFull, match=r"no memory left for `status` .* dock_gib"):
                 client.pool.ask(service.address, {"op": "status"})
     assert len(caplog.records) == 1
 

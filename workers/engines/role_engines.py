@@ -28,7 +28,7 @@ from distflow.plan import Layout
 from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
-from workers.engines.chat import pad_token, tokenizer_lock
+from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
 from workers.engines.loading import generation_config_of, load_model
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
@@ -78,7 +78,7 @@ class RoleEngines:
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora and here else []
-        self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
+        self.end_tokens = [] if stream is None else end_tokens(tokenizer, _known_ends(model), **self.template_options)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = rollout and (rollout.build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
@@ -234,10 +234,11 @@ class RoleEngines:
 
     def encode(self, answers: list[str]) -> Ragged:
         """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""
-        return encode_targets(self.tokenizer, self.max_target_tokens, answers)
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers, **self.template_options)
 
     def decode(self, tokens: Ragged) -> list[str]:
-        return [str(self.tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in tokens.rows
+        """Return the text of sampled tokens: see `sampled_text`."""
+        return [sampled_text(self.tokenizer, row.tolist(), self.end_tokens) for row in tokens.rows
                 if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
@@ -281,11 +282,10 @@ class RoleEngines:
             return merge_adapters(self._load(self.source)[0].float(), lora, weights, partial)
 
 
-def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
-    """Return the answers' tokens with an end token. One longer than `longest` is cut, and the metrics count it."""
-    with tokenizer_lock:
-        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                   for answer in answers]
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str], **options: Any) -> Ragged:
+    """Return the answers' tokens with the end of their turn. One longer than `longest` is cut, and the metrics count
+    it. `options`: variables of the chat template."""
+    targets = [answer_tokens(tokenizer, answer, **options) for answer in answers]
     current().add("data/targets_cut", sum(len(row) > longest for row in targets))
     return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 
@@ -303,6 +303,6 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     return frozen if shares else []
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _known_ends(model: PreTrainedModel) -> list[int]:
     ends: Any = model.generation_config.eos_token_id if model.generation_config else None
-    return sorted({int(end) for end in [*([ends] if isinstance(ends, int) else ends or ()), tokenizer.eos_token_id]})
+    return [ends] if isinstance(ends, int) else [*(ends or ())]

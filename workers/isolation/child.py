@@ -33,6 +33,7 @@ from typing import Any
 import msgpack
 
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
+from distflow.telemetry.screen import prepare
 from distflow.telemetry.stack_file import StackFile, ignore_dumps, location_in
 from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, family, files_in_memory
 from workers.isolation.user_code import guarded
@@ -151,6 +152,7 @@ def main() -> None:
     ignore_dumps()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    prepare()
 
     def failed(_: BaseException) -> None:
         connection.sendall(packed({"failed": traceback.format_exc()[-_MAX_TEXT:]}))
