@@ -143,7 +143,7 @@ class Preflight:
         """Raise InvalidInput if a proof has failed that is no doubt."""
         if self.mistakes:
             error = InvalidInput(self.mistakes)
-            error.add_note("The first records of the data show this. If it is meant:  --set preflight=false")
+            error.add_note("Preflight has found this on the first records. If it is meant:  --set preflight=false")
             raise error
 
     def describe(self) -> str:

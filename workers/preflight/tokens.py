@@ -35,6 +35,7 @@ from workers.engines.chat import (
     prompt_opening,
     prompt_tokens,
     render_prompt,
+    render_whole,
 )
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 from workers.preflight.rewards import prove_behind
@@ -75,8 +76,9 @@ class _Rendered:
     @property
     def header(self) -> str:
         """What the template writes between the prompt and the answer."""
-        between = self.answered[len(self.text) : self.answered.rfind(self.answer.strip())]
-        return _EMPTY_TAGS.sub("", between).strip() if self.answered.startswith(self.text) else ""
+        text, found = self.answered.removeprefix(self.text), self.answered.startswith(self.text)
+        between, said, _ = text.rpartition(self.answer.strip())
+        return _EMPTY_TAGS.sub("", between).strip() if found and said else ""
 
     @property
     def opened(self) -> str:
@@ -104,7 +106,7 @@ class _TokenTrial:
             whole = [*messages, {"role": "assistant", "content": answer}]
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
-                             render_prompt(self.tokenizer, whole, tools, **options),
+                             render_whole(self.tokenizer, whole, tools, **options),
                              imitated_tokens(self.tokenizer, whole, tools, **options))
         except (TemplateError, TypeError, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
@@ -145,11 +147,8 @@ class _TokenTrial:
         if not self.imitates:
             return
 
-        def kept(each: _Rendered) -> str:
-            return self._text(each.learned.target)
-
-        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(kept(each)),
-                                lambda each: f": of {shortened(each.answer)} it keeps {shortened(kept(each))}",
+        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(each.answered),
+                                lambda each: f": of {shortened(each.answer)} it leaves out something",
                                 "What it leaves out is not learned. Take a template that keeps it.",
                                 "the chat template changes the answer of ")
         ends = end_tokens(self.tokenizer, **self.options)
