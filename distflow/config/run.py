@@ -564,8 +564,7 @@ class Run(Document):
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
     preflight: bool = True
-    """Whether the run proves its data, rewards and tokens on its first records before it starts: see `docs/running.md`.
-    """
+    """Whether data, rewards and tokens are proved on the first records, before the run starts."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"

@@ -95,10 +95,11 @@ class Scorer:
         scores.seconds = time.perf_counter() - start
         return scores
 
-    def references(self, columns: Columns, rows: Sequence[int], opening: str = "") -> dict[str, list[Reference]]:
+    def references(self, columns: Columns, rows: Sequence[int],
+                   opening: str | None = None) -> dict[str, list[Reference]]:
         """Return the reference completion of each row for each reward that declares one, by the reward's name.
 
-        `opening` is the text with which the chat template begins the answer.
+        `opening` is the text with which the chat template begins the answer, "" for none, None where it is not known.
         """
         own = {name: [column[row] for row in rows] for name, column in columns.items()}
         terms = _terms_of_rows(self.recipe, own, len(rows), rows)
@@ -198,7 +199,7 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
     return [recipe.branches[source] for source in sources]
 
 
-def _reference(reward: Any, terms: list[Term], columns: Columns, row: int, opening: str) -> Reference:
+def _reference(reward: Any, terms: list[Term], columns: Columns, row: int, opening: str | None) -> Reference:
     """Return the reference completion of a row by what its reward declares; `terms`: those of the row that name it."""
     if not terms:
         return Reference(None)
