@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from distflow.config.dag import COMPUTE_ROLES, Node
 from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
-from distflow.config.run import Fault, RoleRun, Run
+from distflow.config.robust import Fault
+from distflow.config.run import RoleRun, Run
 from distflow.config.shipped import START_MODEL
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns

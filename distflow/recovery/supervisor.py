@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 from distflow.errors import CheckpointError, quoted, shown
 from distflow.plan import INFERENCE, ROLLOUT
 from distflow.recovery import out_of_memory

@@ -24,7 +24,7 @@ from distflow.recovery.restarts import RestartGroup
 from distflow.recovery.supervisor import Supervisor
 from distflow.recovery.snapshots import StateShard
 from distflow.errors import DistflowError, InvalidInput, RankMissing
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 
 folder = Path(sys.argv[1])
 
