@@ -69,7 +69,8 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
             process.end()
         lines.seek(0)
         found = [_read(line) for line in lines if line.endswith("\n")]
-    where = settings[0].location(())
+    users = [spec.rewards[name] for name in _names(settings) if spec.rewards[name].module not in SHIPPED]
+    where = users[0].where if users else settings[0].location(())
     if status is None:
         what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow"
         found.append(FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True))
@@ -77,6 +78,11 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
         code = f"by signal {-status}" if status < 0 else f"with code {status}"
         found.append(FailedProof(Diagnostic(f"a process that tried the rewards ended {code}", where, _MODULES_HINT)))
     return found
+
+
+def _names(settings: Sequence[RewardSetting]) -> list[str]:
+    """Return the names of all rewards of these recipes."""
+    return [term.name for setting in settings for term in read_recipe(setting.value)[0].terms]
 
 
 def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords], lines: TextIO) -> None:
@@ -189,7 +195,8 @@ class _RewardTrial:
             read += zip(block.indices, block.rows)
         bad = [row for row, problem in enumerate(problems) if problem]
         what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
-        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, before=f"{self.name} can pay no answer to ")
+        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint,
+                                                    before=f"{self.name} cannot judge answers to ")
 
     def _tries(self, row: int) -> Iterator[_Try]:
         own, answers = self.references[row].completion, self.records.answers

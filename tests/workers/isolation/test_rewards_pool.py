@@ -242,6 +242,16 @@ def sees(completion, answer, *, key_variable=None):
 '''
 
 
+def test_a_screen_with_few_characters_fails_no_reward(module, monkeypatch):
+    name = module("from distflow import reward\n@reward\ndef prints(completion, answer):\n    print(completion)\n"
+                  "    return 1.0\n")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    pool = RewardPool(1, memory_gib=1.0)
+    results = pool.run([Job("prints", name, [["grüße … \ud83d", ""]], [0], retries=0)], 60.0)
+    pool.close()
+    assert results.values == {0: 1.0}
+
+
 def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
     """But those that a setting names, while its reward is called, and those that the user passes on to all; the run's
     own token in no case."""
