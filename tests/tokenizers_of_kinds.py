@@ -2,8 +2,8 @@
 
     KINDS[name]()   builds one; nothing is downloaded
 
-Tokenizers: byte-level BPE, with and without merges across line ends; BPE and Unigram in the manner of SentencePiece, which
-write a blank before a text or before each stretch of it. Templates: see the constants.
+Tokenizers: byte-level BPE, with and without merges across line ends; BPE and Unigram in the manner of SentencePiece,
+which write a blank before a text or before each stretch of it. Templates: see the constants.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TEXTS = [f"What is {a} + {b}? The answer is {a + b}.\n\nuser: think, assistant: 
 IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>"]
 
-CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHATML = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 OPENS_THINK = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-REFUSES_SYSTEM = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-                  + CHATML)
+REFUSES_SYSTEM = ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+                  "{% endif %}" + CHATML)
 STRIPS_THINKING = (  # an answer before the last question loses its thinking; the last one has an empty one at least
     "{% set ns = namespace(last=0) %}{% for message in messages %}{% if message['role'] == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -43,8 +43,7 @@ INST = ("{% for message in messages %}{% if message['role'] == 'assistant' %} {{
 LETTERS = ("{% for message in messages %}{% if message['role'] == 'assistant' %}ASSISTANT: {{ message['content'] }}</s>"
            "{% else %}{{ message['role'] | upper }}: {{ message['content'] }}\n{% endif %}{% endfor %}"
            "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
-CLOSES = ("{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}")
+CLOSES = CHATML.replace("{% endif %}", "{% else %}<|endoftext|>{% endif %}")
 NO_END = ("{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}\n\n{% endfor %}"
           "{% if add_generation_prompt %}### assistant:\n{% endif %}")
 
@@ -74,7 +73,7 @@ def sentencepiece(template: str | None, special: Sequence[str] = ("<|user|>", "<
     inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=True)
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
                                        decoders.Strip(" ", 1, 0)])
-    letters = sorted({letter for text in TEXTS for letter in text if letter != " "} | {"▁", "\n", *map(chr, range(33, 127)), *"é日本🙂"})
+    letters = sorted({"▁", "\n", *map(chr, range(33, 127)), *"é日本🙂"})
     trainer = trainers.UnigramTrainer(vocab_size=420, special_tokens=own, unk_token="<unk>", initial_alphabet=letters,
                                       show_progress=False) if unigram else \
         trainers.BpeTrainer(vocab_size=560, special_tokens=[*own, *(f"<0x{byte:02X}>" for byte in range(256))],

@@ -18,7 +18,6 @@ from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     Shape,
-    check_chat_options,
     check_engines,
     check_lora,
     check_tokenizers,
@@ -28,6 +27,7 @@ from distflow.config.models import (
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
+from distflow.config.templates import check_chat_options
 from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.load import Spec
+from distflow.config.templates import refusals
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
@@ -24,11 +26,14 @@ from distflow.data.dataset import (
     open_training_sets,
 )
 from distflow.data.duplicates import overlaps
+from distflow.data.problems import asked_and_answered, ends_with_answer, has_broken_text, messages_of, tools_of
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
+_RENDERED = 64
+"""Records that are rendered by chat templates that may refuse some."""
 _COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
 _PASSES = 100
@@ -46,6 +51,8 @@ def check_data(spec: Spec) -> list[str]:
         empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
         notes += _form_note(name, records)
+        _check_rendering(spec, records)
+        notes += _odd_texts(spec, name, records)
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
               for name, records in training.items() if (found := filters_of(records))]
     tested = open_validation_sets(spec)
@@ -119,6 +126,37 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
             f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
+
+
+def _check_rendering(spec: Spec, records: Records) -> None:
+    """Refuse records that the chat template of a model refuses. Raises InvalidInput."""
+    data = spec.run.data
+    fields, rows = training_fields(spec), range(min(len(records), _RENDERED))
+    first = {row: record for row, record in zip(rows, records.get(rows))
+             if not (fields.missing(record) or fields.empty(record))}
+    asked = {row: (messages_of(record, data), tools_of(record, data)) for row, record in first.items()}
+    for row, role, reason in refusals(spec, asked):
+        where, hint = records.location(row), "Take out of the records what it refuses."
+        if data.system_prompt is not None and asked[row][0][0].get("content") == data.system_prompt:
+            suffix = json.dumps(f" {data.system_prompt}", ensure_ascii=False)
+            where = spec.run_source.location(("data", "system_prompt"))
+            hint = f"Take it out, and ask for the same behind each question:  data: {{prompt_suffix: {suffix}}}"
+        raise InvalidInput(Diagnostic(f"the chat template of role `{role}` refuses these messages: {reason}", where,
+                                      f"{hint}\nOr give the role a model whose template takes them."))
+
+
+def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
+    """Yield notes on records that are read otherwise than they are written, of the first ones."""
+    read, data = records.get(range(min(len(records), _COMPARED))), spec.run.data
+    broken = [index for index, record in enumerate(read) if has_broken_text(record)]
+    if broken:
+        yield f"{len(broken)} of {len(read)} records of {name} have half of a surrogate pair in a text, such as " \
+              f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
+    continued = [index for index, record in enumerate(read)
+                 if data.question in record and ends_with_answer(asked_and_answered(record, data)[0])]
+    if continued:
+        yield f"{len(continued)} of {len(read)} questions of {name} end with an answer of the assistant, which the " \
+              f"model continues, such as {records.location(continued[0])}. Ask without it:  --set data.drop_answer=true"
 
 
 def _form_note(name: str, records: Records) -> list[str]:

@@ -27,9 +27,12 @@ from distflow.contracts.decorators import load_module
 from distflow.data.forms import Form, columns_of, field_names, form_of, reader_of
 from distflow.data.parquet import Parquet
 from distflow.data.problems import (
+    CONVERSATION,
     Record,
     answer_error,
     answer_text,
+    differs_from_question,
+    is_conversation,
     is_empty,
     is_empty_question,
     question_error,
@@ -382,10 +385,10 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
                         if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")
              for key, field in taken.items() if field not in record}
-    if len({*meant.values()} & {"messages", "conversations"}) == 1:
-        meant = dict.fromkeys(meant, meant["question"]) if meant.get("answer") == "FIELD" else meant
+    if is_conversation(record.get(meant.get("question", ""))):
+        meant.pop("answer", None)  # it is in the conversation
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
-    guess = all(meant[key] == "FIELD" for key, field in taken.items() if field == name)
+    guess = all(meant.get(key) == "FIELD" for key, field in taken.items() if field == name)
     return f"{did_you_mean(name, listed, 'It has') if guess else listing(listed, 'It has')}\n" \
            f"Say which field{'s' * (len(meant) > 1)} to take:  {settings}"
 
@@ -402,13 +405,18 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
 
 
 def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
+    asked = record.get(fields.question)
     if name not in record:
         return "there"
+    if name == fields.question and name in fields.texts and not is_conversation(asked):
+        return CONVERSATION
     if name == fields.tools:
         return tools_error(record[name])
     if fields.is_empty_field(name, record[name]):
         return _FILLED
     value = record[name]
+    if name != fields.question and differs_from_question(value, asked):
+        return "an answer to the question of its record, and it is a conversation about another one"
     return question_error(value) if name == fields.question else answer_error(value, name in fields.imitated)
 
 

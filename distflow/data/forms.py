@@ -14,6 +14,7 @@ from typing import Any
 
 from distflow.config.expressions import OWN_FILTER
 from distflow.config.run import Data
+from distflow.data.problems import holds_answer, is_conversation
 
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
@@ -39,7 +40,11 @@ _ALPACA = Form("Alpaca's form", ("instruction", "input", "output"), "instruction
 FORMS = (
     Form("verl's form", ("prompt", "reward_model.ground_truth"), "prompt", "reward_model.ground_truth"),
     Form("TRL's form of prompt and completion", ("prompt", "completion"), "prompt", "completion"),
+    Form("TRL's form of preferences", ("prompt", "chosen", "rejected"), "prompt", "chosen"),
+    Form("TRL's form of preferences between conversations", ("chosen", "rejected"), "chosen", "chosen"),
     Form("TRL's form of prompts", ("prompt",), "prompt"),
+    Form("TRL's form of conversations", ("messages",), "messages"),
+    Form("ShareGPT's form", ("conversations",), "conversations"),
     _ALPACA,
 )
 
@@ -65,7 +70,8 @@ def form_of(record: Mapping[str, Any], data: Data) -> Form | None:
         return _ALPACA
     if data.question != QUESTION or QUESTION in record:
         return None
-    return next((form for form in FORMS if _has(record, form)), None)
+    return next((form for form in FORMS if _has(record, form) and (
+        form.question != form.answer or is_conversation(as_messages(_walk(record, form.question))))), None)
 
 
 def reader_of(data: Data) -> Callable[[Record], Record]:
@@ -84,6 +90,9 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
         for name in texts:
             if isinstance(value := result.get(name), str | list | dict):
                 result[name] = as_messages(value)
+        whole = data.answer not in result and holds_answer(form.question if form else data.question)
+        if whole and is_conversation(asked := result.get(data.question)):
+            result[data.question], result[data.answer] = asked[:-1], asked[-1:]
         return result
 
     return read

@@ -13,7 +13,6 @@ import pytest
 from pyarrow import parquet
 
 from distflow.config.run import Data
-from distflow.data.checks import check_data
 from distflow.data.dataset import check_records, fields_of, open_records
 from distflow.data.problems import answer_text, messages_of
 from distflow.errors import InvalidInput
@@ -58,6 +57,8 @@ READ = {  # form → record, settings, question as messages, answer, columns
                       [{"role": "user", "content": "Add.\n\n1 + 1"}], "2", {}),
     "ShareGPT, questions": ({"conversations": SHAREGPT[:1], "answer": "2"}, {"question": "conversations"}, ASKED, "2",
                             {}),
+    "OpenAI's messages": ({"messages": TURNS}, {}, ASKED, "2", {}),
+    "ShareGPT": ({"conversations": SHAREGPT}, {}, ASKED, "2", {}),
     "messages as JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, {}, ASKED, "2", {}),
     "one message": ({"question": ASKED[0], "answer": "2"}, {}, ASKED, "2", {}),
     "a question that begins as JSON does": ({"question": "[1, 2] reversed?", "answer": "[2, 1]"}, {},
@@ -71,9 +72,6 @@ REFUSED = {  # form → record, settings, what the message says
     "nested": ({"question": "1 + 1?", "extra_info": {"answer": "2", "index": 3}}, {},
                "It has: question, extra_info.answer, extra_info.index.\nSay which field to take:  "
                "--set data.answer=extra_info.answer"),
-    "OpenAI's messages": ({"messages": TURNS}, {}, "--set data.question=messages --set data.answer=messages"),
-    "ShareGPT": ({"conversations": SHAREGPT}, {},
-                 "--set data.question=conversations --set data.answer=conversations"),
     "messages that Python has printed": ({"question": str(ASKED), "answer": "2"}, {},
                                          "must be JSON or a list: Python has written its messages as text"),
     "unknown speakers": ({"question": [{"from": "bard", "value": "1 + 1?"}], "answer": "2"}, {}, "list of messages"),

@@ -1,8 +1,8 @@
 """Converts text to tokens and sampled tokens to text, for every caller.
 
-A conversation is rendered by the tokenizer's chat template and encoded whole: what stands in the tokens of a row is what
-`apply_chat_template` gives. A part that is encoded later (an observation, an answer) is encoded behind what precedes it,
-since a tokenizer may write a text otherwise at the beginning than within.
+A conversation is rendered by the tokenizer's chat template and encoded whole: a row has the tokens that
+`apply_chat_template` gives. A part that is encoded later (an observation, an answer) is encoded behind what precedes
+it, since a tokenizer may write a text otherwise at the beginning than within.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.models import lack_of, template_options
 from distflow.config.run import Data
+from distflow.config.templates import lack_of, template_options
 from distflow.data.problems import Message, mend_text
 from distflow.errors import InvalidInput
 
@@ -108,7 +108,8 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
         start, stop = _learned_text(tokenizer, text, messages, place, tools, options)
         first = bisect.bisect_right(range(len(tokens)), start, key=stop_of)
         last = bisect.bisect_left(range(len(tokens)), stop, key=stop_of) + 1 if stop > start else first
-        behind = [index for index in range(max(first, last - 1), len(tokens)) if tokens[index] == ends[place != said[-1]]]
+        end, rest = ends[place != said[-1]], range(max(first, last - 1), len(tokens))
+        behind = [index for index in rest if tokens[index] == end]
         spans.append((first, behind[-1 if place == said[-1] else 0] + 1 if behind else last))
     begin, until = spans[0][0], spans[-1][1]
     target = tokens[begin:until]
@@ -154,7 +155,7 @@ def render_whole(tokenizer: PreTrainedTokenizerBase, messages: list[Message], to
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-    """Check the tokenizer as `distflow.config.models.check_chat_options` checks its files."""
+    """Check the tokenizer as `distflow.config.templates.check_chat_options` checks its files."""
     for option, path in template_options(data).items():
         if lacks := lack_of(option, str(tokenizer.chat_template or "")):
             raise InvalidInput(f"`{'.'.join(path)}` would change nothing: the tokenizer's chat template {lacks}. Take "
@@ -162,10 +163,10 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 
 
 class TurnTemplate:
-    """Tokens between a sampled answer and the next one: the template's text around messages by others, rendered behind a
-    known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
-    `options`: variables of the template, as the prompt had them. Raises InvalidInput: the template cannot render such a
-    conversation."""
+    """Tokens between a sampled answer and the next one: the template's text around messages by others, rendered behind
+    a known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
+    `options`: variables of the template, as the prompt had them. Raises InvalidInput: the template cannot render such
+    a conversation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int],
                  role: Literal["user", "tool"] = "user", options: Mapping[str, Any] | None = None):

@@ -41,7 +41,8 @@ class Scores:
     rewards: list[float]
     keep: list[bool]
     of_term: dict[str, list[float]] = field(default_factory=dict)  # unweighted, by name, of the rows that have them
-    parts: list[dict[str, float]] = field(default_factory=list)  # [B] unweighted rewards of each row by name
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """[B] unweighted rewards of each row by name, and the means of what they have reported of it by `metric`."""
     failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)  # (reward, row, reason)
     retried: int = 0
     timeouts: int = 0
@@ -91,6 +92,8 @@ class Scorer:
         done = self.pool.run(jobs, self.limit)
         results |= {rows_of_keys[key]: value for key, value in done.values.items()}
         scores = _combine(terms, self.call_of, results)
+        for key, values in done.of_sample.items():
+            scores.parts[rows_of_keys[key][1]] |= {name: total / count for name, total, count in values if count}
         scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
         scores.seconds = time.perf_counter() - start
         return scores

@@ -11,7 +11,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.checks import open_validation_sets, training_fields, validated_fields
 from distflow.data.dataset import Records, RequiredFields, open_training_sets, read_blocks
-from distflow.data.problems import Record, answer_text, question_text
+from distflow.data.problems import Record, answer_text, asked_and_answered, question_text
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.telemetry import events
 
@@ -52,11 +52,11 @@ class FirstRecords:
 
     @property
     def questions(self) -> list[str]:
-        return [question_text(row[self.data.question]) for row in self.rows]
+        return [question_text(asked_and_answered(row, self.data)[0]) for row in self.rows]
 
     @property
     def answers(self) -> list[str]:
-        return [answer_text(row.get(self.data.answer, "")) for row in self.rows]
+        return [answer_text(asked_and_answered(row, self.data)[1]) for row in self.rows]
 
     @property
     def have_answers(self) -> bool:

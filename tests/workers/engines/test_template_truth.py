@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-
 from tokenizers_of_kinds import KINDS
+
 from workers.engines.chat import (
     TurnTemplate,
     answer_tokens,
@@ -22,7 +22,7 @@ from workers.engines.chat import (
 
 THINKS = {"opens_think", "strips_thinking"}  # their prompts, or last answers, have what the whole does not always have
 WORDS = ["What", "is", "3", "+", "The answer", "7.", "é", "日本", "🙂", "\n", "\n\n", " ", "  ", "<b>", "?", "user:"]
-MERGES = {"no_end"}  # its text behind an answer may be one token with the answer's last sign, which stays as it was sampled
+MERGES = {"no_end"}  # its text behind an answer may be one token with the answer's last sign, which stays as sampled
 kinds = pytest.mark.parametrize("kind", KINDS)
 build = functools.cache(lambda kind: KINDS[kind]())
 
