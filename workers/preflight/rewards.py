@@ -262,15 +262,16 @@ class _RewardTrial:
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
         numbers = {value for value in values if isinstance(value, float)}
-        pairs = [(each.most(_OWN), each.most(_EMPTY)) for each in paid]
+        silent = [(own, empty) for own, empty in ((each.most(_OWN), each.most(_EMPTY)) for each in paid)
+                  if own is not None and empty is not None and empty >= own]
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
                 range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
                 "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
                 doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
-        elif self.reads_answer and all(None not in (own, empty) and empty >= own for own, empty in pairs):
+        elif self.reads_answer and len(silent) == len(paid):
             yield from self.records.failed(
-                range(len(paid)), f": {pairs[0][1]:g}, and {pairs[0][0]:g}", "A model learns from it to say nothing.",
+                range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",
                 doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
 
 
