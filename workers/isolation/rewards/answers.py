@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from workers.isolation.rewards.arithmetic import computable, equal, proportional
-from workers.isolation.rewards.latex import FUNCTIONS, Node, Token, Unreadable, expression, tokens
+from workers.isolation.rewards.latex import FUNCTIONS, Expression, NotUnderstood, Token, expression, tokens
 
 _OPENERS, _ENDS = ("(", "[", r"\{", r"\langle", "{"), (")", "]", r"\}", r"\rangle", "}")
 _EQUAL, _ORDER = ("=", r"\in", r"\approx"), {"<": ">", r"\le": r"\ge", ">": "<", r"\ge": r"\le", r"\ne": r"\ne"}
@@ -35,7 +35,7 @@ _RELATING = NO_UNITS | frozenset([
     "and", "if", "when", "where", "for", "than", "least", "most", "times", "any", "every"])
 _OF_UNITS = ("^", "2", "3", "{", "}", "/", "per", r"\%")
 _FUNCTION = re.compile(r"[A-Za-z]\([a-z]\)")
-_INFINITY = Node("symbol", value=r"\infty")
+_INFINITY = Expression("symbol", value=r"\infty")
 _ROMAN = re.compile("[IVX]+")
 _DEEPEST = 40  # brackets in each other
 _MOST_ITEMS = 60
@@ -50,7 +50,7 @@ class Answer:
 
     kind: str
     parts: tuple[Answer, ...] = ()
-    node: Node | None = None
+    node: Expression | None = None
     text: str = ""
     unit: str = field(default="", compare=False)
 
@@ -63,7 +63,7 @@ def parse_whole(text: str) -> Answer | None:
         if max(itertools.accumulate(map(_step, given)), default=0) > _DEEPEST:
             return None
         return _answer(given)
-    except Unreadable:
+    except NotUnderstood:
         return None
 
 
@@ -85,7 +85,7 @@ def spelling(text: str) -> str:
     """Return a text without what says nothing: blanks, markup, `\\text{}`, braces around one sign."""
     try:
         found = [" " * (token.kind == "number") + token.text.strip() for token in _spread(tokens(text))]
-    except Unreadable:
+    except NotUnderstood:
         return text.strip()
     found = [{r"\dots": r"\ldots", r"\cdots": r"\ldots"}.get(sign, sign) for sign in found]
     return re.sub(r"\{\0([^{}\0]*)\0\}", r"\1", "\0".join(found)).replace("\0", "").rstrip(".")
@@ -171,7 +171,7 @@ def _same_ratio(wanted: Answer, given: Answer) -> bool:
     if wanted.text and given.text:
         halves = [answer.text.removeprefix("time").strip() for answer in (wanted, given)]
         return _same_in_order(wanted, given) and (halves[0] == halves[1] or "" in halves)
-    crossed = [[Node("*", (part.node, other.parts[0].node)) for part in answer.parts if part.node]
+    crossed = [[Expression("*", (part.node, other.parts[0].node)) for part in answer.parts if part.node]
                for answer, other in ((wanted, given), (given, wanted)) if other.parts[0].node]
     return len(wanted.parts) == len(given.parts) and len(crossed) == 2 and all(map(equal, *crossed))
 
@@ -181,12 +181,12 @@ def _same_digits(wanted: Answer, given: Answer) -> bool:
     digits = wanted.text.partition("_")[0]
     if given.kind == "digits":
         return wanted.text == given.text
-    return digits.isdigit() and given.node == Node("number", value=Fraction(digits))
+    return digits.isdigit() and given.node == Expression("number", value=Fraction(digits))
 
 
 def _quotient(ratio: Answer) -> Answer:
     parts = [part.node for part in ratio.parts if part.node is not None]
-    return Answer("value", node=Node("/", tuple(parts)) if len(parts) == 2 and not ratio.text else None)
+    return Answer("value", node=Expression("/", tuple(parts)) if len(parts) == 2 and not ratio.text else None)
 
 
 _COMPARISONS: dict[tuple[str, str], Callable[[Answer, Answer], bool]] = {
@@ -200,14 +200,14 @@ _COMPARISONS: dict[tuple[str, str], Callable[[Answer, Answer], bool]] = {
 }
 
 
-def _below(order: Answer) -> list[tuple[str, Node]]:
+def _below(order: Answer) -> list[tuple[str, Expression]]:
     """Return the operator of each inequality, `<`, `\\le` or `\\ne`, and the expression that it compares with 0."""
     found = []
     for sign, left, right in zip(order.text.split(), order.parts, order.parts[1:]):
         if sign in (">", r"\ge"):
             sign, left, right = _ORDER[sign], right, left
         if left.node is not None and right.node is not None:
-            found.append((sign, Node("+", (left.node, Node("neg", (right.node,))))))
+            found.append((sign, Expression("+", (left.node, Expression("neg", (right.node,))))))
     return found
 
 
@@ -222,7 +222,7 @@ def _as_set(answer: Answer, other: str) -> Answer:
         return answer
     if len(parts) == 2:
         at_end = parts[1].node is not None and parts[1].node.kind == "symbol"
-        bound = Answer("value", node=_INFINITY if at_end else Node("neg", (_INFINITY,)))
+        bound = Answer("value", node=_INFINITY if at_end else Expression("neg", (_INFINITY,)))
         signs, parts = ([*signs, "<"], [*parts, bound]) if at_end else (["<", *signs], [bound, *parts])
     middle = parts[1].node
     if len(parts) != 3 or middle is None or middle.kind != "symbol":
@@ -267,7 +267,7 @@ def _doubled(joins: list[str], index: int) -> bool:
 def _list(items: list[Answer], either: bool) -> Answer:
     items = [part for item in items for part in (item.parts if item.kind == "list" else [item])]
     if len(items) > _MOST_ITEMS or len({item.unit for item in items if item.unit}) > 1:
-        raise Unreadable("many items, or such of several units")
+        raise NotUnderstood("many items, or such of several units")
     if either and all(_as_set(item, "row").kind == "row" for item in items):
         return Answer("union", tuple(_as_set(item, "row") for item in items), text=r"\cup")
     names = [item.text if item.kind == "named" else "" for item in items]
@@ -313,7 +313,7 @@ def _split(given: Sequence[Token], at: Iterable[str]) -> tuple[list[list[Token]]
         else:
             pieces[-1].append(token)
     if depth:
-        raise Unreadable("a bracket without its partner")
+        raise NotUnderstood("a bracket without its partner")
     return pieces, between
 
 
@@ -341,7 +341,7 @@ def _item(given: list[Token]) -> Answer:
         return _equation(sides, signs)
     if set(signs) <= set(_ORDER) and all(sides):
         return Answer("order", tuple(Answer("value", node=_expression(side)) for side in sides), text=" ".join(signs))
-    raise Unreadable("a mixture of relations")
+    raise NotUnderstood("a mixture of relations")
 
 
 def _equation(sides: list[list[Token]], signs: list[str]) -> Answer:
@@ -355,7 +355,7 @@ def _equation(sides: list[list[Token]], signs: list[str]) -> Answer:
     if named and len(sides) > 1:
         values = [_set(side) for side in sides[1:]]
         if not all(same(value, values[-1]) for value in values):
-            raise Unreadable("a chain of values that differ")
+            raise NotUnderstood("a chain of values that differ")
         name = "".join(token.text.strip() for token in sides[0])
         return Answer("named", (values[-1],), node=_difference(sides), text=name)
     nodes = [_expression(side) for side in sides]
@@ -363,7 +363,7 @@ def _equation(sides: list[list[Token]], signs: list[str]) -> Answer:
         return Answer("value", node=nodes[-1])
     if len(sides) == 2 and signs == ["="]:
         return Answer("equation", node=_difference(sides))
-    raise Unreadable("a chain of equations")
+    raise NotUnderstood("a chain of equations")
 
 
 def _is_name(given: Sequence[Token]) -> bool:
@@ -377,18 +377,18 @@ def _is_name(given: Sequence[Token]) -> bool:
         for token, inside in zip(given, subscripts)) and "-" not in [token.text for token in given]
 
 
-def _difference(sides: list[list[Token]]) -> Node | None:
+def _difference(sides: list[list[Token]]) -> Expression | None:
     try:
         left, right = _expression(sides[0]), _expression(sides[-1])
-    except Unreadable:
+    except NotUnderstood:
         return None
-    return Node("+", (left, Node("neg", (right,))))
+    return Expression("+", (left, Expression("neg", (right,))))
 
 
 def _set(given: list[Token]) -> Answer:
     pieces, signs = _split(given, _SETS)
     if len({*signs}) > 1:
-        raise Unreadable("several operations on sets")
+        raise NotUnderstood("several operations on sets")
     if signs:
         return Answer("union", tuple(map(_single, pieces)), text=signs[0])
     return _single(given)
@@ -400,7 +400,7 @@ def _single(given: list[Token]) -> Answer:
         return Answer("set")
     if len(given) == 1 and given[0].kind == "ring":
         ring = texts[0].strip("\\mathb{} ")
-        ends = tuple(Answer("value", node=node) for node in (Node("neg", (_INFINITY,)), _INFINITY))
+        ends = tuple(Answer("value", node=node) for node in (Expression("neg", (_INFINITY,)), _INFINITY))
         return Answer("row", ends, text="()") if ring == "R" else Answer("words", text=ring)
     if _closes(given):
         return _bracketed(given)
@@ -425,16 +425,16 @@ def _bracketed(given: list[Token]) -> Answer:
     brackets = given[0].text + given[-1].text
     if brackets == r"\{\}":
         if any(token.text in ("|", ":", r"\mid") for token in inside) or not all(pieces):
-            raise Unreadable("a set by a condition")
+            raise NotUnderstood("a set by a condition")
         items = _list([_item(piece) for piece in pieces], False)
         return Answer("set", items.parts if items.kind == "list" else (items,))
     if len(pieces) == 1:
         if brackets not in ("()", "[]", "{}"):
-            raise Unreadable(brackets)
+            raise NotUnderstood(brackets)
         return _answer(list(given[1:-1]))
     brackets = {r"\langle\rangle": "()"}.get(brackets, brackets)
     if brackets not in ("()", "[]", "(]", "[)"):
-        raise Unreadable(brackets)
+        raise NotUnderstood(brackets)
     choices = [item.parts if item.kind == "list" else [item] for item in map(_item, pieces)]
     rows = [Answer("row", parts, text=brackets) for parts in itertools.product(*choices)]
     return rows[0] if len(rows) == 1 else Answer("list", tuple(rows))
@@ -456,7 +456,7 @@ def _ratio(parts: list[list[Token]]) -> Answer:
     half = "".join(sign for sign in tail if sign.isalpha())
     values = [Answer("value", node=_expression(part[:1] if time else part)) for part in parts]
     if half not in ("", "am", "pm") and time:
-        raise Unreadable(f"`{half}` behind a time")
+        raise NotUnderstood(f"`{half}` behind a time")
     return Answer("ratio", tuple(values), text=f"time {half}" if time else "")
 
 
@@ -472,7 +472,7 @@ def _digits(given: Sequence[Token]) -> str:
     return f"{text.lstrip('0') or '0'}_{base}" if all(int(digit, 36) < int(base) for digit in text) else ""
 
 
-def _expression(given: Sequence[Token]) -> Node:
+def _expression(given: Sequence[Token]) -> Expression:
     return _without_degrees(expression(_without_units(list(given))))
 
 
@@ -503,19 +503,19 @@ def _is_unit(given: list[Token], at: int) -> bool:
     return len(token.text) > 2 and not token.close and not _RELATING & {*re.findall(r"[a-z]+", token.text.lower())}
 
 
-def _without_degrees(node: Node) -> Node:
+def _without_degrees(node: Expression) -> Expression:
     """Remove degree signs that stand outside of functions: they are a unit."""
     if node.kind in FUNCTIONS:
         return node
     parts = tuple(map(_without_degrees, node.parts))
-    return parts[0] if node.kind == "degree" else Node(node.kind, parts, node.value)
+    return parts[0] if node.kind == "degree" else Expression(node.kind, parts, node.value)
 
 
-def _without_signs(node: Node) -> list[Node]:
+def _without_signs(node: Expression) -> list[Expression]:
     """Return the values that `±` stands for; `∓` is the opposite of the `±` beside it."""
     count = _count(node, r"\pm"), _count(node, r"\mp")
     if sum(count) > _MOST_SIGNS:
-        raise Unreadable("many signs")
+        raise NotUnderstood("many signs")
     tied = count[1] > 0
     choices = 2 if tied else 2 ** count[0]
     found = []
@@ -525,13 +525,13 @@ def _without_signs(node: Node) -> list[Node]:
     return found
 
 
-def _count(node: Node, kind: str) -> int:
+def _count(node: Expression, kind: str) -> int:
     return (node.kind == kind) + sum(_count(part, kind) for part in node.parts)
 
 
-def _signed(node: Node, choose: Callable[[], int]) -> Node:
+def _signed(node: Expression, choose: Callable[[], int]) -> Expression:
     if node.kind in (r"\pm", r"\mp"):
         minus = bool(choose()) != (node.kind == r"\mp")
         part = _signed(node.parts[0], choose)
-        return Node("neg", (part,)) if minus else part
-    return Node(node.kind, tuple(_signed(part, choose) for part in node.parts), node.value)
+        return Expression("neg", (part,)) if minus else part
+    return Expression(node.kind, tuple(_signed(part, choose) for part in node.parts), node.value)

@@ -1,4 +1,4 @@
-"""Exact comparison of expressions (`latex.Node`), in bounded time.
+"""Exact comparison of expressions (`latex.Expression`), in bounded time.
 
 Without variables, rational values are compared exactly, others to at least twice the digits that separate different
 ones of their size. With variables, both are evaluated at the same rational points: expressions that agree at each are
@@ -15,7 +15,7 @@ from typing import Any
 
 import mpmath
 
-from workers.isolation.rewards.latex import Node
+from workers.isolation.rewards.latex import Expression
 
 Value = Any  # a Fraction, a number of mpmath, or a matrix: a tuple of rows of these
 Point = dict[str, Fraction]
@@ -30,14 +30,14 @@ class Incomputable(ArithmeticError):
     """A value that is not defined, or too large."""
 
 
-def equal(left: Node, right: Node) -> bool:
+def equal(left: Expression, right: Expression) -> bool:
     """Return whether two expressions have the same value, for all values of their variables."""
     if left == right:
         return True
     return _agree(_same, left, right)
 
 
-def proportional(left: Node, right: Node, positive: bool = False) -> bool:
+def proportional(left: Expression, right: Expression, positive: bool = False) -> bool:
     """Return whether one expression is the other times a constant, which is not 0 and may have to be `positive`."""
     ratios: list[Value] = []
 
@@ -52,12 +52,12 @@ def proportional(left: Node, right: Node, positive: bool = False) -> bool:
     return bool(variables(left) & variables(right)) and _agree(fits, left, right) and len(ratios) > 1
 
 
-def computable(node: Node) -> bool:
+def computable(node: Expression) -> bool:
     """Return whether an expression has a value that can be computed, at one point at least."""
     return any(_values(node, node, point) is not None for point in _points(sorted(variables(node))))
 
 
-def compared(left: Node, right: Node) -> int | None:
+def compared(left: Expression, right: Expression) -> int | None:
     """Return the sign of the difference of two real constants; None where it is not known."""
     found = None if variables(left) | variables(right) else _values(left, right, {})
     if found is None:
@@ -69,13 +69,13 @@ def compared(left: Node, right: Node) -> int | None:
         return 0 if _same(one, other) else 1 if mpmath.re(_number(one)) > mpmath.re(_number(other)) else -1
 
 
-def variables(node: Node) -> frozenset[str]:
+def variables(node: Expression) -> frozenset[str]:
     if node.kind == "symbol":
         return frozenset() if node.value in _CONSTANTS else frozenset([str(node.value)])
     return frozenset().union(*map(variables, node.parts))
 
 
-def _agree(fits: Callable[[Value, Value], bool], left: Node, right: Node) -> bool:
+def _agree(fits: Callable[[Value, Value], bool], left: Expression, right: Expression) -> bool:
     """Return whether the values fit at each point where both have one, of which there must be two if there are
     variables. A point where only one of them is real does not count."""
     names, counted = sorted(variables(left) | variables(right)), 0
@@ -104,7 +104,7 @@ def _points(names: list[str]) -> Iterator[Point]:
         yield point
 
 
-def _values(left: Node, right: Node, point: Point) -> tuple[int, Value, Value] | None:
+def _values(left: Expression, right: Expression, point: Point) -> tuple[int, Value, Value] | None:
     """Return the precision that both values ask for by their largest and smallest parts, and the values; None where one
     has none, or it is too large."""
     precision = 128
@@ -129,7 +129,7 @@ class _Evaluation:
     def __init__(self, point: Point):
         self.point, self.rounded, self.bits, self.work = point, False, 0, 0
 
-    def value(self, node: Node) -> Value:
+    def value(self, node: Expression) -> Value:
         if node.kind == "matrix":
             cells, width = [self.value(part) for part in node.parts], len(node.parts) // int(node.value)
             return tuple(tuple(cells[at : at + width]) for at in range(0, len(cells), width))

@@ -1,7 +1,7 @@
 """Reader of mathematical expressions, in LaTeX or plain text: an expression is understood whole, or not at all.
 
     tokens      text → tokens, without markup that says nothing about the value
-    expression  tokens → a tree of `Node`s; raises Unreadable if one token is left over or not known
+    expression  tokens → an `Expression`; raises NotUnderstood if one token is left over or not known
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _TOKEN = re.compile(
 _MATRIX = re.compile(r"\\begin\{([pb])matrix\}(.*?)\\end\{\1matrix\}", re.DOTALL)
 
 
-class Unreadable(ValueError):
+class NotUnderstood(ValueError):
     """A text that is not understood whole."""
 
 
@@ -87,18 +87,18 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Node:
+class Expression:
     """An expression: `kind` names an operation or a function of `parts`, a `symbol`, a `number` or a `matrix`."""
 
     kind: str
-    parts: tuple[Node, ...] = ()
+    parts: tuple[Expression, ...] = ()
     value: Fraction | str | int = ""
 
 
 def tokens(text: str) -> list[Token]:
-    """Return the tokens of a text; raise Unreadable if it is too long."""
+    """Return the tokens of a text; raise NotUnderstood if it is too long."""
     if len(text) > _LONGEST:
-        raise Unreadable(f"more than {_LONGEST} characters")
+        raise NotUnderstood(f"more than {_LONGEST} characters")
     for sign, to in _UNICODE.items():
         text = text.replace(sign, to)
     for pattern, to in _MARKUP:
@@ -121,17 +121,17 @@ def _scan(text: str, close: bool, found: list[Token]) -> None:
         close = kind != "space"
 
 
-def expression(given: list[Token]) -> Node:
-    """Return the tree of an expression; raise Unreadable if it is none."""
+def expression(given: list[Token]) -> Expression:
+    """Return the tree of an expression; raise NotUnderstood if it is none."""
     parser = _Parser(given)
     node = parser.sum()
     if parser.at < len(parser.tokens):
-        raise Unreadable(f"`{parser.tokens[parser.at].text}`")
+        raise NotUnderstood(f"`{parser.tokens[parser.at].text}`")
     level, nodes = 0, [node]
     while nodes:
         level, nodes = level + 1, [part for above in nodes for part in above.parts]
         if level > _MOST_LEVELS:
-            raise Unreadable("too many operations")
+            raise NotUnderstood("too many operations")
     return node
 
 
@@ -156,56 +156,56 @@ class _Parser:
 
     def take(self) -> Token:
         if self.at >= len(self.tokens):
-            raise Unreadable("its end")
+            raise NotUnderstood("its end")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def expect(self, text: str) -> None:
         if not self.peek(text):
-            raise Unreadable(f"`{text}` is missing")
+            raise NotUnderstood(f"`{text}` is missing")
         self.at += 1
 
-    def sum(self) -> Node:
+    def sum(self) -> Expression:
         node = None
         while node is None or self.peek(*_ADD, *_PLUS_MINUS):
             sign = self.take().text if self.peek(*_ADD, *_PLUS_MINUS) else "+"
             term = self.product()
             if sign in _PLUS_MINUS:
-                term, sign = Node(sign, (term,)), "+"
-            term = Node("neg", (term,)) if sign == "-" else term
-            node = term if node is None else Node("+", (node, term))
+                term, sign = Expression(sign, (term,)), "+"
+            term = Expression("neg", (term,)) if sign == "-" else term
+            node = term if node is None else Expression("+", (node, term))
         if self.peek(r"\choose") and self._skip():
-            node = Node("binom", (node, self.sum()))
+            node = Expression("binom", (node, self.sum()))
         return node
 
-    def product(self) -> Node:
+    def product(self) -> Expression:
         node = self.power()
         while True:
             if self.peek("*"):
                 self.at += 1
-                node = Node("*", (node, self.signed()))
+                node = Expression("*", (node, self.signed()))
             elif self.peek("/"):
                 self.at += 1
-                node = Node("/", (node, self.divisor()))
+                node = Expression("/", (node, self.divisor()))
             elif self._mixed():
-                node = Node("+", (node, self.power()))
+                node = Expression("+", (node, self.power()))
             elif self._starts_atom():
-                node = Node("*", (node, self.power()))
+                node = Expression("*", (node, self.power()))
             else:
                 return node
 
-    def signed(self) -> Node:
+    def signed(self) -> Expression:
         """Read a factor that may have a sign, as in `2 * -3`."""
         if self.peek("-"):
             self.at += 1
-            return Node("neg", (self.signed(),))
+            return Expression("neg", (self.signed(),))
         return self.power()
 
-    def divisor(self) -> Node:
+    def divisor(self) -> Expression:
         """Read what stands behind `/`: a product of letters belongs to it, as in `a/bc`, but `1/2x` is half of x."""
         node = self.signed()
         while node.kind != "number" and self._starts_atom() and not self.peek("(") and not self._starts_function():
-            node = Node("*", (node, self.power()))
+            node = Expression("*", (node, self.power()))
         return node
 
     def _mixed(self) -> bool:
@@ -240,41 +240,41 @@ class _Parser:
             return token.text[1:] in FUNCTIONS | _GREEK | {"pi", "frac", "sqrt", "binom", "lfloor", "lceil", "infty"}
         return token.kind in ("word", "matrix")
 
-    def power(self) -> Node:
+    def power(self) -> Expression:
         node = self.atom()
         while True:
             if self.peek("!"):
                 self.at += 1
-                node = Node("!", (node,))
+                node = Expression("!", (node,))
             elif self.peek(r"\degree"):
                 self.at += 1
-                node = Node("degree", (node,))
+                node = Expression("degree", (node,))
             elif self.peek("^"):
                 self.at += 1
-                node = Node("^", (node, self.exponent()))
+                node = Expression("^", (node, self.exponent()))
             else:
                 return node
 
-    def exponent(self) -> Node:
+    def exponent(self) -> Expression:
         if self.peek("-"):
             self.at += 1
-            return Node("neg", (self.exponent(),))
+            return Expression("neg", (self.exponent(),))
         node = self.atom()
-        return Node("^", (node, self.exponent())) if self.peek("^") and self._skip() else node
+        return Expression("^", (node, self.exponent())) if self.peek("^") and self._skip() else node
 
     def _skip(self) -> bool:
         self.at += 1
         return True
 
-    def atom(self) -> Node:
+    def atom(self) -> Expression:
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise Unreadable("too deep")
+            raise NotUnderstood("too deep")
         node = self._atom()
         self.depth -= 1
         return node
 
-    def _atom(self) -> Node:
+    def _atom(self) -> Expression:
         token = self.take()
         if token.kind in ("number", "grouped"):
             return self._number(token)
@@ -286,20 +286,20 @@ class _Parser:
             return self._group(token.text)
         if token.kind == "command":
             return self._command(token.text[1:])
-        raise Unreadable(f"`{token.text}`")
+        raise NotUnderstood(f"`{token.text}`")
 
-    def _number(self, token: Token) -> Node:
+    def _number(self, token: Token) -> Expression:
         text = token.text.replace(",", "")
         whole, mark, digits = text.lower().partition("e")
         if mark and abs(int(digits)) > 10_000:
-            raise Unreadable("a number that is too large")
+            raise NotUnderstood("a number that is too large")
         value = Fraction(whole) * Fraction(10) ** int(digits or 0)
         if self.peek(".") and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1].text in _BARS:
             self.at += 1
-            return Node("number", value=value + self._repeating(0))
+            return Expression("number", value=value + self._repeating(0))
         if self.peek(*_BARS) and "." in whole:
-            return Node("number", value=value + self._repeating(len(whole.partition(".")[2])))
-        return Node("number", value=value)
+            return Expression("number", value=value + self._repeating(len(whole.partition(".")[2])))
+        return Expression("number", value=value)
 
     def _repeating(self, places: int) -> Fraction:
         """Read the repeating digits of a decimal, as `\\overline{3}`, behind `places` others."""
@@ -307,28 +307,28 @@ class _Parser:
         braced = self.peek("{") and self._skip()
         digits = self.take()
         if digits.kind != "number" or not digits.text.isdigit():
-            raise Unreadable("a bar")
+            raise NotUnderstood("a bar")
         if braced:
             self.expect("}")
         return Fraction(int(digits.text), (10 ** len(digits.text) - 1) * 10**places)
 
-    def _group(self, opener: str) -> Node:
+    def _group(self, opener: str) -> Expression:
         self.bars += opener == "|"
         before, self.bars = self.bars, self.bars if opener == "|" else 0
         node = self.sum()
         self.bars = before
         self.expect(_CLOSERS[opener])
         self.bars -= opener == "|"
-        return Node(_BRACKETS[opener], (node,)) if opener in _BRACKETS else node
+        return Expression(_BRACKETS[opener], (node,)) if opener in _BRACKETS else node
 
-    def _word(self, name: str) -> Node:
+    def _word(self, name: str) -> Expression:
         if name in FUNCTIONS:
             return self._function(name)
         if name == "sqrt":
             return self._root()
         return self._symbol(name)
 
-    def _symbol(self, name: str) -> Node:
+    def _symbol(self, name: str) -> Expression:
         name = {"infinity": r"\infty", "oo": r"\infty", "pi": r"\pi"}.get(name, name)
         if self.peek("_"):
             self.at += 1
@@ -336,13 +336,13 @@ class _Parser:
         while self.peek("'"):
             self.at += 1
             name += "'"
-        return Node("symbol", value=name)
+        return Expression("symbol", value=name)
 
     def _subscript(self) -> str:
         if not self.peek("{"):
             token = self.take()
             if token.kind not in ("number", "word", "text"):
-                raise Unreadable(f"`_{token.text}`")
+                raise NotUnderstood(f"`_{token.text}`")
             return token.text
         self.at += 1
         texts = []
@@ -351,74 +351,74 @@ class _Parser:
         self.at += 1
         return "".join(texts)
 
-    def _command(self, name: str) -> Node:
+    def _command(self, name: str) -> Expression:
         if name in FUNCTIONS:
             return self._function(name)
         if name in _GREEK or name in ("pi", "infty"):
             return self._symbol(f"\\{name}")
         if name == "frac":
-            return Node("/", (self._argument(), self._argument()))
+            return Expression("/", (self._argument(), self._argument()))
         if name == "binom":
-            return Node("binom", (self._argument(), self._argument()))
+            return Expression("binom", (self._argument(), self._argument()))
         if name == "sqrt":
             return self._root()
         if name in ("lfloor", "lceil"):
             return self._group(f"\\{name}")
-        raise Unreadable(f"`\\{name}`")
+        raise NotUnderstood(f"`\\{name}`")
 
-    def _root(self) -> Node:
+    def _root(self) -> Expression:
         if not self.peek("["):
-            return Node("root", (self._argument(whole=True), Node("number", value=Fraction(2))))
+            return Expression("root", (self._argument(whole=True), Expression("number", value=Fraction(2))))
         self.at += 1
         degree = self.sum()
         self.expect("]")
-        return Node("root", (self._argument(whole=True), degree))
+        return Expression("root", (self._argument(whole=True), degree))
 
-    def _argument(self, whole: bool = False) -> Node:
+    def _argument(self, whole: bool = False) -> Expression:
         """Read an argument without operators: one digit of a number, unless that is `whole` and has but one."""
         token = self.tokens[self.at] if self.at < len(self.tokens) else self.take()
         if token.kind == "number" and len(token.text) > 1:
             if whole and token.close or not token.text.isdigit() or len(token.text) > 2:
-                raise Unreadable(f"`{token.text}` without braces")
+                raise NotUnderstood(f"`{token.text}` without braces")
             if not whole:
                 self.tokens[self.at : self.at + 1] = [Token("number", digit, True) for digit in token.text]
         return self.atom()
 
-    def _function(self, name: str) -> Node:
+    def _function(self, name: str) -> Expression:
         base = exponent = None
         while self.peek("^", "_"):
             if self.take().text == "^":
                 exponent = self.exponent()
             else:
                 base = self.atom()
-        if exponent == Node("neg", (Node("number", value=Fraction(1)),)) and name in _INVERSE:
+        if exponent == Expression("neg", (Expression("number", value=Fraction(1)),)) and name in _INVERSE:
             name, exponent = _INVERSE[name], None
         if base is not None and name != "log":
-            raise Unreadable(f"`{name}_`")
+            raise NotUnderstood(f"`{name}_`")
         argument = self._function_argument()
-        node = Node(name, (argument,) if base is None else (argument, base))
-        return node if exponent is None else Node("^", (node, exponent))
+        node = Expression(name, (argument,) if base is None else (argument, base))
+        return node if exponent is None else Expression("^", (node, exponent))
 
-    def _function_argument(self) -> Node:
+    def _function_argument(self) -> Expression:
         if self.peek("(", "[", "{", "|"):
             return self.atom()
         sign = self.peek("-") and self._skip()
         node = self.power()
         while self._starts_atom() and not self._starts_function() and not self.peek("(", "["):
-            node = Node("*", (node, self.power()))
-        return Node("neg", (node,)) if sign else node
+            node = Expression("*", (node, self.power()))
+        return Expression("neg", (node,)) if sign else node
 
 
 _BARS = (r"\overline", r"\bar")
 
 
 def _letters(token: Token) -> list[Token]:
-    """Return a run of letters as the names in it: `xy` is a product. Raises Unreadable for other words."""
+    """Return a run of letters as the names in it: `xy` is a product. Raises NotUnderstood for other words."""
     if token.kind == "text":
         name = token.text.strip()
         if len(name) == 1 and name.isalpha() or name in FUNCTIONS:
             return [Token("word", name, token.close)]
-        raise Unreadable(f"the text `{name}`")
+        raise NotUnderstood(f"the text `{name}`")
     if token.kind != "word" or len(token.text) == 1 or token.text in FUNCTIONS | {"sqrt", "pi", "infinity", "oo"} or \
             re.fullmatch("[IVX]+", token.text):
         return [token]
@@ -426,13 +426,13 @@ def _letters(token: Token) -> list[Token]:
         if len(name) > 1 and token.text.endswith(name) and len(token.text) - len(name) <= 2:
             return [*_letters(Token("word", token.text[: -len(name)], token.close)), Token("word", name, True)]
     if len(token.text) > 4 or (len(token.text) > 2 and not set(token.text.lower()) <= _MANY_LETTERS):
-        raise Unreadable(f"the word `{token.text}`")
+        raise NotUnderstood(f"the word `{token.text}`")
     return [Token("word", letter, token.close or index > 0) for index, letter in enumerate(token.text)]
 
 
-def _matrix(text: str) -> Node:
+def _matrix(text: str) -> Expression:
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-z])", text) if row.strip()]
     cells = [[expression(tokens(cell)) for cell in row.replace(r"\hline", "").split("&")] for row in rows]
     if not cells or len({len(row) for row in cells}) != 1:
-        raise Unreadable("a matrix with rows of several lengths")
-    return Node("matrix", tuple(cell for row in cells for cell in row), len(cells))
+        raise NotUnderstood("a matrix with rows of several lengths")
+    return Expression("matrix", tuple(cell for row in cells for cell in row), len(cells))

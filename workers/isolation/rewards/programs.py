@@ -73,15 +73,22 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
         ValueError: there are no tests, or JSON of another form. The sample is left out.
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
+    run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
+    return _graded(program_of(completion), tests, run, partial)
+
+
+def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partial: bool) -> float:
+    """Return the share of tests that a program passes, or without `partial` whether it passes all; report modules that
+    it imports and that are missing."""
     missing: set[str] = set()
 
-    def run(program: str, stdin: str) -> Outcome:
-        outcome = run_python(program, stdin, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
+    def watched(program: str, stdin: str) -> Outcome:
+        outcome = run(program, stdin)
         missing.update(() if outcome.ok else _MISSING.findall(outcome.stderr)[-1:])
         return outcome
 
     results: list[bool] = []
-    for right in _run_tests(program_of(completion), tests, run):
+    for right in _run_tests(program, tests, watched):
         results.append(right)
         if not (right or partial):
             break
