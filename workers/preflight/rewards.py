@@ -255,22 +255,24 @@ class _RewardTrial:
             yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}",
                                            before=f"{self.name} does not pay in full for the answer of ")
         for kind in (_EMPTY, _QUESTION, _OTHER):
-            wrong = [row for row, each in enumerate(paid) if own[row] is not None and each.pays(kind, full[row])
+            wrong = [row for row, each in enumerate(paid) if (own[row] is not None or self.shipped)
+                     and each.pays(kind, full[row])
                      and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
             yield from self.records.failed(wrong, before=f"{self.name} pays {kind} as much as the answer of ")
 
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
         numbers = {value for value in values if isinstance(value, float)}
-        pairs = [(each.most(_OWN), each.most(_EMPTY)) for each in paid]
+        silent = [(own, empty) for own, empty in ((each.most(_OWN), each.most(_EMPTY)) for each in paid)
+                  if own is not None and empty is not None and empty >= own]
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
                 range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
                 "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
                 doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
-        elif self.reads_answer and all(None not in (own, empty) and empty >= own for own, empty in pairs):
+        elif self.reads_answer and len(silent) == len(paid):
             yield from self.records.failed(
-                range(len(paid)), f": {pairs[0][1]:g}, and {pairs[0][0]:g}", "A model learns from it to say nothing.",
+                range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",
                 doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
 
 

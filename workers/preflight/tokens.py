@@ -212,7 +212,7 @@ class _TokenTrial:
             yield from prove_behind(self.spec, self.records, opening)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode([*tokens], clean_up_tokenization_spaces=False))
 
 
 def _missing(role: str, each: _Rendered) -> str:
