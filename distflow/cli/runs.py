@@ -14,7 +14,7 @@ from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
 from distflow.errors import InvalidInput, quoted
 from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
-from distflow.telemetry.run_folder import read_plan
+from distflow.telemetry.run_folder import read_plan, unwritable
 from distflow.telemetry.run_lock import in_use, refusal
 from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
@@ -98,7 +98,8 @@ def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to; default: the run's own folder")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER",
+                        help="folder to make, with the model in its folder model/; default: the run's own folder")
     parser.add_argument("--push", metavar="OWNER/NAME",
                         help="upload the model to the Hugging Face hub too; of several, each as OWNER/NAME-ROLE")
     parser.add_argument("--private", action="store_true", help="in a repository that others do not see, if it is new")
@@ -108,13 +109,14 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
+    folder, run = Path(options.folder or options.resume), Path(options.resume)
     if options.push:
         check_push(options.push)
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
     plan(load_spec(options), ranks)
-    folder = Path(options.folder or options.resume)
+    _check_export_folder(folder, run)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
     models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir()]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
@@ -123,6 +125,20 @@ def export(options: argparse.Namespace) -> int:
         address = push(path, name, options.private, f"Model of {Path(options.resume).name}")
         print(f"uploaded {path} to {address}")
     return code
+
+
+def _check_export_folder(folder: Path, run: Path) -> None:
+    """Raise InvalidInput: models cannot be written there, or would take the place of others."""
+    inside = folder.resolve().is_relative_to(run.resolve())
+    if inside and folder.resolve() != run.resolve():
+        raise InvalidInput(f"{folder} is in the run's own folder. Without FOLDER the model becomes {run / 'model'}:  "
+                           f"distflow export {quoted(run)}   or name a folder elsewhere")
+    if not inside and (there := next((path for path in sorted(folder.glob("model*")) if path.is_dir()), None)):
+        raise InvalidInput(f"{there} exists, and would be written over. Name another folder, or delete it:  "
+                           f"rm -r {quoted(there)}")
+    if why := unwritable(folder):
+        raise InvalidInput(f"{folder} cannot be written, {why}. Name another folder:  distflow export {quoted(run)} "
+                           "FOLDER")
 
 
 VERBS = {

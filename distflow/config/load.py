@@ -31,7 +31,7 @@ from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
 from distflow.contracts.environments import EnvironmentContract, check_environments
-from distflow.contracts.losses import check_losses
+from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import RewardContract, check_rewards
 from distflow.contracts.signature import Contract, find_functions
 from distflow.contracts.templates import check_templates
@@ -181,6 +181,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
+    qualify_losses(spec)
     mistakes += _unset_keys(spec) + ([] if recorded else unbounded_faults(spec))
     for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
