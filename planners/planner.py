@@ -30,7 +30,6 @@ from planners.inference import with_one_layout
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
-
 _MOST_RANKS = 65_536
 """Ranks of which a plan is made in a minute."""
 

@@ -14,6 +14,7 @@ from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import fetch, fetched, pinned
+from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.models import (
     Shape,
@@ -317,8 +318,12 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake for each key that a node or a logger takes from this machine, and that is not there."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
-    return [Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
+    loggers = [lack_of(name, settings) for name, settings in loggers_of(spec.run.log).items()]
+    return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)
+            for what, hint in loggers if what] + [
+            Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
                        spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…",
                        of_machine=True)
             for node, key in named if isinstance(key, str) and not os.environ.get(key)]
