@@ -47,8 +47,8 @@ def _too_fast(spec: Spec) -> Iterator[Diagnostic]:
         rate = settings.learning_rate
         if rate >= 1 and role in spec.dag.roles and spec.dag.roles[role].trained:
             meant = f"{rate:g}e-6" if rate < 10 else "1e-6"
-            yield Diagnostic(f"role `{role}`: with a learning rate of {rate:g} AdamW moves each weight by up to that in a "
-                             "step, so that nothing of the model would be left",
+            yield Diagnostic(f"role `{role}`: with a learning rate of {rate:g} AdamW moves each weight by up to that "
+                             "in a step, so that nothing of the model would be left",
                              spec.run_source.location(("roles", role, "learning_rate")),
                              f"Did you mean {meant}? Usual are 1e-6 for RL, 1e-5 for SFT, ten times as much for LoRA.")
 

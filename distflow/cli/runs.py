@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.cli import slurm
@@ -12,6 +13,7 @@ from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_c
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
+from distflow.config.shipped import MODELINE, SHIPPED
 from distflow.errors import InvalidInput, quoted
 from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
 from distflow.telemetry.run_folder import read_plan, unwritable
@@ -24,9 +26,19 @@ def validate(options: argparse.Namespace) -> int:
     spec, checked = check(options)
     print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} "
           f"rank{'s' * (checked.ranks > 1)}: no mistakes")
-    for note in checked.notes:
+    for note in (*checked.notes, *_lost_schemas(spec)):
         print(f"note: {note}")
     return 0
+
+
+def _lost_schemas(spec: Spec) -> Iterator[str]:
+    """Yield a note for each file that names a schema for editors, relative to where the file was copied from."""
+    for kind, source in (("dag", spec.dag_source), ("run", spec.run_source), ("cluster", spec.cluster_source)):
+        line = next((line for line in source.lines if line.startswith(MODELINE)), None) if source else None
+        named = line.removeprefix(MODELINE).strip() if line else ""
+        if source and named and "://" not in named and not Path(source.file).parent.joinpath(named).is_file():
+            yield (f"{source.file} names the schema {named} for editors, which is not there. Instead:  "
+                   f"{MODELINE}{SHIPPED / 'schema' / f'{kind}.json'}")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -80,7 +80,8 @@ def test_a_script_of_verl(capsys) -> None:
     assert "reference" not in dag["nodes"], "without use_kl_loss nothing needs one"
     assert run == {"steps": 100, "ranks": 2, "log": ["tensorboard"],
                    "roles": {"actor": {"model": "Qwen/Qwen3-8B", "rollout": "hf", "learning_rate": 1e-6,
-                                       "weight_decay": 0.01, "betas": [0.9, 0.999], "generation": {"max_new_tokens": 64}, "schedule": "cosine",
+                                       "weight_decay": 0.01, "betas": [0.9, 0.999],
+                                       "generation": {"max_new_tokens": 64}, "schedule": "cosine",
                                        "min_learning_rate": pytest.approx(1e-7)}},
                    "data": {"train": "train.jsonl", "batch": 100, "max_prompt_tokens": 512, "long_prompts": "drop"},
                    "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
