@@ -97,7 +97,7 @@ def _device(spec: Spec) -> Iterator[str]:
     for role, settings in spec.run.roles.items():
         shape = spec.shape_of(role)
         if role in spec.dag.roles and settings.dtype == "auto" and shape and shape.dtype in ("bfloat16", "float16"):
-            yield (f"  {role}: counted for a GPU, where `dtype: auto` is {shape.dtype}. On CPUs it is float32: count that "
+            yield (f"  {role}: counted for a GPU, where `dtype: auto` is {shape.dtype}. On CPUs it is float32, counted "
                    f"by  --set roles.{role}.dtype=float32")
 
 
