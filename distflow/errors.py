@@ -5,6 +5,7 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
+├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
 ├── SamplesChanged    a step was repeated, and its samples came otherwise
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
@@ -26,6 +27,8 @@ from pathlib import Path
 _ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
 _CANDIDATES = 3  # words of which one with the same letters is preferred: two of its own are swapped
 _LISTED = 30
+_VALUE, _LINE, _COMMAND = 100, 600, 4000
+"""Characters of a value, of a line of a message, and of a line to paste, from which the middle is left out."""
 
 
 class DistflowError(Exception):
@@ -33,6 +36,7 @@ class DistflowError(Exception):
 
     passing = True  # whether a restarted worker may not meet the error again
     elsewhere = False  # whether the cause is in another process
+    exhausted = False  # whether threads or memory have run out, of which a restarted worker needs as much
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,22 @@ class Diagnostic:
     """Whether it is of this machine: a plan of a run elsewhere is as good with it."""
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.what}" if self.where else self.what
+        what = "\n".join(map(_clipped, self.what.split("\n")))
+        head = f"{_clipped(str(self.where))}: {what}" if self.where else what
         head += "" if head.endswith((".", ":", "?", "\n")) or _ends_with_command(head) else "."
         shown = self.lines or ((self.where,) if self.where else ())
         excerpt = "\n".join(filter(None, (location.excerpt() for location in shown)))
-        return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", self.hint) if part).rstrip()
+        hint = "\n".join(_clipped(line, _COMMAND) for line in self.hint.split("\n"))
+        return "\n".join(part for part in (head, f"\n{excerpt}\n" if excerpt else "", hint) if part).rstrip()
+
+
+def abbreviated(value: object, width: int = _VALUE) -> str:
+    """Return a value as Python writes it, for a message: of a long one its two ends."""
+    return _clipped(repr(value), width)
+
+
+def _clipped(text: str, width: int = _LINE) -> str:
+    return text if len(text) <= width else f"{text[: 2 * width // 3]} … {text[-width // 3 :]}"
 
 
 def _ends_with_command(text: str) -> bool:
@@ -112,6 +127,12 @@ class EngineError(DistflowError):
 
 class CheckpointError(DistflowError):
     """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
+
+
+class FolderUnavailable(DistflowError):
+    """The file system of a run's folder stays away: read-only, stale, or its server does not answer. Resume later."""
+
+    passing = False
 
 
 class Superseded(DistflowError):

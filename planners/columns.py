@@ -129,6 +129,8 @@ class _Tracer:
         self.given = {**dict.fromkeys(spec.run.data.columns, "list[str]"), **SOURCE_FORMS}
         if spec.run.data.images:
             self.given["images"] = "Ragged"
+        if spec.run.data.targets == "all":
+            self.given["target_mask"] = "Ragged"
         self._check_fields()
         self.fans: dict[str, tuple[str, ...]] = {SOURCE: ()}
         self.prompts: dict[str, str | None] = {}

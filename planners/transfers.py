@@ -82,7 +82,7 @@ _TOKEN, _NUMBER, _CHARACTERS, _PIXEL = 8, 4, 4, 3
 """Bytes of a token's id, bytes of a float, bytes of the text of one token, bytes of a pixel."""
 _OF_TOKENS = {"prompts", "responses", "targets", GROUP}
 _LIMITED = {"prompts": "max_prompt_tokens", "questions": "max_prompt_tokens",
-            "targets": "max_target_tokens", "answers": "max_target_tokens"}
+            "targets": "max_target_tokens", "target_mask": "max_target_tokens", "answers": "max_target_tokens"}
 _PARTS = 64
 """Bytes of the parts of a reward, as text."""
 

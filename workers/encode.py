@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
+from distflow.data.checks import training_fields
 from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
-from distflow.data.dataset import LabelledRecords, Record, fields_of, open_images, open_training_sets
+from distflow.data.dataset import LabelledRecords, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
-from distflow.data.problems import Message, answer_text, messages_of, question_text, tools_of
+from distflow.data.problems import (
+    Message,
+    answer_text,
+    asked_and_answered,
+    conversation_of,
+    differs_from_question,
+    mended_record,
+    messages_of,
+    question_text,
+    tools_of,
+)
 from distflow.errors import InvalidInput
-from distflow.plan import Layout
+from distflow.plan import Layout, Plan
 from distflow.telemetry.metrics import current
-from workers.engines.chat import prompt_tokens, require_template
-from workers.engines.role_engines import RoleEngines, encode_targets
+from workers.engines.chat import ImitatedTokens, imitated_tokens, prompt_tokens, require_template
+from workers.engines.role_engines import RoleEngines
 from workers.engines.vision import ImageProcessor
 
 PLACEHOLDER = "<image>"  # stands for an image in a question
@@ -94,25 +107,74 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""] if len(texts) > 1 else text
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase, data: Data,
-            image_encoder: ImageEncoder | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
-    """Return a function that encodes questions by the chat template, if there is one, and answers with an end token. Of
-    longer prompts than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them."""
+def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: ImageEncoder | None = None,
+            plan: Plan | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
+    """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts
+    than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where
+    no task of the `plan` reads them. Where none samples, prompts are what precedes a target in its conversation, and
+    not what the template would have continued."""
+    imitates = plan is not None and not any(task.samples for task in plan.tasks)
+    learns = plan is None or any(column.name == "targets" for task in plan.tasks for column in task.reads)
     require_template(tokenizer, data)
 
-    def encode(records: list[Record]) -> dict[str, ColumnData]:
-        questions = [question_text(record[data.question]) for record in records]
-        answers = [answer_text(record[data.answer]) for record in records]
+    def encode(given: list[Record]) -> dict[str, ColumnData]:
+        records = [*map(mended_record, given)]
+        current().add("data/texts_mended", sum(one is not other for one, other in zip(records, given)))
+        asked, answers = zip(*(asked_and_answered(record, data) for record in records)) if records else ((), ())
         prompts, images, cut = encode_prompts(tokenizer, data, records, image_encoder)
+        imitated = [_imitated(tokenizer, data, record) for record in records] if imitates or learns else []
+        if imitates and images is None:
+            prompts, cut = _cut([each.prompt for each in imitated], data)
         current().add("data/prompts_cut", cut)
-        extra = {name: encode_text(answer_text(record[name]) for record in records) for name in data.columns}
+        extra: dict[str, ColumnData] = {name: encode_text(_text(record, name, data) for record in records)
+                                        for name in data.columns}
         if images is not None:
             extra["images"] = images
-        return {"prompts": prompts,
-                "targets": encode_targets(tokenizer, data.max_target_tokens, answers),
-                "questions": encode_text(questions), "answers": encode_text(answers), **extra}
+        return {"prompts": prompts, **(_targets(imitated, data) if learns else {}), **extra,
+                "questions": encode_text(map(question_text, asked)), "answers": encode_text(map(answer_text, answers))}
 
     return encode
+
+
+def _imitated(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> ImitatedTokens:
+    messages = conversation_of(record, data)
+    with _rendering(messages):
+        return imitated_tokens(tokenizer, messages, tools_of(record, data), data.targets, **data.for_template)
+
+
+@contextlib.contextmanager
+def _rendering(messages: list[Message]) -> Iterator[None]:
+    """Raise InvalidInput where the chat template refuses messages."""
+    try:
+        yield
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise InvalidInput(f"the chat template cannot render a record with messages of {roles}: {error}. Take out of "
+                           "the records (or `data.system_prompt`) what it refuses, or take a model whose template has "
+                           "it") from None
+
+
+def _targets(imitated: list[ImitatedTokens], data: Data) -> dict[str, ColumnData]:
+    longest = data.max_target_tokens
+    current().add("data/targets_cut", sum(len(each.target) > longest for each in imitated))
+    targets = Ragged.from_rows([torch.tensor(each.target[:longest], dtype=torch.int64) for each in imitated])
+    if data.targets == "last":
+        return {"targets": targets}
+    masks = [torch.tensor(each.mask[:longest], dtype=torch.bool) for each in imitated]
+    return {"targets": targets, "target_mask": Ragged.from_rows(masks, torch.bool)}
+
+
+def _text(record: Record, name: str, data: Data) -> str:
+    """Return a text field. Raises InvalidInput: it is an answer to another question than the record's."""
+    if differs_from_question(record[name], record[data.question]):
+        raise InvalidInput(f"field `{name}` is a conversation that begins unlike the question of its record")
+    return answer_text(record[name])
+
+
+def _cut(prompts: list[list[int]], data: Data) -> tuple[Ragged, int]:
+    cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
+    kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
+    return Ragged.from_rows(kept), cut
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record],
@@ -120,14 +182,14 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     """Return the records' questions, their images (None without an encoder), and how many questions were cut."""
     if image_encoder:
         return *image_encoder.prompts(tokenizer, data, records), 0
-    prompts = [_prompt(tokenizer, data, record) for record in records]
-    cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
-    kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
-    return Ragged.from_rows(kept), None, cut
+    prompts, cut = _cut([_prompt(tokenizer, data, record) for record in records], data)
+    return prompts, None, cut
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
-    return prompt_tokens(tokenizer, messages_of(record, data), tools_of(record, data), **data.for_template)
+    messages = messages_of(record, data)
+    with _rendering(messages):
+        return prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template)
 
 
 def _too_long(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:
@@ -141,9 +203,11 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
-               balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
-    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
-    data, fields = spec.run.data, fields_of(spec.run.data, spec.run.data.columns)
+               balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+               plan: Plan | None = None) -> Dataloader:
+    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan`: see
+    `encoder`."""
+    data, fields = spec.run.data, training_fields(spec)
     opened = [*open_training_sets(data, spec.data_path).values()]
     tokenizer, too_long = tokenizer or role.tokenizer, None
     if data.long_prompts == "drop":
@@ -152,5 +216,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
     images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
-    encode = encoder(tokenizer, data, images)
+    encode = encoder(tokenizer, data, images, plan)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)

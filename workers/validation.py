@@ -17,9 +17,10 @@ from distflow.config.load import Spec
 from distflow.config.run import Validation
 from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
-from distflow.data.dataset import fields_of, open_records
+from distflow.data.checks import validated_fields
+from distflow.data.dataset import open_records
 from distflow.data.exchange import gather
-from distflow.data.problems import answer_text, question_text
+from distflow.data.problems import answer_text, asked_and_answered, mended_record, question_text
 from distflow.plan import FINISHED, Layout, Plan
 from distflow.telemetry.accuracy import interval_of_mean
 from distflow.telemetry.metrics import Metrics
@@ -184,17 +185,17 @@ def _limits(settings: Validation, role: RoleEngines) -> TokenLimits | None:
 
 
 def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
-    records, share = open_records(path), layout.share(dist.get_rank())
+    records, share = open_records(path, spec.run.data), layout.share(dist.get_rank())
     rows: Sequence[int] = ()
     if share is not None:
         rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
-    wanted = fields_of(spec.run.data, validation_fields(spec))
+    wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
-    mine = list(found.values())
+    mine = [*map(mended_record, found.values())]
     prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,
                                           image_encoder_of(role, spec.run.data, path))
-    fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
-    fields |= {name: name for name in validation_fields(spec)}
-    columns = {name: [text(record[field]) for record in mine] for name, field in fields.items()
-               for text in [question_text if name == "questions" else answer_text]}
+    pairs = [asked_and_answered(record, spec.run.data) for record in mine]
+    columns = {"answers": [answer_text(answer) for _, answer in pairs],
+               "questions": [question_text(asked) for asked, _ in pairs],
+               **{name: [answer_text(record[name]) for record in mine] for name in validation_fields(spec)}}
     return _Share(list(found), prompts, images, columns, cut)

@@ -101,7 +101,7 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
     if found is None:
         raise InvalidInput(f"there is no data `{path}`. Give a .jsonl or .parquet file, or a folder that `datasets` "
                            "saved.")
-    records = open_records(found)
+    records = open_records(found, data)
     empty = set(check_records(records, fields_of(data, data.columns)))
     if not empty:
         return found, len(records), 0
@@ -115,7 +115,7 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
 
 
 def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
-    dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
+    dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text(encoding="utf-8"))
     dag["imports"], nodes = model.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
     nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PROBLEM_LIMIT * problems)}
@@ -129,7 +129,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
            "checkpoint": {"every": 0}}
     with tempfile.TemporaryDirectory() as temporary:
         for kind, content in (("dag", dag), ("run", run)):
-            Path(temporary, f"{kind}.yaml").write_text(dump(content))
+            Path(temporary, f"{kind}.yaml").write_text(dump(content), encoding="utf-8")
         changes = [part for text in options.overrides for part in ("--set", text)]
         return torchrun(options.ranks, ["--dag", f"{temporary}/dag.yaml", "--run-file", f"{temporary}/run.yaml",
                                         "--name", folder.name, *changes], quiet=options.json)

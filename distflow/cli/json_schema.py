@@ -63,6 +63,10 @@ def _describe(part: Schema, model: type[Document]) -> None:
         kinds = {key: listed.pop(key) for key in ("type", "items", "additionalProperties", "minProperties")
                  if key in listed}
         listed["anyOf"] = [{"type": "string"}, kinds]
+    if model is Data:
+        named = part["properties"]["columns"]
+        kinds = {key: named.pop(key) for key in ("type", "additionalProperties")}
+        named["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, kinds]
 
 
 def descriptions(kind: type[Document]) -> dict[str, str]:

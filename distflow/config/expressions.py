@@ -1,4 +1,5 @@
-"""Expressions over the fields of a record, as the run file has them: comparisons, arithmetic and a few functions."""
+"""Fields of a record in the run file: columns that are made of them, and expressions over them, which have comparisons,
+arithmetic and a few functions."""
 
 from __future__ import annotations
 
@@ -14,6 +15,21 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "float": float, "int": 
 _ALLOWED = (ast.Expression, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Add, ast.Sub,
             ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Compare, ast.cmpop, ast.Name, ast.Load, ast.Constant,
             ast.List, ast.Tuple, ast.Subscript, ast.Call)
+
+
+def fields_by_column(value: Any) -> Any:
+    """Return a list of fields by the names of their columns, each the last part of a dotted name; anything else as it
+    is. Raises ValueError: two would have the same name."""
+    fields = [value] if isinstance(value, str) else value
+    if not isinstance(fields, list):
+        return value
+    columns: dict[str, str] = {}
+    for field in fields:
+        name = str(field).rpartition(".")[2]
+        if columns.setdefault(name, field) != field:
+            named = ", ".join(f"{each.replace('.', '_')}: {each}" for each in (columns[name], field))
+            raise ValueError(f"two fields would both be column `{name}`. Name them:  columns: {{{named}}}")
+    return columns
 
 
 def expression(text: str) -> Callable[[Mapping[str, Any]], Any]:

@@ -21,6 +21,8 @@ from distflow.errors import InvalidInput, did_you_mean
 
 _NAMES = {"models": re.compile(r"(?:hf://)?([\w.-]*\w/[\w.-]*\w)(?:@([\w./-]+))?"),
           "data": re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/\w+|[^/]+))?/(.+)")}
+_DATA_SET = re.compile(r"(?:hf://)?(?:datasets/)?([\w.-]+/[\w-]+(?:\.[\w-]+)*?)(?:@([^/]+))?/?"
+                       r"(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.csv)")
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors"]
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json"]
@@ -111,7 +113,8 @@ def _is_whole(folder: Path, weights: bool) -> bool:
         return True
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return all((folder / file).is_file() for file in files)
 
 
 def _get(name: HubName, weights: bool, cached: bool) -> Path:
@@ -149,14 +152,33 @@ def _explained(name: HubName, error: Exception) -> str:
 
 
 def _files_like(name: HubName) -> str:
+    return did_you_mean(name.path, _data_files(name), "It has")
+
+
+def _data_files(name: HubName) -> list[str]:
+    """Return the data files of a data set; none if the hub does not say."""
     import httpx2
     from huggingface_hub import list_repo_files
 
     try:
         files = list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
     except (OSError, RuntimeError, httpx2.HTTPError):
+        return []
+    return [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))]
+
+
+def data_set_line(name: str) -> str:
+    """Return what to write in place of the bare name of a data set on the hub, as openai/gsm8k; "" if it is no such
+    name. The hub is asked for its files."""
+    bare = _DATA_SET.fullmatch(name)
+    if bare is None:
         return ""
-    return did_you_mean(name.path, [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))], "It has")
+    found = HubName(bare[1], bare[2])
+    files = _data_files(found)
+    likely = next((file for file in files if "train" in file), next(iter(files), "FILE.parquet"))
+    page = "" if files else f"\nIts files:  https://huggingface.co/datasets/{found.repository}/tree/main"
+    return f"If that is a data set of the Hugging Face hub, name a file of it:  data: {{train: " \
+           f"{replace(found, path=likely)}}}{page}"
 
 
 def check_push(repository: str) -> None:

@@ -13,12 +13,12 @@ from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
-from distflow.config.hub import fetch, fetched, pinned
+from distflow.config.hub import data_set_line, fetch, fetched, pinned
 from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
+from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     Shape,
-    check_chat_options,
     check_engines,
     check_lora,
     check_tokenizers,
@@ -28,6 +28,7 @@ from distflow.config.models import (
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
+from distflow.config.templates import check_chat_options
 from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
@@ -306,6 +307,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
     if not (folder / "config.json").is_file():
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+    if needs_code(folder):
+        return refusal(folder, f"`{shown(folder)}`")
     try:
         spec.shapes[role] = read_shape(folder / "config.json")
     except ValueError as error:
@@ -354,7 +357,7 @@ def _check_data(spec: Spec) -> None:
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             meant = nearest_file(name, "data", spec.folder) if not hub else None
-            hint = f"Did you mean `{meant}`?\n{hint}" if meant else hint
+            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:

@@ -1,7 +1,7 @@
 """Facts about models and engines that are known before anything is loaded.
 
     Engine, check_engines    engines that a run file can name: packages, tested versions, missing features
-    check_tokenizers         roles that pass tokens to each other have one tokenizer; `check_chat_options`: its template
+    check_tokenizers         roles that pass tokens to each other have one tokenizer, whose tokens their models know
     linears_of, check_lora   layers that get adapters, and the adapters' parameters, from the headers of model files
     Shape, read_shape        sizes of a model from its configuration, from which memory is estimated
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config.extras import pip_line
 from distflow.config.hub import tensor_shapes
-from distflow.config.run import Data, Lora, Model
+from distflow.config.run import Lora, Model
 from distflow.config.shipped import find, on_hub
 from distflow.errors import Diagnostic, did_you_mean
 
@@ -232,7 +232,31 @@ def check_tokenizers(spec: Spec) -> list[Diagnostic]:
                 f"roles `{first}` and `{role}` have different tokenizers, so that the tokens of one mean nothing to "
                 f"the other (first difference: {odd!r})", spec.run_source.location(("roles", role, "model")),
                 "Give them models of one family."))
-    return mistakes
+    first_roles = {file: role for role, file in reversed(known)}
+    return [*mistakes, *(mistake for file, role in first_roles.items()
+                         if (mistake := _beyond_embedding(spec, role, file)))]
+
+
+_MEDIA = ("image", "audio", "video", "vision")
+"""Parts of names of tokens that stand for media: models without them may share the tokenizer of others."""
+
+
+def _beyond_embedding(spec: Spec, role: str, file: Path) -> Diagnostic | None:
+    """Return a mistake where a tokenizer has tokens for which the model's embedding has no row."""
+    try:
+        config = json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
+        rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        beyond = [token for token, number in _vocabulary(file).items() if number >= rows
+                  and not any(part in token.lower() for part in _MEDIA)]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    if not beyond:
+        return None
+    what = f"role `{role}`: the tokenizer of `{file.parent.name}` has {len(beyond)} tokens beyond the {rows:,} rows " \
+           f"of the model's embedding, such as {beyond[0]!r}: a text that has one ends the run"
+    hint = "Give the model rows for them, and save it again:  model.resize_token_embeddings(len(tokenizer)); " \
+           f"model.save_pretrained({str(file.parent)!r})\nOr take them out of the tokenizer's `added_tokens`."
+    return Diagnostic(what, spec.run_source.location(("roles", role, "model")), hint)
 
 
 def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
@@ -246,63 +270,12 @@ def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return the numbers of the tokens in a tokenizer.json; none of a form that is not known."""
     try:
-        tokenizer = json.loads(file.read_text())
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
         words, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", ())
         named = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
         return {**named, **{each["content"]: each["id"] for each in added}}
     except (ValueError, LookupError, TypeError, AttributeError):
         return {}
-
-
-_EMBEDDED_TEMPLATE = "(roles and contents alone)"
-
-
-def check_chat_options(spec: Spec) -> list[Diagnostic]:
-    """Return a mistake for each option that no chat template knows of a role whose tokenizer may encode the prompts."""
-    trained = {node.role for node in spec.dag.nodes.values()
-               if node.type == "MODEL_TRAIN" and node.role in spec.dag.roles and spec.dag.roles[node.role].head == "lm"}
-    templates = {role: _chat_template(spec, role) for role in trained or spec.dag.roles}
-    mistakes = []
-    for option, path in template_options(spec.run.data).items():
-        lacks = [lack_of(option, template) if template is not None else "" for template in templates.values()]
-        if lacks and all(lacks):
-            role = next(iter(templates))
-            what = f"`{'.'.join(path)}` would change nothing: the chat template of role `{role}` {lacks[0]}"
-            mistakes.append(Diagnostic(what, spec.run_source.location(path),
-                                       "Take it out, or give the role a model whose template has it."))
-    return mistakes
-
-
-def template_options(data: Data) -> dict[str, tuple[str, ...]]:
-    """Return the options that the chat template is to know, each with its path in the run file."""
-    own = {name: ("data", name) for name in ("enable_thinking", "tools") if getattr(data, name) is not None}
-    return {**own, **{name: ("data", "chat_template_kwargs", name) for name in data.chat_template_kwargs}}
-
-
-def lack_of(option: str, template: str) -> str:
-    """Return what a chat template lacks for an option; "" if nothing."""
-    if option in template:
-        return ""
-    return f"does not know `{option}`" if template else "is missing"
-
-
-def _chat_template(spec: Spec, role: str) -> str | None:
-    """Return the template in the files of the role's model, "" if it has none; None if that cannot be known."""
-    model = spec.model_of(role)
-    if model is None:
-        return None
-    if model.path is None:
-        return _EMBEDDED_TEMPLATE
-    folder = find(model.path, "models", spec.folder)
-    if folder is None:
-        return None
-    try:
-        if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return str(config.get("chat_template") or "")
-    except (OSError, ValueError, AttributeError):
-        return None
 
 
 def check_lora(spec: Spec) -> list[Diagnostic]:

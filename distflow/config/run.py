@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -18,86 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from distflow.config.expressions import OWN_FILTER, expression
+from distflow.config.expressions import OWN_FILTER, expression, fields_by_column
 from distflow.config.groups import Groups
 from distflow.config.loggers import LoggerSettings, loggers_of, require_logger
+from distflow.config.robust import Fault, Robust
 from distflow.config.training_api import TrainingApi
 from distflow.config.yaml_source import Document
 from distflow.plan import SHARES_OUTERMOST, RankOrder
 
-Phase = Literal["starting", "waiting", "generating", "tools", "computing", "inference", "training", "saving",
-                "publishing", "pulling", "validating", "ending"]
-"""Activity that a worker reports to its supervisor. waiting: for samples, prompts or weights of others; tools: for the
-environments of unfinished rows; computing: nodes without a model; inference: nodes that only read a model; pulling: a
-rollout fetches weights while it samples."""
-PHASES: tuple[Phase, ...] = get_args(Phase)
 Backend = Literal["auto", "nccl", "gloo", "ucc"]
 Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """One text, or a list of them."""
-
-
-class Fault(Document):
-    """Fault to inject once into one worker (`faults:` in the run file)."""
-
-    kind: Literal["kill", "stop", "raise", "slow", "corrupt", "cut", "fill", "memory", "oom", "machine"]
-    """kill: SIGKILL, as by a machine or the kernel. stop: SIGSTOP, the process hangs. raise: an exception. slow: the
-    process sleeps for `seconds`. corrupt: the newest copy in memory changes. cut: its connections are shut down once,
-    but for those to the store. fill: for `seconds` none of its files grows beyond 64 KiB (a limit of the process:
-    EFBIG). memory: it takes memory until a limit of the process refuses (MemoryError). oom: it takes memory until the
-    kernel ends it, in a control group that has a limit. machine: SIGKILL of all that its torchrun has started, where
-    machines start apart."""
-    group: Literal["trainer", "rollout", "inference"] = "trainer"
-    """Group of the worker; in mode sync all ranks are the trainer's. One that trains one role is named by its rank."""
-    rank: NonNegativeInt | None = None
-    """Rank of the run; default: one of the group, drawn by the seed."""
-    step: PositiveInt | None = None
-    """Step in which it happens; or give `share`."""
-    phase: Phase | None = None
-    """Phase at whose beginning in that step it happens; default: a moment drawn by the seed."""
-    share: float | None = Field(default=None, gt=0, le=1)
-    """Share of all steps but the first in which it happens, drawn by the seed, instead of one `step`."""
-    seconds: PositiveFloat = 5.0
-    """Duration of `slow` and `fill`."""
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Fault:
-        if (self.step is None) == (self.share is None):
-            raise ValueError("say in which `step`, or in which `share` of the steps")
-        return self
-
-
-class Robust(Document):
-    """Recovery: what is restarted and how often, snapshots, detectors."""
-
-    restart: Literal["role", "task"] = "role"
-    """role: what has failed starts again, the trainer with all its ranks, a rollout by itself. task: the run ends, and
-    torchrun starts all of it again from the newest checkpoint on disk, if it has `--max-restarts` left."""
-    restarts: NonNegativeInt = 20
-    """How often each of them may start again."""
-    snapshots: bool = True
-    """Whether the state after each step is copied to host memory, and in mode sync what was sampled in the step under
-    way, so that a restart repeats one finished step at most. It takes the memory of weights and optimizer state twice,
-    and three times where writing a checkpoint lasts longer than a step. Without it there is one copy, for
-    writing checkpoints, and a trainer goes on from the newest on disk; in modes async and semi_sync the dock keeps what
-    was trained on since."""
-    peer_replica: bool = True
-    """Whether, where machines start by themselves (--store), what `snapshots` copies goes on to the memory of a second
-    machine, so that the run goes on from there when the first is lost. It takes the memory of weights and optimizer
-    state twice there, and up to twice more on the first while that lasts longer than a step."""
-    shutdown_timeout: PositiveFloat = 25.0
-    """Seconds in which a run that SIGTERM or Ctrl-C ends may finish the step under way and write a checkpoint.
-    Kubernetes and torchrun kill after 30 s."""
-    machine_silence: float = Field(default=30.0, ge=3)
-    """Seconds without a heartbeat, of which there is one a second, after which a machine counts as lost, where machines
-    start by themselves (--store)."""
-    detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
-    `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
-    before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""
-
-    @property
-    def replicates(self) -> bool:
-        return self.snapshots and self.peer_replica
 
 
 class Model(Document):
@@ -105,8 +36,8 @@ class Model(Document):
 
     path: str | None = None
     """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
-    hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A resumed
-    run goes on with the same commit."""
+    hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A
+    resumed run continues with the same commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
@@ -145,6 +76,11 @@ class Model(Document):
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("give either the path of a model folder or an architecture, as  {architecture: qwen3}")
+        sizes = [name for name, field in type(self).model_fields.items()
+                 if name not in ("path", "architecture") and getattr(self, name) != field.default]
+        if self.path and sizes:
+            raise ValueError(f"`{sizes[0]}` is a size of a tiny `architecture`; the folder of a model says its own "
+                             "sizes. Take it out")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")
@@ -251,7 +187,7 @@ class RoleRun(Document):
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine."""
+    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
@@ -300,10 +236,20 @@ class Data(Document):
     """Prompts of a step, over all ranks. Any number works with any number of ranks."""
     question: str = "question"
     """The field with what is asked: text, or a list of chat messages, each with `role` and `content`. Of messages,
-    rewards get the text of the last one of the user as `question`."""
+    rewards get the text of the last one of the user as `question`. A dotted name is a field in a field, here and
+    wherever a field is named, as extra_info.question. Without this key, records in the forms of TRL (`prompt`), verl
+    and Alpaca are read as those have it; a note says so."""
     answer: str = "answer"
     """The field with the right answer, text or a number: what rewards compare to, or what supervised training
-    imitates."""
+    imitates. Of messages it is the last one, of the assistant. Where it is the same field as `question`, or there is
+    none beside `messages` or `conversations`, the last message of the question is the answer. A list or a mapping is
+    given to rewards as JSON text, and is never imitated. Records need none where neither rewards nor nodes read it."""
+    targets: Literal["last", "all"] = "last"
+    """Which messages of the assistant supervised training imitates: the answer, or all of the conversation. Not with
+    `images`."""
+    drop_answer: bool = False
+    """Whether a question of messages that ends with one of the assistant is asked without it. Else the model continues
+    that message."""
     system_prompt: str | None = None
     """A system message before every question, but for those that begin with one of their own."""
     prompt_suffix: str = ""
@@ -323,9 +269,11 @@ class Data(Document):
     function of yours, MODULE:FUNCTION, which gets the record; or a list of these, which must all be true. Each rank
     reads all records once as the run starts, which says how many each filter drops; ranks that keep other records than
     rank 0 end the run. Validation data is not filtered."""
-    columns: list[str] = []
-    """Further text fields that nodes may read, by their own names. Samples have them too, and `distflow why` compares
-    by them: name the field that says where a record comes from."""
+    columns: Annotated[dict[str, str], BeforeValidator(fields_by_column)] = {}
+    """Further fields that nodes and rewards may read, by their own names, as [difficulty, extra_info.index], of which
+    the second is column `index`; or by names of yours, as {number: extra_info.index}. A list or a mapping in such a
+    field is read as JSON text. Samples have them too, and `distflow why` compares by them: name the field that says
+    where a record comes from."""
     images: str | None = None
     """A field with what a question shows: the path of an image (from the data file on), {bytes, path}, or a list of
     these. Each stands where the question says <image>; without that, all stand before it."""
@@ -378,6 +326,13 @@ class Data(Document):
         if sum(self.turns) > _TURNS:
             raise ValueError(f"the weights of `train` meet only every {sum(self.turns):,} prompts; {_TURNS:,} is the "
                              "most. Write them with fewer digits, as 0.7 and 0.3")
+        return self
+
+    @model_validator(mode="after")
+    def _learns_text(self) -> Data:
+        if self.targets == "all" and self.images:
+            raise ValueError("`targets: all` finds messages of the assistant in text alone, and not with `images`. "
+                             "Take one of the two out")
         return self
 
     @field_validator("long_prompts")
@@ -539,6 +494,8 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    preflight: bool = True
+    """Whether data, rewards and tokens are proved on the first records, before the run starts."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
@@ -559,7 +516,8 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes."""
+    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
+    waits as long for a run folder whose file system is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:

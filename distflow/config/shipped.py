@@ -15,6 +15,9 @@ SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT 
 
 MODELINE = "# yaml-language-server: $schema="
 """Beginning of the line by which a YAML file names its schema to editors."""
+START_MODEL = "arithmetic_sft"
+"""The model in `dags/models/` that the default runs start from."""
+
 FOLDERS = {"DAG": "", "run file": "runs", "cluster": "clusters"}
 """Folder of a kind of shipped files below `dags/`."""
 _SUFFIXES = {**dict.fromkeys(FOLDERS, (".yaml", ".yml")), "data": (".jsonl", ".json", ".parquet")}

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.load import Spec
-from distflow.contracts.rewards import branches, validation_fields
+from distflow.config.templates import refusals
+from distflow.contracts.agents import with_agent_columns
+from distflow.contracts.environments import with_environment_columns
+from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
+from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.contracts.templates import with_template_columns
 from distflow.data.dataset import (
     Records,
+    RequiredFields,
     check_images,
     check_records,
     fields_of,
     filters_of,
+    form_in_use,
     open_records,
     open_training_sets,
 )
 from distflow.data.duplicates import overlaps
+from distflow.data.problems import asked_and_answered, ends_with_answer, has_broken_text, messages_of, tools_of
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
+_RENDERED = 64
+"""Records that are rendered by chat templates that may refuse some."""
 _COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
 _PASSES = 100
 _ROWS = 1_000_000
 """More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
+_ANSWERS, _TARGETS = "answers", "targets"
+_MORE_COLUMNS = (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns)
 
 
 def check_data(spec: Spec) -> list[str]:
@@ -33,16 +48,17 @@ def check_data(spec: Spec) -> list[str]:
     training = open_training_sets(spec.run.data, spec.data_path)
     notes = _check_batch(spec, sum(map(len, training.values())))
     for name, records in training.items():
-        empty = check_records(records, fields_of(spec.run.data, spec.run.data.columns), _nth(records),
-                              branches(spec, validation=False))
+        empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
+        notes += _form_note(name, records)
+        _check_rendering(spec, records)
+        notes += _odd_texts(spec, name, records)
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
               for name, records in training.items() if (found := filters_of(records))]
     tested = open_validation_sets(spec)
     for name, records in tested.items():
-        empty = check_records(records, fields_of(spec.run.data, validation_fields(spec)), _nth(records),
-                              branches(spec, validation=True))
-        notes += _check_rest(spec, name, records, empty, "they are left out")
+        empty = check_records(records, validated_fields(spec), _nth(records), branches(spec, validation=True))
+        notes += _check_rest(spec, name, records, empty, "they are left out") + _form_note(name, records)
     if sum(map(len, (*training.values(), *tested.values()))) <= _COMPARED:
         notes += [f"{found.exact:,} of the {len(tested[other]):,} questions of {other} are in the training set {name}, "
                   "so that what is trained is validated. `distflow data` shows them, and those that are nearly the same"
@@ -54,7 +70,46 @@ def check_data(spec: Spec) -> list[str]:
 def open_validation_sets(spec: Spec) -> dict[str, Records]:
     """Open what a run validates on, by its name in the run file."""
     names = spec.run.validation.data.values() if spec.run.validation else ()
-    return {name: open_records(spec.data_path(name) or Path(name)) for name in names}
+    return {name: open_records(spec.data_path(name) or Path(name), spec.run.data) for name in names}
+
+
+def training_fields(spec: Spec) -> RequiredFields:
+    """Return the fields that training needs of each record."""
+    return fields_of(spec.run.data, spec.run.data.columns, reads_answers(spec), imitated_fields(spec))
+
+
+def validated_fields(spec: Spec) -> RequiredFields:
+    """Return the fields that validation needs of each record."""
+    return fields_of(spec.run.data, validation_fields(spec), reads_answers(spec, validation=True))
+
+
+def reads_answers(spec: Spec, validation: bool = False) -> bool:
+    """Return whether training, or else validation, needs the right answer of each record. A node whose function is not
+    known counts as one that does."""
+    if validation:
+        return any(read.name == _ANSWERS and not read.optional for read in validation_reads(spec))
+    known = [*_contracts(spec)]
+    return len(known) < len(spec.dag.nodes) or any({_ANSWERS, _TARGETS} & names for _, names in known)
+
+
+def imitated_fields(spec: Spec) -> set[str]:
+    """Return the fields of the data whose text becomes tokens: the answer where a node reads it as `targets`, and
+    columns that a node with a model reads itself."""
+    found = {spec.run.data.answer for _, names in _contracts(spec) if _TARGETS in names}
+    for node in spec.dag.nodes.values():
+        contract = contract_of(spec, node)
+        if contract and contract.marks.type in ENGINE_TYPES:
+            found |= {node.reads.get(read.name, read.name) for read in contract.reads} & {*spec.run.data.columns}
+    return found
+
+
+def _contracts(spec: Spec) -> Iterator[tuple[Contract, set[str]]]:
+    """Yield the contract of each node's function with the columns that it cannot do without."""
+    for name, node in spec.dag.nodes.items():
+        if contract := contract_of(spec, node):
+            own = replace(contract, reads=())
+            reads = [*contract.reads, *(read for with_more in _MORE_COLUMNS for read in with_more(spec, name, own).reads)]
+            yield contract, {node.reads.get(read.name, read.name) for read in reads if not read.optional}
 
 
 def _nth(records: Records) -> int:
@@ -71,6 +126,47 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
             f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
+
+
+def _check_rendering(spec: Spec, records: Records) -> None:
+    """Refuse records that the chat template of a model refuses. Raises InvalidInput."""
+    data = spec.run.data
+    fields, rows = training_fields(spec), range(min(len(records), _RENDERED))
+    first = {row: record for row, record in zip(rows, records.get(rows))
+             if not (fields.missing(record) or fields.empty(record))}
+    asked = {row: (messages_of(record, data), tools_of(record, data)) for row, record in first.items()}
+    for row, role, reason in refusals(spec, asked):
+        where, hint = records.location(row), "Take out of the records what it refuses."
+        if data.system_prompt is not None and asked[row][0][0].get("content") == data.system_prompt:
+            suffix = json.dumps(f" {data.system_prompt}", ensure_ascii=False)
+            where = spec.run_source.location(("data", "system_prompt"))
+            hint = f"Take it out, and ask for the same behind each question:  data: {{prompt_suffix: {suffix}}}"
+        raise InvalidInput(Diagnostic(f"the chat template of role `{role}` refuses these messages: {reason}", where,
+                                      f"{hint}\nOr give the role a model whose template takes them."))
+
+
+def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
+    """Yield notes on records that are read otherwise than they are written, of the first ones."""
+    read, data = records.get(range(min(len(records), _COMPARED))), spec.run.data
+    broken = [index for index, record in enumerate(read) if has_broken_text(record)]
+    if broken:
+        yield f"{len(broken)} of {len(read)} records of {name} have half of a surrogate pair in a text, such as " \
+              f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
+    continued = [index for index, record in enumerate(read)
+                 if data.question in record and ends_with_answer(asked_and_answered(record, data)[0])]
+    if continued:
+        yield f"{len(continued)} of {len(read)} questions of {name} end with an answer of the assistant, which the " \
+              f"model continues, such as {records.location(continued[0])}. Ask without it:  --set data.drop_answer=true"
+
+
+def _form_note(name: str, records: Records) -> list[str]:
+    form = form_in_use(records)
+    if form is None:
+        return []
+    answer = f", the answer from `{form.answer}`" if form.answer else ""
+    about = f" and `{form.input}`" if form.input else ""
+    return [f"{name} is read in {form.name}: the question from `{form.question}`{about}{answer}. Other fields:  "
+            "data: {question: FIELD, answer: FIELD}"]
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:

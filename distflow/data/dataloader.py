@@ -84,7 +84,9 @@ class UsableRecords:
         """Return the field by which a record cannot be used, and why; None if it can."""
         if self.usable[index] or index in self.unusable:
             return self.unusable.get(index)
-        if empty := self.fields.empty(record):
+        if missing := self.fields.missing(record):
+            self.unusable[index] = missing, "is missing"
+        elif empty := self.fields.empty(record):
             self.unusable[index] = empty, "is empty"
         elif self.too_long is not None and self.too_long(record):
             self.unusable[index] = self.fields.question, _TOO_LONG

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,16 +24,21 @@ from PIL import Image, UnidentifiedImageError
 from distflow.config.expressions import OWN_FILTER, expression
 from distflow.config.run import Data
 from distflow.contracts.decorators import load_module
+from distflow.data.forms import Form, columns_of, field_names, form_of, reader_of
+from distflow.data.parquet import Parquet
 from distflow.data.problems import (
+    CONVERSATION,
     Record,
     answer_error,
     answer_text,
+    differs_from_question,
+    is_conversation,
     is_empty,
     is_empty_question,
     question_error,
     tools_error,
 )
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
+from distflow.errors import Diagnostic, InvalidInput, Location, abbreviated, did_you_mean, listing
 
 
 def open_images(record: Record, field: str, folder: Path) -> list[Image.Image]:
@@ -54,7 +59,7 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
         value = value.get("bytes") or value["path"]
     if not isinstance(value, bytes | str):
         raise InvalidInput(f"field `{field}` must be the path of an image, {{bytes, path}} or a list of these, not "
-                           f"{value!r}")
+                           f"{abbreviated(value)}")
     source = io.BytesIO(value) if isinstance(value, bytes) else folder / value
     try:
         image = Image.open(source)
@@ -92,8 +97,16 @@ class Records(Protocol):
     def location(self, index: int) -> Location: ...
 
 
-def open_records(path: Path) -> Records:
-    """Open a .jsonl or .parquet file, or a folder that `datasets` saved. Raises `InvalidInput` if it has no records."""
+def open_records(path: Path, data: Data | None = None) -> Records:
+    """Open a .jsonl or .parquet file, or a folder that `datasets` saved; `data` names the fields that its records are
+    to have. Raises `InvalidInput` if it has no records."""
+    records = _open_file(path)
+    if not len(records):
+        raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
+    return NamedRecords(records, data) if data else records
+
+
+def _open_file(path: Path) -> Records:
     kinds = {".jsonl": JsonLines, ".json": JsonLines, ".parquet": Parquet}
     kind: type[Records] | None = SavedFolder if path.is_dir() else kinds.get(path.suffix)
     if kind is None:
@@ -103,18 +116,30 @@ def open_records(path: Path) -> Records:
                                              f"{str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)")
         raise InvalidInput(Diagnostic(f"unknown kind of data: `{path.suffix or path.name}`", Location(str(path)), hint))
     try:
-        records = kind(path)  # type: ignore[call-arg]
+        return kind(path)  # type: ignore[call-arg]
     except OSError as error:
         raise InvalidInput(Diagnostic(f"it cannot be read: {error.strerror or error}", Location(str(path)))) from None
-    if not len(records):
-        raise InvalidInput(Diagnostic("there is no record in it", Location(str(path))))
-    return records
+
+
+class NamedRecords:
+    """Records with the fields that the run file names at their top level: see `distflow.data.forms`."""
+
+    def __init__(self, records: Records, data: Data):
+        self.records, self.location, self.data, self.read = records, records.location, data, reader_of(data)
+        if isinstance(records, Parquet):
+            records.read_only(columns_of(data, records.names))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def get(self, indices: Sequence[int]) -> list[Record]:
+        return [self.read(record) for record in self.records.get(indices)]
 
 
 def open_training_sets(data: Data, path_of: Callable[[str], Path | None]) -> dict[str, Records]:
     """Open what a run trains on; `path_of` finds a set by its name in the run file. Raises `InvalidInput`."""
     paths = {name: (path_of(name) or Path(name)).absolute() for name in data.train}
-    found: dict[str, Records] = {name: open_records(path) for name, path in paths.items()}
+    found: dict[str, Records] = {name: open_records(path, data) for name, path in paths.items()}
     if data.filter:
         found = {name: _apply_filters(records, data.filter, paths[name]) for name, records in found.items()}
     if len(found) == 1:
@@ -222,6 +247,15 @@ def filters_of(records: Records) -> FilteredRecords | None:
     return inner if isinstance(inner, FilteredRecords) else None
 
 
+def form_in_use(records: Records) -> Form | None:
+    """Return the form by which the first record of a training or validation set is read, if the run file names none."""
+    while not isinstance(records, NamedRecords):
+        if not isinstance(records, FilteredRecords | LabelledRecords):
+            return None
+        records = records.records
+    return form_of(records.records.get([0])[0], records.data)
+
+
 class LabelledRecords:
     """Records of one of several data sets: each has the set's name as `source`, unless it has such a field itself."""
 
@@ -244,6 +278,8 @@ class RequiredFields:
     tools: str | None = None
     strict: bool = True
     """Whether a record with an empty field is a mistake."""
+    imitated: Set[str] = frozenset()
+    """Those of `texts` that become tokens, so that a list or a mapping is none."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -253,13 +289,17 @@ class RequiredFields:
         """Return the first field that is empty; "" if none is."""
         return next((name for name in self.all if name in record and self.is_empty_field(name, record[name])), "")
 
+    def missing(self, record: Record) -> str:
+        """Return the first field that the record does not have; "" if it has all."""
+        return next((name for name in self.all if name not in record), "")
+
     def is_empty_field(self, name: str, value: Any) -> bool:
         return is_empty_question(value) if name == self.question else is_empty(value)
 
 
-def fields_of(data: Data, own: Iterable[str]) -> RequiredFields:
-    """Return the fields that a run needs of each record: question and answer, and `own` beside them."""
-    return RequiredFields(data.question, (data.answer, *own), data.tools, data.strict)
+def fields_of(data: Data, own: Iterable[str], answers: bool = True, imitated: Set[str] = frozenset()) -> RequiredFields:
+    """Return the fields that a run needs of each record: the question, the answer if it is read, and `own`."""
+    return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, data.strict, imitated)
 
 
 def check_records(records: Records, fields: RequiredFields, nth: int = 1,
@@ -310,16 +350,25 @@ def _check_record(records: Records, index: int, record: Record, fields: Required
             continue
         known.add((name, kind))
         what = f"the record has no field `{name}`" if name not in record else \
-            f"field `{name}` must be {kind}, not {record[name]!r}"
-        hint = "Take the record out, or have such records passed over:  --set data.strict=false" \
-            if kind == _FILLED and fields.strict else ""
-        hint = hint if name in record else _remedy(name, record, fields)
+            f"field `{name}` must be {kind}, not {abbreviated(record[name])}"
+        hint = _way_out(name, record[name], kind, fields) if name in record else _remedy(name, record, fields)
         mistakes.append(Diagnostic(what, records.location(index), hint))
     return mistakes
 
 
-_SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction", "input", "messages", "*question",
-                          "text"),
+def _way_out(name: str, value: Any, kind: str, fields: RequiredFields) -> str:
+    """Return what to write where a field has a value that cannot be used."""
+    if kind == _FILLED and fields.strict:
+        return "Take the record out, or have such records passed over:  --set data.strict=false"
+    key = "question" if name == fields.question else "answer" if name == next(iter(fields.texts), "") else "columns"
+    inner = f"{name}.0" if isinstance(value, list) and value and not isinstance(value[0], dict) else \
+        next((each for each in field_names({name: value}) if each != name), "")
+    chosen = f"[{inner}]" if key == "columns" else inner
+    return f"To take what is in it:  --set data.{key}={chosen}" if inner else ""
+
+
+_SYNONYMS = {"question": ("question", "prompt", "problem", "query", "instruction", "input", "messages",
+                          "conversations", "*question", "text"),
              "answer": ("answer", "final_answer", "*answer", "solution", "response", "completion", "ground_truth",
                         "target", "output", "label", "chosen")}
 """Patterns of names under which data sets have a question and an answer, in small letters, likeliest first."""
@@ -331,12 +380,16 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
     if name not in taken.values():
         return f"{did_you_mean(name, record, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
                "field that the records have, or add it to them."
-    free = [each for each in record if each not in taken.values()]
-    meant = {key: next((each for pattern in _SYNONYMS[key] for each in free if fnmatchcase(each.lower(), pattern)),
-                       "FIELD") for key, field in taken.items() if field not in record}
+    listed = [*field_names(record)]
+    free = [each for each in listed if each not in taken.values()]
+    meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
+                        if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")
+             for key, field in taken.items() if field not in record}
+    if is_conversation(record.get(meant.get("question", ""))):
+        meant.pop("answer", None)  # it is in the conversation
     settings = " ".join(f"--set data.{key}={each}" for key, each in meant.items())
-    guess = all(meant[key] == "FIELD" for key, field in taken.items() if field == name)
-    return f"{did_you_mean(name, record, 'It has') if guess else listing(record, 'It has')}\n" \
+    guess = all(meant.get(key) == "FIELD" for key, field in taken.items() if field == name)
+    return f"{did_you_mean(name, listed, 'It has') if guess else listing(listed, 'It has')}\n" \
            f"Say which field{'s' * (len(meant) > 1)} to take:  {settings}"
 
 
@@ -347,18 +400,24 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
         value = "" if is_empty(answer) or answer_error(answer) else answer_text(answer)
         if value and value not in values and (name, value) not in known:
             known.add((name, value))
-            yield Diagnostic(f"field `{name}` is {value!r}, for which no reward is given", records.location(index),
+            yield Diagnostic(f"field `{name}` is {abbreviated(value)}, for which no reward is given", records.location(index),
                              did_you_mean(value, values, "There are rewards for"))
 
 
 def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
+    asked = record.get(fields.question)
     if name not in record:
         return "there"
+    if name == fields.question and name in fields.texts and not is_conversation(asked):
+        return CONVERSATION
     if name == fields.tools:
         return tools_error(record[name])
     if fields.is_empty_field(name, record[name]):
         return _FILLED
-    return (question_error if name == fields.question else answer_error)(record[name])
+    value = record[name]
+    if name != fields.question and differs_from_question(value, asked):
+        return "an answer to the question of its record, and it is a conversation about another one"
+    return question_error(value) if name == fields.question else answer_error(value, name in fields.imitated)
 
 
 def _python(program: str) -> str:
@@ -446,39 +505,6 @@ def _bytes(file: Any, start: int, end: int) -> bytes:
 
 def _text(file: Any, start: int, end: int) -> str:
     return _bytes(file, start, end).decode(errors="replace").removeprefix("\ufeff").rstrip("\r\n")
-
-
-class Parquet:
-    """Dataset in a Parquet file; reads a row group when a record of it is asked for, and keeps the last one read."""
-
-    def __init__(self, path: Path):
-        import pyarrow.parquet  # only users of Parquet pay for its import
-
-        self.path = path
-        try:
-            self.file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowInvalid as error:
-            raise InvalidInput(f"{path}: not a Parquet file: {error}") from None
-        metadata = self.file.metadata
-        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        self.starts = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(int)
-        self.held: tuple[int, Any] = (-1, None)
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def location(self, index: int) -> Location:
-        return Location(f"{self.path}: row {index + 1}")
-
-    def get(self, indices: Sequence[int]) -> list[Record]:
-        return [self._read(index) for index in indices]
-
-    def _read(self, index: int) -> Record:
-        group = int(numpy.searchsorted(self.starts, index, side="right")) - 1
-        if self.held[0] != group:
-            self.held = (group, self.file.read_row_group(group))
-        offset = index - int(self.starts[group])
-        return self.held[1].slice(offset, 1).to_pylist()[0]
 
 
 class SavedFolder:

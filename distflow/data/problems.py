@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import math
+import re
 from typing import Any
 
 from distflow.config.run import Data
 
 Record = dict[str, Any]
+_PYTHON_TEXT = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
+_PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
+CONVERSATION = "a conversation: a list of messages that ends with an answer of the assistant"
+_MESSAGES = 'a list of messages as {"role": "assistant", "content": …}'
 Message = dict[str, Any]
 """Message of a conversation: `role`, `content` (text, or a list of parts), and what else the chat template knows."""
 
 
 def messages_of(record: Record, data: Data) -> list[Message]:
     """Return the question as chat messages, with the run file's system prompt (unless it has its own) and suffix."""
-    asked = record[data.question]
+    return asked_messages(asked_and_answered(record, data)[0], data)
+
+
+def asked_messages(asked: str | list[Message], data: Data) -> list[Message]:
+    """Return a question as `messages_of` returns that of a record."""
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     messages = [_message(each) for each in asked]
     if data.system_prompt is not None and messages[0]["role"] != "system":
@@ -25,6 +36,54 @@ def messages_of(record: Record, data: Data) -> list[Message]:
     if data.prompt_suffix and last:
         last["content"] = _with_suffix(last["content"], data.prompt_suffix)
     return messages
+
+
+def asked_and_answered(record: Record, data: Data) -> tuple[Any, Any]:
+    """Return the question and the answer of a record. Where both are one field, or `holds_answer` says so, they are a
+    conversation: its last message is the answer, what precedes it the question. With `data.drop_answer` it is left out
+    of the question in any case."""
+    asked, answer = record[data.question], record.get(data.answer, "")
+    if not is_conversation(asked):
+        return asked, answer
+    if answer == asked or (data.answer not in record and holds_answer(data.question)):
+        return asked[:-1], asked[-1:]
+    return asked[:-1] if data.drop_answer else asked, answer
+
+
+def holds_answer(field: str) -> bool:
+    """Return whether a field of messages has, by its name, a whole conversation. Another one, such as a `prompt`, may
+    begin an answer for the model to continue."""
+    return field.rpartition(".")[2] in ("messages", "conversation", "conversations")
+
+
+def conversation_of(record: Record, data: Data) -> list[Message]:
+    """Return a record's question and answer as the messages of one conversation; an answer that the question begins is
+    one message with it."""
+    messages, (_, answer) = messages_of(record, data), asked_and_answered(record, data)
+    said = _message(answer[-1]) if ends_with_answer(answer) else {"role": "assistant", "content": answer_text(answer)}
+    if messages[-1]["role"] != "assistant":
+        return [*messages, said]
+    begun = f"{content_text(messages[-1].get('content'))}{content_text(said.get('content'))}"
+    return [*messages[:-1], {**messages[-1], **said, "content": begun}]
+
+
+def ends_with_answer(value: Any) -> bool:
+    """Return whether a field has messages of which the last one is the assistant's."""
+    return isinstance(value, list) and bool(value) and isinstance(value[-1], dict) and \
+        value[-1].get("role") == "assistant"
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a field has a question and its answer, as messages."""
+    return ends_with_answer(value) and len(value) > 1 and all(map(_is_message, value))
+
+
+def differs_from_question(value: Any, asked: Any) -> bool:
+    """Return whether a conversation that ends with an answer is one about another question than the record's."""
+    if not ends_with_answer(value) or not value[:-1]:
+        return False
+    asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    return value[:-1] != (asked[:-1] if ends_with_answer(asked) else asked)
 
 
 def tools_of(record: Record, data: Data) -> list[dict[str, Any]] | None:
@@ -46,15 +105,54 @@ def content_text(content: str | list[dict[str, Any]] | None) -> str:
     return content or "" if not isinstance(content, list) else "".join(part.get("text") or "" for part in content)
 
 
-def answer_text(answer: str | int | float) -> str:
-    """Return an answer as text. A whole number is written without a fraction, since tables store 24 as 24.0."""
-    if isinstance(answer, float) and answer.is_integer():
+def answer_text(answer: Any) -> str:
+    """Return an answer as text: of messages that of the last one. A whole number is written without a fraction, since
+    tables store 24 as 24.0; a list, a mapping, true and false are JSON."""
+    if ends_with_answer(answer):
+        return content_text(answer[-1].get("content"))
+    if isinstance(answer, float | decimal.Decimal) and math.isfinite(answer) and answer == int(answer):
         return str(int(answer))
+    if isinstance(answer, datetime.date | datetime.time):
+        return answer.isoformat()
+    if isinstance(answer, bool | list | dict):
+        return json.dumps(answer, ensure_ascii=False, default=answer_text)
     return str(answer)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def mend_text(text: str) -> str:
+    """Return a text in which each half of a surrogate pair is U+FFFD, and two halves that belong together are one
+    character: such a half is no text, and no tokenizer takes it."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def mended_record(record: Record) -> Record:
+    """Return a record in whose texts `mend_text` has mended what is none; itself if there is nothing to mend."""
+    return _mended(record) if has_broken_text(record) else record
+
+
+def has_broken_text(value: Any) -> bool:
+    """Return whether any text in a value is none: see `mend_text`."""
+    if isinstance(value, str):
+        return not value.isascii() and _SURROGATE.search(value) is not None
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(has_broken_text, inner))
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {mend_text(name) if isinstance(name, str) else name: _mended(each) for name, each in value.items()}
+    return [*map(_mended, value)] if isinstance(value, list) else mend_text(value) if isinstance(value, str) else value
+
+
 def is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    if ends_with_answer(value):
+        return not _has_content(value[-1])
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})
 
 
 def is_empty_question(value: Any) -> bool:
@@ -64,16 +162,40 @@ def is_empty_question(value: Any) -> bool:
 
 def question_error(value: Any) -> str:
     """Return the requirement that a question fails; "" if it is right."""
+    if isinstance(value, str) and _PYTHON_TEXT.match(value):
+        return _PYTHON
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return ""
     return "" if isinstance(value, str) else 'text, or a list of messages as {"role": "user", "content": …}'
 
 
-def answer_error(value: Any) -> str:
-    """Return the requirement that an answer, or another text field, fails; "" if it is right."""
-    if isinstance(value, float) and not math.isfinite(value):
+def answer_error(value: Any, imitated: bool = False) -> str:
+    """Return the requirement that an answer, or another text field, fails; "" if it is right. `imitated`: its text
+    becomes tokens, so that JSON of a list or a mapping is none."""
+    if isinstance(value, float | decimal.Decimal) and not math.isfinite(value):
         return "a finite number"
-    return "" if isinstance(value, str | int | float) and not isinstance(value, bool) else "text or a number"
+    if isinstance(value, str):
+        return _PYTHON if _PYTHON_TEXT.match(value) else ""
+    if ends_with_answer(value):
+        return "" if all(map(_is_message, value)) else _MESSAGES
+    if isinstance(value, list | dict) and not imitated and question_error(value):  # messages are no data
+        return _json_error(value)
+    simple = int | float | decimal.Decimal | datetime.date | datetime.time
+    return "" if isinstance(value, simple) else "text or a number"
+
+
+def _json_error(value: list | dict) -> str:
+    try:
+        json.dumps(value, default=_no_bytes, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return "text, a number, or a list or a mapping of these"
+    return ""
+
+
+def _no_bytes(value: Any) -> str:
+    if isinstance(value, decimal.Decimal | datetime.date | datetime.time):
+        return answer_text(value)
+    raise TypeError(f"{type(value).__name__} has no text")
 
 
 def tools_error(value: Any) -> str:
@@ -87,6 +209,8 @@ def tools_error(value: Any) -> str:
 
 
 def _has_content(message: Any) -> bool:
+    if isinstance(message, dict) and not _is_message(message):
+        return True
     content = message.get("content") if isinstance(message, dict) else message
     if isinstance(content, list):
         return any(not isinstance(part, dict) or part.get("type", "text") != "text" or not is_empty(part.get("text"))
@@ -104,7 +228,28 @@ def _is_message(value: Any) -> bool:
 
 
 def _message(message: Message) -> Message:
-    return {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
+    found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [with_parsed_arguments(call) for call in calls]
+    return found
+
+
+def with_parsed_arguments(call: Any) -> Any:
+    """Return a call of a tool with arguments as templates want them: an object, if they are the JSON text of one."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(called := call.get("function"), dict):
+        return {**call, "function": with_parsed_arguments(called)}
+    given = call.get("arguments")
+    return {**call, "arguments": parsed_arguments(given)} if isinstance(given, str) else call
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Return a tool's arguments as templates want them: an object, if the text is one."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _without_nulls(value: Any) -> Any:

@@ -133,3 +133,17 @@ def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) ->
     assert done.returncode != 0
     assert "distflow needs Python 3.11 or newer, and python3.10 is 3.10" in done.stderr
     assert not (folder / "venv").exists()
+
+
+def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(
+        '{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32, '
+        '"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "dtype": "bfloat16"}')
+    for file in ("model.safetensors", "tokenizer.json"):
+        (folder / "model" / file).touch()
+    plan = ["plan", "grpo", "--set", "roles.actor.model=model"]
+    assert main(plan) == 0
+    assert "actor: counted for a GPU, where `dtype: auto` is bfloat16" in capsys.readouterr().out
+    assert main([*plan, "--set", "roles.actor.dtype=float32"]) == 0
+    assert "counted for a GPU" not in capsys.readouterr().out

@@ -25,7 +25,7 @@ from planners import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD = ROOT / "tests/bad_inputs"
-FIELDS = RequiredFields("question", ["answer"])
+FIELDS = RequiredFields("question", ["answer"], imitated={"answer"})
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,8 @@ def test_what_has_a_wrong_form_is_not_passed_over_as_empty(tmp_path: Path, recor
     good = {"question": "1 + 1?", "answer": "2"}
     (tmp_path / "one.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(record)}\n")
     with pytest.raises(InvalidInput, match=r"one\.jsonl:2: ") as caught:
-        check_records(open_records(tmp_path / "one.jsonl"), RequiredFields("question", ["answer"], strict=False))
+        check_records(open_records(tmp_path / "one.jsonl"), RequiredFields("question", ["answer"], strict=False,
+                                                                           imitated={"answer"}))
     assert said in str(caught.value)
 
 

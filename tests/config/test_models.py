@@ -10,6 +10,7 @@ import pytest
 from distflow.config.load import Spec, load, load_for_planning
 from distflow.config.models import base_of, linears_of, matched
 from distflow.config.run import Model
+from distflow.data.checks import check_data
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -121,6 +122,39 @@ def test_options_that_the_chat_template_ignores_are_found_in_the_files(tmp_path,
     assert [says in found[0]] == [True] if says else found == []
 
 
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+
+
+@pytest.mark.parametrize(("template", "options", "says"), [
+    (REFUSES, ["system_prompt=Be brief."], "refuses these messages: no system role.\nTake it out, and ask for the same "
+     "behind each question:  data: {prompt_suffix: \" Be brief.\"}"),
+    (REFUSES, [], ""), ("{{ messages[0].role }}", ["system_prompt=Be brief."], ""),
+    (REFUSES.replace("system'", "user'"), [], "refuses these messages: no system role.\n\n    1 |  "),
+    (REFUSES + "{{ broken", ["system_prompt=Be brief."], ""), ("{{ 1 // 0 }}{# raise_exception #}", [], "")])
+def test_what_a_chat_template_refuses_is_known_before_the_start(tmp_path, template, options, says):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    settings = [f"roles.actor.model={tmp_path}", *(f"data.{option}" for option in options)]
+    spec = load_for_planning("grpo.yaml", None, settings)
+    try:
+        check_data(spec)
+        found = ""
+    except InvalidInput as error:
+        found = str(error)
+    assert says in found if says else not found
+
+
+@pytest.mark.parametrize(("added", "rows", "says"), [
+    ({"<end>": 2}, 3, ""), ({"<end>": 2, "<more>": 3}, 3, "has 1 tokens beyond the 3 rows of the model's embedding, such "
+                            "as '<more>'"), ({"<image_soft_token>": 3}, 3, ""), ({"<end>": 2}, 300, "")])
+@pytest.mark.parametrize("within", [lambda rows: {"vocab_size": rows}, lambda rows: {"text_config": {"vocab_size": rows}}])
+def test_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, added, rows, says, within):
+    model = tokenizer(tmp_path / "model", {"a": 0, "b": 1}, added)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(within(rows)))
+    spec = load_for_planning("grpo.yaml", None, [f"roles.actor.model={model}"])
+    found = [str(mistake) for mistake in spec.mistakes if "embedding" in str(mistake)]
+    assert (len(found) == 1 and says in found[0]) if says else not found
+
+
 def tokenizer(folder: Path, words: dict[str, int] | list[list], added: dict[str, int]) -> str:
     folder.mkdir()
     special = [{"id": number, "content": word} for word, number in added.items()]
@@ -140,3 +174,8 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, words, added, odd
     assert len(found) == bool(odd)
     assert not odd or "roles `actor` and `teacher` have different tokenizers" in found[0]
     assert not odd or f"(first difference: {odd})" in found[0]
+
+
+def test_sizes_of_a_tiny_architecture_are_refused_beside_a_folder() -> None:
+    with pytest.raises(InvalidInput, match="`layers` is a size of a tiny `architecture`"):
+        load("grpo", None, ["roles.actor.model={path: arithmetic_sft, layers: 2}"])

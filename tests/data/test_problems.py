@@ -61,7 +61,7 @@ def test_what_rewards_get_as_the_question(asked, text):
                                    [{"role": "user", "content": [{"type": "text", "text": None}]}]])
 def test_what_asks_nothing(value):
     assert is_empty_question(value)
-    assert is_empty(value) == (not isinstance(value, list)), "only a question has messages"
+    assert is_empty(value) == (not isinstance(value, list) or not value), "only a question has messages"
 
 
 @pytest.mark.parametrize("value", [0, 0.0, "0", [USER], [{"role": "user", "content": [{"type": "image"}]}],

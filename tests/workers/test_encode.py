@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tokenizers_of_kinds import KINDS
 
 from distflow.config.run import Data
 from distflow.data.dataset import open_images
 from distflow.errors import InvalidInput
-from workers.encode import ImageEncoder
+from distflow.telemetry.metrics import Metrics, current, recording
+from workers.encode import ImageEncoder, encode_prompts, encoder
 from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE, IMAGE_ID, build_tokenizer
 
 DATA = Data(train="x", images="picture", max_prompt_tokens=30)
@@ -92,3 +94,42 @@ def test_paths_are_relative_to_the_data(tokenizer, tmp_path):
     for value in ("some/one.png", ["some/one.png"], {"bytes": None, "path": "some/one.png"}):
         assert seen(tokenizer, "after", value, tmp_path)[1].lengths.tolist() == [1]
     assert open_images({"picture": Image.new("L", (3, 4))}, "picture", tmp_path)[0].size == (3, 4)
+
+
+TALK = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "of"}, {"role": "assistant", "content": "them"}]
+
+
+def encoded(record, **settings):
+    tokenizer = build_tokenizer(["one? two of them before after"])
+    columns = encoder(tokenizer, Data(train="x", **settings))([record])
+    return tokenizer, {name: columns[name].rows[0] for name in columns}
+
+
+@pytest.mark.parametrize("settings", [{}, {"answer": "messages"}])
+def test_the_last_answer_of_a_conversation_is_imitated(settings):
+    tokenizer, columns = encoded({"messages": TALK}, question="messages", **settings)
+    assert tokenizer.decode(columns["prompts"]) == "<|user|>one?<|assistant|>two<eos><|user|>of<|assistant|>"
+    assert tokenizer.decode(columns["targets"]) == "them<eos>"
+    assert "target_mask" not in columns
+
+
+def test_all_answers_of_a_conversation_are_imitated():
+    tokenizer, columns = encoded({"messages": TALK}, question="messages", targets="all")
+    assert tokenizer.decode(columns["targets"]) == "two<eos><|user|>of<|assistant|>them<eos>"
+    assert tokenizer.decode(columns["targets"][columns["target_mask"]]) == "two<eos>them<eos>"
+
+
+def test_a_text_that_is_none_is_mended_and_counted():
+    with recording(Metrics()):
+        tokenizer, columns = encoded({"question": "one \ud83d?", "answer": "two \ude00"})
+        counted = current().collect(lambda mine: [mine])
+    assert tokenizer.decode(columns["prompts"]) == "<|user|>one \ufffd?<|assistant|>"
+    assert tokenizer.decode(columns["targets"]) == "two \ufffd<eos>"
+    assert counted["data/texts_mended"] == 1
+
+
+def test_a_template_that_refuses_a_record_is_an_error_with_its_reason():
+    tokenizer = KINDS["refuses_system"]()
+    with pytest.raises(InvalidInput, match="cannot render a record with messages of system, user: System role not supp"):
+        encode_prompts(tokenizer, Data(train="x", system_prompt="Be brief."), [{"question": "one?", "answer": "two"}])

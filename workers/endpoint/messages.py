@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
+from distflow.data.problems import mended_record, parsed_arguments, with_parsed_arguments
 from distflow.errors import DistflowError
+from distflow.telemetry.run_folder import finite
 
 MAX_MESSAGES = 1000
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -70,23 +72,20 @@ class ChatMessage(BaseModel):
         """Return whether it says the same. White space around what an assistant said does not count: the tokens that
         were sampled stay as they are."""
         mine, theirs = (each.text.strip() if each.role == "assistant" else each.text for each in (self, other))
-        return mine == theirs and (self.role, self.tool_calls or [], self.tool_call_id, self.name) == (
-            other.role, other.tool_calls or [], other.tool_call_id, other.name)
+        return mine == theirs and (self.role, self.meant_calls, self.tool_call_id, self.name) == (
+            other.role, other.meant_calls, other.tool_call_id, other.name)
+
+    @property
+    def meant_calls(self) -> list[tuple[str, str, Any]]:
+        """Calls with their arguments as what the JSON says: clients may write it again in another way."""
+        return [(each.id, each.function.name, parsed_arguments(each.function.arguments))
+                for each in self.tool_calls or []]
 
     def for_template(self) -> dict[str, Any]:
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            found["tool_calls"] = [{**each.model_dump(), "function": {
-                "name": each.function.name, "arguments": _parsed(each.function.arguments)}} for each in self.tool_calls]
+            found["tool_calls"] = [with_parsed_arguments(each.model_dump()) for each in self.tool_calls]
         return found | {name: value for name in ("tool_call_id", "name") if (value := getattr(self, name)) is not None}
-
-
-def _parsed(arguments: str) -> Any:
-    """Return arguments as templates want them: an object, if the text is one."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 class StreamOptions(BaseModel):
@@ -139,7 +138,7 @@ class CompletionRequest(AgentRequest):
 def read_request(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> ChatRequest | CompletionRequest:
     """Return what a body asks for. Raises RequestRefused: it is malformed, or asks for what cannot be had."""
     try:
-        given = json.loads(body)
+        given = mended_record(json.loads(body))
         if not isinstance(given, dict):
             raise RequestRefused("the body must be a JSON object")
         for name, allowed in _ONLY.items():
@@ -189,11 +188,11 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
     malformed, the whole text and none. `name` begins their ids."""
     calls = []
     for number, found in enumerate(_CALL.finditer(text)):
-        called = _parsed(found[1])
+        called = parsed_arguments(found[1])
         arguments = called.get("arguments", {}) if isinstance(called, dict) else None
         if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
             return text, []
-        function = CalledFunction(name=called["name"], arguments=json.dumps(arguments))
+        function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))
         calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
     return (text.partition("<tool_call>")[0].strip() if calls else text), calls
 

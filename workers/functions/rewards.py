@@ -25,7 +25,7 @@ _REASONS, _ROWS = 8, 32  # reasons of failure with an event in a step, and rows 
 
 
 @node(writes=("rewards", "keep", "reward_parts"), default_for="reward")
-def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor | None = None, *,
+def score(completions: list[str], row: Tensor, answers: list[str] | None = None, group: Tensor | None = None, *,
           reward: Reward = "math", workers: PositiveInt | None = None, memory_gib: PositiveFloat = 8.0,
           limit: PositiveFloat = 300.0, patience: PositiveInt = 3, **columns: Any) -> tuple[Tensor, Tensor, list[str]]:
     """Return each completion's reward [B] float32 (0.0 if it has none), whether it has one [B] bool, and the values of
@@ -38,7 +38,8 @@ def score(completions: list[str], answers: list[str], row: Tensor, group: Tensor
     settings = {"recipe": reward, "workers": workers, "memory_gib": memory_gib, "limit": limit, "patience": patience}
     scorer, names = _scorer(current().scope, json.dumps(settings)), row.tolist()
     given = {name: as_list(column) for name, column in columns.items()}
-    scores = scorer.score({**given, "completions": completions, "answers": answers, "row": names}, names)
+    given |= {} if answers is None else {"answers": answers}
+    scores = scorer.score({**given, "completions": completions, "row": names}, names)
     rewards, keep = torch.tensor(scores.rewards, dtype=torch.float32), torch.tensor(scores.keep, dtype=torch.bool)
     _note(scores, names)
     note_rewards(rewards[keep], None if group is None else group[keep])

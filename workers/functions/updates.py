@@ -167,12 +167,14 @@ def _token_advantages(engine: RoleEngines, advantages: Tensor | Ragged, mask: Ra
 
 @node(type="MODEL_TRAIN")
 def supervised_update(
-    engine: RoleEngines, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None, *,
+    engine: RoleEngines, prompts: Ragged, targets: Ragged, group: Tensor, images: Ragged | None = None,
+    target_mask: Ragged | None = None, *,
     aggregate: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = "token_mean",
 ) -> None:
-    """Make a maximum-likelihood step on the targets, not on prompts. Without a row on any rank there is none."""
+    """Make a maximum-likelihood step on the targets, not on prompts, nor where `target_mask` is False. Without a row on
+    any rank there is none."""
     shown = {} if images is None else {"images": images}
-    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, None), **shown})
+    rows = Batch(group, {"prompts": prompts, "responses": targets, "mask": trained_mask(targets, target_mask), **shown})
     current().add("tokens", len(targets.values))
     current().add("samples", len(targets))
     if split_mini_batches(engine, rows, 1):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.run import Phase
+from distflow.config.robust import Phase
 from distflow.data.assignment import assign
 from distflow.data.batch import Batch, Ragged, decode_text
 from distflow.data.exchange import gather_values, pack, peer_errors, unpack
-from distflow.data.problems import messages_of
+from distflow.data.problems import asked_messages
 from distflow.errors import CheckpointError, EngineError, InvalidInput, did_you_mean
 from distflow.plan import Layout
 from distflow.recovery.checkpoint_files import checkpoint_of, complete_checkpoints, step_of
@@ -254,7 +254,7 @@ class TrainingCalls:
 
     def _encoded(self, question: str) -> list[int]:
         data = self.ctx.spec.run.data
-        tokens = prompt_tokens(self.role.tokenizer, messages_of({data.question: question}, data), **data.for_template)
+        tokens = prompt_tokens(self.role.tokenizer, asked_messages(question, data), **data.for_template)
         if len(tokens) > data.max_prompt_tokens:
             raise RequestRefused(f"a prompt has {len(tokens)} tokens, and data.max_prompt_tokens is "
                                  f"{data.max_prompt_tokens}: {question[:60]!r}…")

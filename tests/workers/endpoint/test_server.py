@@ -16,7 +16,14 @@ from harness import ROOT
 
 from workers.endpoint import http_server, server
 from workers.endpoint.dialogue import AnsweredTurn, Dialogue, DialogueLimits
-from workers.endpoint.messages import find_tool_calls
+from workers.endpoint.messages import (
+    CalledFunction,
+    ChatMessage,
+    ChatRequest,
+    ToolCall,
+    find_tool_calls,
+    read_request,
+)
 from workers.endpoint.server import EndpointServer, ServedRow
 from workers.engines.chat import TurnTemplate
 from workers.engines.embedded import build_tokenizer
@@ -154,6 +161,20 @@ def test_calls_of_tools_are_read_from_the_text(client, row):
     assert chunks[-1].choices[0].finish_reason == "length"
     assert client(row(CALL)).chat.completions.create(model="m", messages=ASKED).choices[0].message.content == CALL
     assert find_tool_calls("<tool_call>{}</tool_call>", "") == ("<tool_call>{}</tool_call>", [])
+
+
+@pytest.mark.parametrize(("arguments", "same"), [
+    ('{"city": "Zürich", "days": [1, 2]}', True), ('{"city":"Z\\u00fcrich","days":[1,2]}', True),
+    ('{"days": [1, 2], "city": "Zürich"}', True), ('{"city": "Zürich", "days": [2, 1]}', False), ('{"city"', False)])
+def test_calls_are_the_same_if_their_json_says_the_same(arguments, same):
+    sent, back = (ChatMessage(role="assistant", tool_calls=[ToolCall(id="c", function=CalledFunction(
+        name="find", arguments=text))]) for text in ('{"city": "Z\\u00fcrich", "days": [1, 2]}', arguments))
+    assert back.says_the_same(sent) == same
+
+
+def test_half_of_a_surrogate_pair_in_a_request_is_replaced():
+    body = b'{"messages": [{"role": "user", "content": "7 \\ud83d"}]}'
+    assert read_request(ChatRequest, body).messages[0].text == "7 \ufffd"
 
 
 def test_completions_take_and_give_tokens(client, row, tokenizer):

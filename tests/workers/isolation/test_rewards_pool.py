@@ -59,6 +59,11 @@ def hostile(completion, answer):
     if completion == "kills its parent":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
+    if completion == "stops its parent":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(600)
+    while completion == "stops it for ever":
+        os.kill(os.getppid(), signal.SIGSTOP)
     if completion == "closes":
         os.closerange(3, 4096)
     if completion.startswith("["):
@@ -235,6 +240,16 @@ from distflow import reward
 def sees(completion, answer, *, key_variable=None):
     return float(completion in os.environ)
 '''
+
+
+def test_a_screen_with_few_characters_fails_no_reward(module, monkeypatch):
+    name = module("from distflow import reward\n@reward\ndef prints(completion, answer):\n    print(completion)\n"
+                  "    return 1.0\n")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    pool = RewardPool(1, memory_gib=1.0)
+    results = pool.run([Job("prints", name, [["grüße … \ud83d", ""]], [0], retries=0)], 60.0)
+    pool.close()
+    assert results.values == {0: 1.0}
 
 
 def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
@@ -416,6 +431,14 @@ def test_a_call_that_kills_the_fork_server_fails_alone(run):
         "its process was killed together with the one that had started it"}
 
 
+def test_a_call_that_stops_the_fork_server_costs_its_own_time(run):
+    results = run("hostile", ["good", "stops its parent", "stops it for ever", "is killed"] + ["good"] * 8)
+    assert [results.values[row] for row in (0, *range(4, 12))] == [1.0] * 9
+    assert reason(results.values[1]) == "took longer than 4 s"
+    assert reason(results.values[3]) == "its process was killed by SIGKILL (out of memory?)"
+    assert results.values[2] != 1.0
+
+
 def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):
     name = module(HOSTILE)
     script = (f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -497,3 +520,35 @@ def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd
     run("hostile", ["sleeps"], timeout=1.0)
     assert "is slow" not in capfd.readouterr().err
     assert (tmp_path / "events.jsonl").read_text().count("reward_slow") == 2
+
+
+TALKS = '''
+import logging, sys
+from distflow import reward
+
+logging.basicConfig(level="INFO", format="%(message)s")
+
+@reward
+def talks(completion, answer):
+    if completion == "floods":
+        for number in range(1000):
+            print("line", number)
+    print("half", end=" ")
+    print("a line \\x1b[31mred", file=sys.stderr)
+    logging.info("logged")
+    return 1.0
+'''
+
+
+def test_what_a_reward_prints_has_its_name_and_is_bounded(module, capfd):
+    name = module(TALKS)
+    pool = RewardPool(1, memory_gib=1.0)
+    pool.run([Job("talks", name, [["quiet", ""]], [0])], 60.0)
+    said = capfd.readouterr().err.splitlines()
+    assert sorted(said) == ["[reward talks] a line \\x1b[31mred", "[reward talks] logged"]
+    pool.run([Job("talks", name, [["floods", ""]], [0])], 60.0)
+    said = capfd.readouterr().err.splitlines()
+    assert said[:2] == ["[reward talks] half ", "[reward talks] line 0"]
+    assert len(said) < 30
+    assert any(line.endswith("(… more is left out)") for line in said)
+    pool.close()

@@ -4,7 +4,7 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
 
 `namespaces` (root with CAP_SYS_ADMIN, or user namespaces; Linux 5.12)
     network: a namespace without interfaces, and `socket` is refused.
-    files: a root with the interpreter and system libraries, read-only, and an empty /tmp in memory.
+    files: a root with the interpreter, packages and system libraries, read-only, and an empty /tmp in memory.
     other processes: neither visible nor signalled.
     descendants: die with the namespace.
     disk: `disk_mib` for all files together.
@@ -14,11 +14,12 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
         owner, mode, times or attributes and `truncate` are refused, for own files too.
     other processes: signals are refused, to its own children too.
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
-    disk: `disk_mib` for each file, without a limit on their number. Shared memory and queues are refused.
+    disk: `disk_mib` for each file, without a limit on their number.
 
-Both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities; no input but `stdin`; no
-open files of the caller; kernel limits on memory, CPU time, processes, open files and file size. If the caller is root,
-each program has a user id of its own.
+Both: a session of its own; no environment but some of Python's own; no capabilities; no input but `stdin`; no
+open files of the caller; kernel limits on memory, CPU time, processes, open files and file size; no memory outside the
+address space (System V and POSIX shared memory, semaphores and queues, memfd). If the caller is root, each program has
+a user id of its own.
 
 Not guaranteed: the memory limit applies to each of up to `processes` processes. CPU cores are shared. Unless the caller
 is root, `processes` counts this program alone only from Linux 5.14 on. A hole in the kernel is a hole in the sandbox.
@@ -89,7 +90,7 @@ class Limits:
 def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 16,
                disk_mib: int = 32, output_kib: int = 256, network: Literal["deny", "allow"] = "deny",
                files: Literal["deny", "allow"] = "deny", kind: str | None = None) -> Outcome:
-    """Run `source` as a program, with the standard library alone, in a sandbox; see the module for its guarantees.
+    """Run `source` as a program, with this environment's packages, in a sandbox; see the module for its guarantees.
 
     On return no process and no file of the program is left. If the caller is killed, no process is left, and with
     `filters` the next caller removes the folder. Blocks; thread-safe.
@@ -134,7 +135,7 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
         connection, their_end = (stack.enter_context(each) for each in socket.socketpair())
         text, program = (stack.enter_context(_in_memory(each)) for each in (stdin, source))
         job = {"connection": their_end.fileno(), "source": program.fileno(), "kind": kind, "network": network,
-               "folder": folder, "hide_files": hide_files, "readable": _interpreter(),
+               "folder": folder, "hide_files": hide_files, "readable": _readable(), "packages": _packages(),
                "executable": os.path.realpath(sys.executable), "cpu_seconds": math.ceil(limits.seconds),
                "memory": limits.memory_mib << 20, "processes": limits.processes, "disk": limits.disk_mib << 20}
         launcher = spawn([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], die_with_parent=0,
@@ -207,9 +208,10 @@ class _ProgramWatch:
 
 
 def _in_memory(text: str) -> IO[bytes]:
-    file = os.fdopen(os.memfd_create("text"), "r+b")
+    file = os.fdopen(os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)  # a program keeps no memory in it
     return file
 
 
@@ -264,6 +266,20 @@ def _folders_alone(path: str) -> list[str]:
         else:
             os.unlink(entry.path)
     return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+@functools.cache
+def _packages() -> list[str]:
+    """Return the folders of packages that this process imports from."""
+    folders = [Path(path) for path in sys.path]
+    return [str(folder.resolve()) for folder in folders
+            if folder.name in ("site-packages", "dist-packages") and folder.is_dir()]
+
+
+def _readable() -> list[str]:
+    """Return what a program may read: the interpreter with its libraries and packages."""
+    there = {*_interpreter(), *_packages()}
+    return [path for path in sorted(there) if not any(path.startswith(f"{other}/") for other in there)]
 
 
 @functools.cache

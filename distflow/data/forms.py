@@ -1,0 +1,162 @@
+"""Forms of records: nested fields by dotted names, the forms of public data sets, conversations in their spellings.
+
+`Named` gives each record the fields that the run file names at its top level, so that whatever reads a record behind it
+reads `record[data.question]`. A form is taken only where the run file names no field and the record has all of its.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.config.expressions import OWN_FILTER
+from distflow.config.run import Data
+from distflow.data.problems import holds_answer, is_conversation
+
+Record = dict[str, Any]
+QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
+_ABSENT = object()
+_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|from|content|value)"\s*:')
+_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+             "system": "system", "tool": "tool", "observation": "tool"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form in which public data sets have a question and an answer. `fields`: all that a record of it has."""
+
+    name: str
+    fields: tuple[str, ...]
+    question: str
+    answer: str = ""
+    input: str = ""
+    """Field with what the question is about, which may be empty and is put behind it."""
+
+
+_ALPACA = Form("Alpaca's form", ("instruction", "input", "output"), "instruction", "output", "input")
+FORMS = (
+    Form("verl's form", ("prompt", "reward_model.ground_truth"), "prompt", "reward_model.ground_truth"),
+    Form("TRL's form of prompt and completion", ("prompt", "completion"), "prompt", "completion"),
+    Form("TRL's form of preferences", ("prompt", "chosen", "rejected"), "prompt", "chosen"),
+    Form("TRL's form of preferences between conversations", ("chosen", "rejected"), "chosen", "chosen"),
+    Form("TRL's form of prompts", ("prompt",), "prompt"),
+    Form("TRL's form of conversations", ("messages",), "messages"),
+    Form("ShareGPT's form", ("conversations",), "conversations"),
+    _ALPACA,
+)
+
+
+def field_of(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field. A dotted name is first that of a field, then a path: `extra_info.index`, `answers.0`.
+    Raises KeyError: the record has no such field."""
+    value = _walk(record, name)
+    if value is _ABSENT:
+        raise KeyError(name)
+    return value
+
+
+def field_names(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a record's fields, those of a mapping in it as dotted names."""
+    for name, value in record.items():
+        yield from (f"{name}.{inner}" for inner in value) if isinstance(value, dict) and value else (name,)
+
+
+def form_of(record: Mapping[str, Any], data: Data) -> Form | None:
+    """Return the form by which a record is read, or None where the run file's own names say what to read."""
+    if data.question == _ALPACA.question and _has(record, _ALPACA):
+        return _ALPACA
+    if data.question != QUESTION or QUESTION in record:
+        return None
+    return next((form for form in FORMS if _has(record, form) and (
+        form.question != form.answer or is_conversation(as_messages(_walk(record, form.question))))), None)
+
+
+def reader_of(data: Data) -> Callable[[Record], Record]:
+    """Return a function that gives a record the fields that the run file names, under these names at its top level."""
+    named = {name: name for name in (data.question, data.answer, data.tools, data.images) if name}
+    moved = {name: field for name, field in {**named, **data.columns}.items() if name != field or "." in field}
+    texts = {data.question, data.answer, *data.columns}
+
+    def read(record: Record) -> Record:
+        result = {**record, **{name: value for name, field in moved.items()
+                               if (value := _walk(record, field)) is not _ABSENT}}
+        if form := form_of(record, data):
+            result[data.question] = _question(record, form)
+            if form.answer and data.answer == ANSWER and ANSWER not in record:
+                result[ANSWER] = _walk(record, form.answer)
+        for name in texts:
+            if isinstance(value := result.get(name), str | list | dict):
+                result[name] = as_messages(value)
+        whole = data.answer not in result and holds_answer(form.question if form else data.question)
+        if whole and is_conversation(asked := result.get(data.question)):
+            result[data.question], result[data.answer] = asked[:-1], asked[-1:]
+        return result
+
+    return read
+
+
+def as_messages(value: Any) -> Any:
+    """Return a conversation as messages with `role` and `content`: those of ShareGPT (`from`, `value`), one message, or
+    JSON text of any. Whatever else it is stays as it is."""
+    if isinstance(value, str) and _JSON_MESSAGES.match(value):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value:
+        value = [value]
+    if isinstance(value, list) and value and all(map(_is_sharegpt, value)):
+        return [{"role": _SHAREGPT[turn["from"]], "content": turn["value"]} for turn in value]
+    return value
+
+
+def _is_sharegpt(turn: Any) -> bool:
+    return isinstance(turn, dict) and turn.get("from") in _SHAREGPT and "value" in turn and "role" not in turn
+
+
+def _has(record: Mapping[str, Any], form: Form) -> bool:
+    return all(_walk(record, name) is not _ABSENT for name in form.fields)
+
+
+def _question(record: Record, form: Form) -> Any:
+    question, about = _walk(record, form.question), record.get(form.input)
+    return f"{question}\n\n{about}" if isinstance(question, str) and isinstance(about, str) and about.strip() \
+        else question
+
+
+def _walk(record: Mapping[str, Any], name: str) -> Any:
+    if name in record or "." not in name:
+        return record.get(name, _ABSENT)
+    value: Any = record
+    for part in name.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return _ABSENT
+    return value
+
+
+def columns_of(data: Data, names: list[str]) -> list[str] | None:
+    """Return which of a table's columns a run reads; None: all, since a field is missing, or a filter of the user's has
+    the whole record."""
+    if any(OWN_FILTER.fullmatch(text) for text in data.filter):
+        return None
+    forms = [form for form in FORMS if {field.partition(".")[0] for field in form.fields} <= {*names}]
+    asked = {data.question: QUESTION, data.answer: ANSWER} if forms else {}
+    fields = [*data.columns.values(), *(field for field in (data.question, data.answer) if asked.get(field) != field)]
+    if not {*map(_column_of(names), fields)} <= {*names}:
+        return None
+    fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
+    fields += [word for text in data.filter for word in re.findall(r"\w+", text)]
+    fields += [field for form in forms for field in form.fields]
+    return [name for name in names if name in {*map(_column_of(names), fields)}]
+
+
+def _column_of(names: list[str]) -> Callable[[str], str]:
+    """Return a function that says which column of a table has a field."""
+    return lambda field: field if field in names else field.partition(".")[0]

@@ -1,0 +1,141 @@
+"""Parquet files: records by index, from batches of the columns that are needed.
+
+A row group is decoded when a record of it is first asked for, a batch at a time. Its batches stay in memory while all
+that are held fit `_MEMORY`; those of further row groups go to a temporary file, compressed, of which a read maps one.
+So a shuffled epoch decodes each row group once, and memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distflow.errors import Diagnostic, InvalidInput, Location
+
+_MEMORY = 2**28
+"""Bytes of decoded batches that a file may hold in memory."""
+_ROWS = 256
+"""Rows of a batch."""
+_PAGES, _RATIO = 2**30, 1000
+"""A column of a row group that would unpack to more bytes than these, and to so many times what it takes in the file,
+is refused, since one page of it may be all of that."""
+
+
+class Parquet:
+    """Dataset in a Parquet file. Raises InvalidInput: it is none."""
+
+    def __init__(self, path: Path):
+        import pyarrow.parquet  # only users of Parquet pay for its import
+
+        self.path = path
+        try:
+            self.file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        except pyarrow.ArrowInvalid as error:
+            raise InvalidInput(f"{path}: not a Parquet file: {error}") from None
+        metadata = self.file.metadata
+        sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self.starts = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(int)
+        self.names: list[str] = self.file.schema_arrow.names
+        self.columns: list[str] | None = None
+        self.groups: dict[int, _Batches] = {}
+        self.held = 0  # bytes of batches in memory
+
+    def read_only(self, columns: list[str] | None) -> None:
+        """Read these columns alone; None: all."""
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def location(self, index: int) -> Location:
+        return Location(f"{self.path}: row {index + 1}")
+
+    def get(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        wanted = numpy.asarray(indices, dtype=numpy.int64)
+        groups = numpy.searchsorted(self.starts, wanted, side="right") - 1
+        found: dict[int, dict[str, Any]] = {}
+        for group in numpy.unique(groups).tolist():
+            own = numpy.unique(wanted[groups == group])
+            found.update(zip(own.tolist(), self._group(group).rows(own - self.starts[group])))
+        return [found[index] for index in wanted.tolist()]
+
+    def _group(self, number: int) -> _Batches:
+        import pyarrow
+
+        if number not in self.groups:
+            self._check_size(number)
+            batches = _Batches(self.file.schema_arrow if self.columns is None else
+                               pyarrow.schema([self.file.schema_arrow.field(name) for name in self.columns]))
+            try:
+                for batch in self.file.iter_batches(_ROWS, [number], self.columns, use_threads=False):
+                    batches.add(batch, _MEMORY - self.held)
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise InvalidInput(f"{self.location(int(self.starts[number]))} and those behind it cannot be read: "
+                                   f"{error}") from None
+            batches.finish()
+            self.held += batches.size
+            self.groups[number] = batches
+        return self.groups[number]
+
+    def _check_size(self, number: int) -> None:
+        group = self.file.metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            name = column.path_in_schema.partition(".")[0]
+            large = max(_PAGES, _RATIO * column.total_compressed_size)
+            if (self.columns is None or name in self.columns) and column.total_uncompressed_size > large:
+                what = f"column `{name}` unpacks {column.total_compressed_size:,} bytes to " \
+                       f"{column.total_uncompressed_size:,}"
+                raise InvalidInput(Diagnostic(what, self.location(int(self.starts[number])),
+                                              "No text does: the file is damaged, or made to fill the memory."))
+
+
+class _Batches:
+    """Decoded batches of a row group, in memory or in a temporary file."""
+
+    def __init__(self, schema: Any):
+        self.schema, self.size = schema, 0
+        self.held: list[Any] = []
+        self.ends: list[int] = []
+        self.file: Any = None
+        self.writer: Any = None
+        self.reader: Any = None
+
+    def add(self, batch: Any, room: int) -> None:
+        """Add a batch; with those in memory it takes at most `room` bytes, else all go to the file."""
+        self.ends.append((self.ends[-1] if self.ends else 0) + len(batch))
+        self.held.append(batch)
+        self.size += batch.nbytes
+        if self.size > room or self.writer:
+            self._write()
+
+    def _write(self) -> None:
+        import pyarrow
+
+        if self.writer is None:
+            self.file = tempfile.NamedTemporaryFile(prefix="distflow-parquet-")  # noqa: SIM115 it outlives the call
+            options = pyarrow.ipc.IpcWriteOptions(compression="lz4")
+            self.writer = pyarrow.ipc.new_file(self.file, self.schema, options=options)
+        for batch in self.held:
+            self.writer.write_batch(batch.cast(self.schema))
+        self.held, self.size = [], 0
+
+    def finish(self) -> None:
+        import pyarrow
+
+        if self.writer:
+            self.writer.close()
+            self.file.flush()
+            self.reader = pyarrow.ipc.open_file(pyarrow.memory_map(self.file.name))
+            self.file.close()  # the map keeps what it needs
+
+    def rows(self, offsets: numpy.ndarray) -> Iterator[dict[str, Any]]:
+        """Yield the rows at these offsets, which ascend."""
+        batches = numpy.searchsorted(self.ends, offsets, side="right")
+        for number in numpy.unique(batches).tolist():
+            batch = self.reader.get_batch(number) if self.reader else self.held[number]
+            first = self.ends[number - 1] if number else 0
+            yield from batch.take(offsets[batches == number] - first).to_pylist()

@@ -1,0 +1,139 @@
+"""Public forms of data sets: the question, the answer and the columns as they are meant, or the line to write."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from distflow.config.run import Data
+from distflow.data.dataset import check_records, fields_of, open_records
+from distflow.data.problems import answer_text, messages_of
+from distflow.errors import InvalidInput
+
+ASKED = [{"role": "user", "content": "1 + 1?"}]
+TURNS = [*ASKED, {"role": "assistant", "content": "2"}]
+SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+TESTS = ["assert f(1) == 2", "assert f(2) == 3"]
+
+READ = {  # form → record, settings, question as messages, answer, columns
+    "question and answer": ({"question": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),
+    "GSM8K": ({"question": "1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}, {}, ASKED,
+              "1 + 1 = <<1+1=2>>2\n#### 2", {}),
+    "number": ({"question": "1 + 1?", "answer": 2.0}, {}, ASKED, "2", {}),
+    "boolean": ({"question": "1 + 1?", "answer": True}, {}, ASKED, "true", {}),
+    "several answers": ({"question": "1 + 1?", "answer": ["2", "zwei"]}, {}, ASKED, '["2", "zwei"]', {}),
+    "one of several answers": ({"question": "1 + 1?", "answer": ["2", "zwei"]}, {"answer": "answer.0"}, ASKED, "2", {}),
+    "SQuAD": ({"question": "1 + 1?", "answers": {"text": ["2"], "answer_start": [3]}}, {"answer": "answers.text.0"},
+              ASKED, "2", {}),
+    "MBPP": ({"text": "1 + 1?", "code": "f", "test_list": TESTS},
+             {"question": "text", "answer": "code", "columns": {"tests": "test_list"}}, ASKED, "f",
+             {"tests": json.dumps(TESTS)}),
+    "APPS": ({"question": "1 + 1?", "answer": "-", "input_output": {"inputs": ["1\n"], "outputs": ["2\n"]}},
+             {"columns": ["input_output"]}, ASKED, "-",
+             {"input_output": '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'}),
+    "verl": ({"data_source": "sums", "prompt": ASKED, "ability": "math", "extra_info": {"index": 7},
+              "reward_model": {"style": "rule", "ground_truth": "2"}},
+             {"columns": ["data_source", "extra_info.index"]}, ASKED, "2", {"data_source": "sums", "index": "7"}),
+    "verl, named": ({"prompt": ASKED, "reward_model": {"ground_truth": "2"}},
+                    {"question": "prompt", "answer": "reward_model.ground_truth"}, ASKED, "2", {}),
+    "TRL, prompts": ({"prompt": ASKED}, {}, ASKED, None, {}),
+    "TRL, prompts as text": ({"prompt": "1 + 1?"}, {}, ASKED, None, {}),
+    "TRL, prompt and answer": ({"prompt": "1 + 1?", "answer": "2"}, {}, ASKED, "2", {}),
+    "TRL, prompt and completion": ({"prompt": "1 + 1?", "completion": "2"}, {}, ASKED, "2", {}),
+    "TRL, preferences": ({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}, {"columns": ["chosen", "rejected"]},
+                         ASKED, None, {"chosen": "2", "rejected": "3"}),
+    "Alpaca": ({"instruction": "1 + 1?", "input": "", "output": "2"}, {}, ASKED, "2", {}),
+    "Alpaca with an input": ({"instruction": "Add.", "input": "1 + 1", "output": "2"}, {},
+                             [{"role": "user", "content": "Add.\n\n1 + 1"}], "2", {}),
+    "Alpaca, named": ({"instruction": "Add.", "input": "1 + 1", "output": "2"},
+                      {"question": "instruction", "answer": "output"},
+                      [{"role": "user", "content": "Add.\n\n1 + 1"}], "2", {}),
+    "ShareGPT, questions": ({"conversations": SHAREGPT[:1], "answer": "2"}, {"question": "conversations"}, ASKED, "2",
+                            {}),
+    "OpenAI's messages": ({"messages": TURNS}, {}, ASKED, "2", {}),
+    "ShareGPT": ({"conversations": SHAREGPT}, {}, ASKED, "2", {}),
+    "messages as JSON text": ({"prompt": json.dumps(ASKED), "answer": "2"}, {}, ASKED, "2", {}),
+    "one message": ({"question": ASKED[0], "answer": "2"}, {}, ASKED, "2", {}),
+    "a question that begins as JSON does": ({"question": "[1, 2] reversed?", "answer": "[2, 1]"}, {},
+                                            [{"role": "user", "content": "[1, 2] reversed?"}], "[2, 1]", {}),
+    "a field whose name has a dot": ({"a.b": "1 + 1?", "a": {"b": "other"}, "answer": "2"}, {"question": "a.b"}, ASKED,
+                                     "2", {}),
+}
+REFUSED = {  # form → record, settings, what the message says
+    "only a likely field": ({"problem": "1 + 1?", "solution": "2"}, {},
+                            "--set data.question=problem --set data.answer=solution"),
+    "nested": ({"question": "1 + 1?", "extra_info": {"answer": "2", "index": 3}}, {},
+               "It has: question, extra_info.answer, extra_info.index.\nSay which field to take:  "
+               "--set data.answer=extra_info.answer"),
+    "messages that Python has printed": ({"question": str(ASKED), "answer": "2"}, {},
+                                         "must be JSON or a list: Python has written its messages as text"),
+    "unknown speakers": ({"question": [{"from": "bard", "value": "1 + 1?"}], "answer": "2"}, {}, "list of messages"),
+    "a mapping as question": ({"question": {"text": "1 + 1?"}, "answer": "2"}, {},
+                              "To take what is in it:  --set data.question=question.text"),
+    "a list as question": ({"question": ["1 + 1?"], "answer": "2"}, {}, "--set data.question=question.0"),
+    "a list that is imitated": ({"question": "1 + 1?", "answer": ["2"]}, {"imitated": {"answer"}},
+                                "must be text or a number, not ['2'].\n\n    1 |  {\"question\": \"1 + 1?\", \"answer\": "
+                                "[\"2\"]}\n\nTo take what is in it:  --set data.answer=answer.0"),
+    "no such path": ({"question": "1 + 1?", "a": {"c": "2"}}, {"answer": "a.b"}, "the record has no field `a.b`"),
+}
+
+
+def written(folder: Path, record: dict[str, Any]) -> Path:
+    (folder / "records.jsonl").write_text(json.dumps(record) + "\n")
+    return folder / "records.jsonl"
+
+
+@pytest.mark.parametrize("form", READ)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_record_is_read_as_it_was_meant(tmp_path: Path, form: str, kind: str) -> None:
+    record, settings, question, answer, columns = READ[form]
+    path = written(tmp_path, record)
+    if kind == "parquet":
+        path = tmp_path / "records.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    data = Data(train="", **settings)
+    records = open_records(path, data)
+    check_records(records, fields_of(data, data.columns, answers=answer is not None))
+    (read,) = records.get([0])
+    assert messages_of(read, data) == question
+    assert answer is None or answer_text(read[data.answer]) == answer
+    assert {name: answer_text(read[name]) for name in data.columns} == columns
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_a_record_of_another_form_gets_the_line_to_write(tmp_path: Path, form: str) -> None:
+    record, settings, said = REFUSED[form]
+    imitated = settings.get("imitated", frozenset())
+    data = Data(train="", **{name: value for name, value in settings.items() if name != "imitated"})
+    with pytest.raises(InvalidInput) as caught:
+        check_records(open_records(written(tmp_path, record), data), fields_of(data, data.columns, imitated=imitated))
+    assert said in str(caught.value)
+
+
+def test_numbers_and_dates_of_tables_are_answers(tmp_path: Path) -> None:
+    values = [decimal.Decimal("4.00"), decimal.Decimal("0.50"), datetime.date(2020, 1, 2)]
+    assert [answer_text(value) for value in values] == ["4", "0.50", "2020-01-02"]
+    for value in values:
+        parquet.write_table(pyarrow.table({"question": ["?"], "answer": pyarrow.array([value])}), tmp_path / "a.parquet")
+        data = Data(train="")
+        check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
+
+
+@pytest.mark.parametrize("value", [b"2", [b"2"], {"a": float("nan")}])
+def test_what_has_no_text_is_no_answer(tmp_path: Path, value: Any) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist([{"question": "?", "answer": value}]), tmp_path / "a.parquet")
+    data = Data(train="")
+    with pytest.raises(InvalidInput, match="field `answer` must be text"):
+        check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
+
+
+def test_two_fields_of_one_name_are_to_be_named() -> None:
+    with pytest.raises(ValueError, match=r"columns: \{a_id: a.id, b_id: b.id\}"):
+        Data(train="", columns=["a.id", "b.id"])  # pyright: ignore[reportArgumentType]
