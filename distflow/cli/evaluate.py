@@ -183,7 +183,7 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     if not isinstance(found, Path) or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            f"config.json){f', and {found}' if hub else ''}")
-    settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text(encoding="utf-8")) if run else {}
+    settings = read(find_yaml(run, "runs", "run file"), run).data if run else {}
     role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
     return EvaluationSubject(role_settings, _data_settings(settings))
 

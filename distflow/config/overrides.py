@@ -11,16 +11,33 @@ from distflow.config.yaml_source import YamlSource, parse_value
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, nearest
 
 _OF_DAG = ("nodes", "imports")
+_WIDTH = 120  # of an override in messages, which may be a whole file's content
+_MOST_NESTED = 16  # names in a key; the longest of ours has seven
 _OF_NODE = [field.alias or name for name, field in Node.model_fields.items()]
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with overrides that the shell has split in one: `--set KEY = VALUE`."""
+    found, left = [], list(words)
+    while left:
+        found.append(left.pop(0))
+        if len(found) > 1 and found[-2] == "--set" and "=" not in found[-1] and left and left[0].startswith("="):
+            found[-1] += left.pop(0)
+            if found[-1].endswith("=") and left and not left[0].startswith("--"):
+                found[-1] += left.pop(0)
+    return found
 
 
 def override(dag: YamlSource, run: YamlSource, text: str) -> None:
     """Set one value of the DAG or the run file. Raises InvalidInput: it is no KEY=VALUE, or the key is in neither."""
     key, separator, value = text.partition("=")
+    given, text = text, text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
     path = tuple(part.strip() for part in key.split("."))
     if not separator or not all(path):
         raise InvalidInput(f"--set {text}: expected KEY=VALUE, as in  --set roles.actor.learning_rate=1e-6")
-    if wrong := _misplaced(dag.data, path, text):
+    if len(path) > _MOST_NESTED:
+        raise InvalidInput(f"--set {text}: a key with {len(path)} names is none of a DAG or a run file")
+    if wrong := _misplaced(dag.data, path, given):
         raise InvalidInput(wrong)
     in_dag = path[0] in _OF_DAG or (path[0] == "roles" and len(path) > 2 and path[2] in Role.model_fields)
     (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
@@ -30,7 +47,7 @@ def _misplaced(dag: dict[str, Any], path: Sequence[str], text: str) -> Diagnosti
     """Return the mistake of a key that is of another place than the one where it was set, with that place."""
     nodes = dag.get("nodes")
     nodes = {name: node for name, node in nodes.items() if isinstance(node, dict)} if isinstance(nodes, dict) else {}
-    where = Location(f"--set {text}")
+    where = Location(f"--set {text[:_WIDTH]}")
     if path[0] == "nodes" and len(path) > 2 and nodes:
         if path[1] not in nodes:
             return Diagnostic(f"there is no node `{path[1]}`", where, did_you_mean(path[1], nodes, "Nodes"))
