@@ -41,7 +41,7 @@ def broken(completion):
     raise RuntimeError("no compiler")
 """
 ARGUMENTS = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--set", "data.columns=[fate]", "--set", "data.batch=10",
-             "--set", "nodes.rollout.with.group_size=2", "--set", "checkpoint.every=0")
+             "--set", "nodes.rollout.with.group_size=2", "--set", "checkpoint.every=0", "--set", "preflight=false")
 RECIPE = "nodes.reward.with={reward: hostile, memory_gib: 1, workers: 4}"
 
 

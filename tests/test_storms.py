@@ -110,8 +110,7 @@ def test_a_worker_that_starts_again_waits_for_a_run_folder_that_is_read_only(wor
         finally:
             torchrun.kill()
             torchrun.wait()
-    assert "distflow resume runs/away" in (workspace / "said").read_text().splitlines()[-1]
-    assert json.loads((run / "run.lock").read_text() or "{}") == {}
+    assert "is kept. Go on:  distflow resume runs/away" in (workspace / "said").read_text()
 
 
 def the_dock(torchrun: int) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 from distflow.dock.process import ShardProcess
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan

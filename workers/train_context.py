@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.run import PHASES, Phase
+from distflow.config.robust import PHASES, Phase
 from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer

@@ -207,7 +207,7 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
         if context.preflight and worker_context.first and not again:
-            _end_preflight(context.preflight, context.spec, context.plan, ctx.roles[ctx.prompted])
+            _end_preflight(context.preflight, context.spec, ctx.roles[ctx.prompted])
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
     if writes:
         _open_timeline(context)
@@ -216,10 +216,10 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
     return ctx
 
 
-def _end_preflight(account: Preflight, spec: Spec, plan: Plan, role: RoleEngines) -> None:
+def _end_preflight(account: Preflight, spec: Spec, role: RoleEngines) -> None:
     """Prove tokens too, and record what has been proved. Raises InvalidInput: a proof has failed."""
     if spec.run.preflight:
-        prove_with_tokenizer(account, spec, plan, role.tokenizer, role.vocabulary)
+        prove_with_tokenizer(account, spec, role.tokenizer, role.vocabulary)
     account.require()
     account.record()
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.config.memory_limit import limit
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 from distflow.errors import InvalidInput
 from distflow.launch import ROOT
 from distflow.telemetry.events import show

@@ -52,7 +52,7 @@ def _prove(spec: Spec, checked: Plan) -> None:
     role = prompted_role(spec, checked.chain(0))
     model, shape = spec.model_of(role), spec.shape_of(role)
     assert model, "the planner refuses roles without a model"
-    prove_with_tokenizer(account, spec, checked, load_tokenizer(spec, model), shape and shape.vocabulary)
+    prove_with_tokenizer(account, spec, load_tokenizer(spec, model), shape and shape.vocabulary)
     account.require()
     print(f"proved on the first records: {account.describe()}")
 

@@ -35,7 +35,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Literal, TypeVar, overload
 
-from distflow.config.run import Phase
+from distflow.config.robust import Phase
 from distflow.telemetry.heartbeat import Heartbeat, Silence
 
 _ACTIVE = 0.1  # percent of the time; less is noise

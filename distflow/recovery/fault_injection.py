@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from distflow.config.memory_limit import limited_command, why_unbounded
-from distflow.config.run import Fault, Phase, Run
+from distflow.config.robust import Fault, Phase
+from distflow.config.run import Run
 from distflow.errors import DistflowError
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import kill_tree, parent

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 
-from distflow.config.run import Phase
+from distflow.config.robust import Phase
 from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry import heartbeat, timeline
 from distflow.telemetry.collectives import absent

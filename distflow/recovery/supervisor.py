@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 from distflow.errors import CheckpointError, quoted, shown
 from distflow.plan import INFERENCE, ROLLOUT
 from distflow.recovery import out_of_memory
@@ -492,15 +492,15 @@ class Supervisor:
                 text += f"The first failure was that of rank {first.rank} in step {first.step}: {first.what}\n"
             text += self._traceback(cause.details) if cause.details else cause.what.rstrip()
         if following.end and not left_out:
-            text += self._kept(cause)
+            text += self._kept(following.failures)
         events.show(f"[rank {cause.rank}] {text}" if cause.rank else text, sys.stderr)
         if following.end and not left_out:
             report_to_torchrun(text)
 
-    def _kept(self, cause: Failure) -> str:
+    def _kept(self, failures: tuple[Failure, ...]) -> str:
         """Return a line of what is kept of a run that has failed for good; empty if it was refused or never began."""
-        ending = cause.phase == "ending"
-        if cause.code == INVALID or not (ending or cause.step or cause.finished):
+        ending = failures[-1].phase == "ending"
+        if failures[-1].code == INVALID or not (ending or any(each.step or each.finished for each in failures)):
             return ""
         return f"\n{shown(self.folder)}: {'all steps are done, and ' * ending}{kept(self.folder, ending)}"
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from distflow.config.run import PHASES, Phase
+from distflow.config.robust import PHASES, Phase
 from distflow.telemetry.events import record
 from distflow.telemetry.processes import began
 

@@ -23,14 +23,14 @@ from typing import Any
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
 from distflow.telemetry.files import write_atomically
-from distflow.telemetry.run_reader import RunReader, numbers
+from distflow.telemetry.run_reader import RunReader, Tail, numbers
 from distflow.telemetry.screen import printable
 from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
 _POINTS = 2_000  # most steps of a curve
 _WINDOWS = 60  # of a run, for its sliding ETTR
-_LEARNED = 3  # problems with their first and last answers
+_COMPARED = 3  # problems with their first and last answers
 _WARM = 2  # first steps that are no ordinary ones
 _RANKS, _SPANS = 32, 2_000  # of a step whose activities are drawn
 
@@ -41,14 +41,16 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
     """Return all that the page shows of a run. `characters`: most of its samples. Raises InvalidInput: it is none."""
     reader = RunReader.of(folder, "distflow report runs/grpo-1")
     steps, events, plan, answers = reader.steps(), reader.rows("events"), reader.plan, reader.rows("validation")
-    samples, kinds = [*reader.rows("samples"), *answers], _shown_steps(steps)
+    kinds = _shown_steps(steps)
+    samples = [*_with_turns(reader.rows("samples"), folder), *answers]
     spans, failures = timeline.read(folder, kinds.keys(), _RANKS).spans, _failures(events)
     return {"name": folder.name, "path": str(folder), "verdict": _verdict(steps, failures, reader),
             "metrics": _columns(steps), "summary": reader.summary,
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan, steps), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": failures, "ettr": _ettr(events),
-            "settings": reader.settings(), "learned": _learned(answers), "steps": _timed_steps(kinds, spans)}
+            "settings": reader.settings(), "answers": _compared(answers), "best": _best_reward(reader.dag, samples),
+            "steps": _timed_steps(kinds, spans)}
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:
@@ -80,35 +82,35 @@ def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: Run
     """Return what came of a run in plain sentences, and whether that is `good`, `bad` or `open`."""
     done, state = [values for values in steps if "seconds" in values], reader.state
     if not done:
-        return {"kind": "open", "text": f"No step is done; the run {state}."}
+        return {"kind": "open", "headline": "Not known yet", "text": f"No step is done; the run {state}."}
     count, wanted = int(done[-1]["step"]), reader.settings().get("steps")
     took = f"in {count:,} step{'s' * (count > 1)}{_and_time(done[-1].get('wall_seconds'))}"
-    kind, learned = _change(steps, took)
+    kind, headline, learned = _change(steps, took)
     broken = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
     if not failures:
         faults = "Nothing has failed."
     else:
         faults = f"It has had {broken}." if state == "is not running" else f"It has survived {broken}."
     ended = "" if reader.summary else f" It {state}, after {count:,} of {wanted} steps."
-    return {"kind": kind, "text": f"{learned}{ended} {faults}"}
+    return {"kind": kind, "headline": headline, "text": f"{learned}{ended} {faults}"}
 
 
-def _change(steps: list[dict[str, float]], took: str) -> tuple[str, str]:
+def _change(steps: list[dict[str, float]], took: str) -> tuple[str, str, str]:
     """Return whether answers to the first set of held-out problems have become better: by more than the confidence
-    intervals of their means."""
+    intervals of their means. As a kind, a headline and a sentence."""
     name = next((name for values in steps for name in values if name.startswith("validation/")), "")
     found = [values for values in steps if name in values]
     if len(found) < 2:
         rewards = [values["reward/mean"] for values in steps if "reward/mean" in values]
         went = f" The reward in training went from {rewards[0]:.3f} to {rewards[-1]:.3f} {took}." if rewards else ""
-        return "open", f"Whether it has learned is not known: it has no two validations.{went}"
+        return "open", "Not known whether it has learned", f"The run has no two validations.{went}"
     before, after, best = found[0], found[-1], max(found, key=lambda values: values[name])
     kind, says = ("good", "It has learned") if _is_above(after, before, name) else \
         ("bad", "It has become worse") if _is_above(before, after, name) else ("open", "It has not clearly changed")
     peak = f"; the best was {_with_interval(best, name)} after step {int(best['step']):,}" if \
         _is_above(best, after, name) else ""
-    return kind, (f"{says}: the mean reward of held-out problems ({name.partition('/')[2]}) went from "
-                  f"{_with_interval(before, name)} to {_with_interval(after, name)} {took}{peak}.")
+    return kind, says, (f"The mean reward of held-out problems ({name.partition('/')[2]}) went from "
+                        f"{_with_interval(before, name)} to {_with_interval(after, name)} {took}{peak}.")
 
 
 def _bounds(values: dict[str, float], name: str) -> tuple[float | None, ...]:
@@ -133,17 +135,63 @@ def _and_time(seconds: float | None) -> str:
     return f" and {seconds / size:.3g} {unit}"
 
 
-def _learned(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return some problems with the first and the last answer to each: those first that the run has learned."""
+def _compared(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many problems have a better, a worse and an equal last answer than the first, by its reward, and some
+    `pairs` of these answers: those that have improved most, and one that has become worse."""
     rows = [row for row in answers if "completions" in row]
     first, last = (choose((row.get("step", 0) for row in rows), default=0) for choose in (min, max))
     before, after = ({(str(row.get("set")), str(row.get("row"))): row for row in rows if row.get("step", 0) == step}
                      for step in (first, last))
     both = [{"question": row.get("questions"), "answer": row.get("answers"), "steps": [first, last],
              "texts": [before[key]["completions"], row["completions"]],
-             "rewards": [numbers(each).get("rewards") for each in (before[key], row)]}
+             "rewards": [numbers(each).get("rewards") for each in (before[key], row)],
+             "gain": numbers(row).get("rewards", 0.0) - numbers(before[key]).get("rewards", 0.0)}
             for key, row in after.items() if key in before and first < last]
-    return sorted(both, key=lambda pair: (pair["rewards"][0] or 0.0) - (pair["rewards"][1] or 0.0))[:_LEARNED]
+    both.sort(key=lambda pair: -pair["gain"])
+    worse = [pair for pair in both if pair["gain"] < 0]
+    pairs = both[:_COMPARED] if not worse else [*both[:_COMPARED - 1], worse[-1]]
+    better = sum(pair["gain"] > 0 for pair in both)
+    return {"pairs": pairs, "better": better, "worse": len(worse), "equal": len(both) - better - len(worse)}
+
+
+def _with_turns(samples: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the samples, conversations with their turns, each of a role and a text."""
+    turns: dict[tuple[str, str], list[list[str]]] = {}
+    for file in sorted((folder / "trajectories").glob("*.jsonl")):
+        for line in Tail(file).new():
+            said = turns.setdefault((str(line.get("step")), str(line.get("row"))), [])
+            said += [[role, line[key]] for role, key in (("assistant", "text"), ("environment", "observation"))
+                     if isinstance(line.get(key), str)]
+    return [row | ({"conversation": found} if (found := turns.get((str(row.get("step")), str(row.get("row"))))) else {})
+            for row in samples]
+
+
+def _best_reward(dag: dict[str, Any], samples: list[dict[str, Any]]) -> float:
+    """Return the most that an answer can earn: 1 from each reward of the recipe, times its weight, and nothing from a
+    penalty; more if a sample has earned more."""
+    parts = [numbers(_mapping(row.get("reward_parts"))) for row in samples]
+    penalties = {"length", *(name for found in parts for name, value in found.items() if value < 0)}
+    nodes = [node for node in _mapping(dag.get("nodes")).values() if isinstance(node, dict)]
+    recipes = [_mapping(node.get("with")).get("reward") for node in nodes if node.get("function") == "score"]
+    earned = [value for row in samples for name, value in numbers(row).items()
+              if name in ("rewards", "environment_rewards")]
+    most = [1.0 if recipe is None else _most_of(recipe, penalties) for recipe in recipes]
+    return max([*(most or [1.0]), *earned])
+
+
+def _most_of(recipe: Any, penalties: set[str]) -> float:
+    """Return the most that a recipe of rewards pays (its forms: `distflow.contracts.rewards`)."""
+    if isinstance(recipe, dict) and isinstance(recipe.get("rewards"), dict):
+        return max((_most_of(branch, penalties) for branch in recipe["rewards"].values()), default=1.0)
+    terms = recipe if isinstance(recipe, dict) else dict.fromkeys(recipe if isinstance(recipe, list) else [recipe], 1.0)
+    weights = {str(name).rpartition(":")[2]: value.get("weight", 1.0) if isinstance(value, dict) else value
+               for name, value in terms.items()}
+    return sum(max(0.0, weight) for name, weight in weights.items()
+               if name not in penalties and isinstance(weight, int | float))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _shown_steps(steps: list[dict[str, float]]) -> dict[int, str]:

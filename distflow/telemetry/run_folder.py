@@ -123,7 +123,7 @@ def _as_text(row: dict[str, Any]) -> str:
     return "\n\n".join([numbers, *blocks])
 
 
-_PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers", "peft", "math-verify", "vllm", "sglang",
+_PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers", "peft", "mpmath", "vllm", "sglang",
              "megatron-core")
 
 

@@ -152,13 +152,21 @@ class RunReader:
     def settings(self) -> dict[str, str]:
         """Return the settings of the run as `section.key: value`."""
         found: dict[str, str] = {}
-        for file in (self.folder / name for name in _SETTINGS):
-            if file.is_file():
-                try:
-                    _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
-                except (yaml.YAMLError, UnicodeDecodeError):
-                    continue
+        for name in _SETTINGS:
+            _flatten(self._yaml(name), "", found)
         return found
+
+    @property
+    def dag(self) -> Row:
+        """The DAG of the run, with its settings."""
+        return self._yaml("dag.yaml")
+
+    def _yaml(self, name: str) -> Row:
+        try:
+            content = yaml.safe_load((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def _json(self, name: str) -> Row:
         try:
@@ -219,7 +227,7 @@ def changed_settings(before: dict[str, str], after: dict[str, str]) -> dict[str,
 
 
 def _flatten(content: Any, prefix: str, found: dict[str, str]) -> None:
-    if isinstance(content, dict) and content:
+    if isinstance(content, dict) and (content or not prefix):
         for key, value in content.items():
             _flatten(value, f"{prefix}.{key}" if prefix else str(key), found)
     else:

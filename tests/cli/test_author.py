@@ -81,7 +81,7 @@ def test_a_new_algorithm_trains_is_validated_and_can_be_resumed(tmp_path, monkey
     text = (folder / "metrics.jsonl").read_text()
     assert '"my_algo/answered"' in text
     assert text.count('"validation/heldout"') == 3
-    assert "the mean reward of held-out problems (heldout) went from" in (folder / "report.html").read_text()
+    assert "The mean reward of held-out problems (heldout) went from" in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("arguments", "said"), [

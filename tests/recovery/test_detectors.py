@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from distflow.config.run import PHASES
+from distflow.config.robust import PHASES
 from distflow.recovery import detectors
 from distflow.recovery.detectors import DETECTORS, HealthMonitor, Observation, detector
 from distflow.telemetry.heartbeat import Heartbeat

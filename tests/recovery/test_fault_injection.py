@@ -14,7 +14,8 @@ import torch
 from pydantic import ValidationError
 
 from distflow.config import memory_limit
-from distflow.config.run import Fault, Run
+from distflow.config.robust import Fault
+from distflow.config.run import Run
 from distflow.recovery.fault_injection import FaultInjector, Injected, UnboundedFault
 from distflow.recovery.snapshots import Snapshots, StateShard
 

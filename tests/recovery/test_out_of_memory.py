@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from stores import hosted
 
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 from distflow.recovery import out_of_memory
 from distflow.recovery.restarts import RestartGroup
 from distflow.recovery.supervisor import Supervisor

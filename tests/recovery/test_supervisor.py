@@ -24,7 +24,7 @@ from distflow.recovery.restarts import RestartGroup
 from distflow.recovery.supervisor import Supervisor
 from distflow.recovery.snapshots import StateShard
 from distflow.errors import DistflowError, InvalidInput, RankMissing
-from distflow.config.run import Robust
+from distflow.config.robust import Robust
 
 folder = Path(sys.argv[1])
 
@@ -210,6 +210,17 @@ def test_a_failure_at_the_end_of_a_run_is_tried_twice_and_the_command_that_finis
     assert said.splitlines()[-1] == (
         f"{tmp_path}: all steps are done, and its checkpoint of step 3 is kept. Write its models:  distflow resume "
         f"{tmp_path}   or to another place:  distflow export {tmp_path} FOLDER")
+
+
+def test_a_run_folder_that_stays_away_ends_the_run_and_what_is_kept_is_named(run, tmp_path):
+    code, said = run("from distflow.errors import FolderUnavailable\n\ndef work(context):\n"
+                     "    if context.attempt.number:\n        raise FolderUnavailable('it could not be written')\n"
+                     "    lived(context, 3)\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert [event["verdict"] for event in events_of(tmp_path, "failure")] == [
+        "starts again", "it would fail the next time too"]
+    assert (code, said.splitlines()[-2:]) == (1, [
+        "it could not be written",
+        f"{tmp_path}: it has no checkpoint to go on from (`checkpoint.every` in the run file)"])
 
 
 def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):

@@ -34,8 +34,9 @@ from distflow.telemetry.progress import StepProgress
 from distflow.telemetry.trajectories import Trajectories
 
 folder = Path(sys.argv[1])
-for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "turns.jsonl", "summary.json"):
+for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "turns.jsonl"):
     (folder / name).symlink_to("/dev/full")
+(folder / "summary.json").mkdir()
 (folder / "tensorboard").write_text("a file is in the way")
 run = RunFolder(folder)
 for step in (1, 2):
@@ -82,8 +83,9 @@ def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
                               stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "dropped 7" in done.stderr, "two of metrics, two samples, an event, a turn, a line on the screen"
-    for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "turns.jsonl", "summary.json"):
+    for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "turns.jsonl"):
         assert done.stderr.count(f"{name} cannot be written: No space left on device") == 1
+    assert done.stderr.count("summary.json cannot be written: Is a directory") == 1
     assert done.stderr.count("TensorBoard's file cannot be written") == 1
 
 

@@ -88,15 +88,18 @@ def validated(folder: Path, *means: tuple[float, float, float]) -> dict[str, str
 BAD, GOOD, MIDDLE = (0.25, 0.2, 0.3), (0.8, 0.75, 0.85), (0.5, 0.28, 0.7)
 
 
-@pytest.mark.parametrize(("means", "kind", "said"), [
-    ((BAD, GOOD), "good", "It has learned: the mean reward of held-out problems (held) went from 0.250 (95% interval "
+@pytest.mark.parametrize(("means", "kind", "headline", "said"), [
+    ((BAD, GOOD), "good", "It has learned", "The mean reward of held-out problems (held) went from 0.250 (95% interval "
      "0.200 to 0.300) to 0.800 (95% interval 0.750 to 0.850) in 4 steps and 6.67 min."),
-    ((GOOD, BAD), "bad", "It has become worse: "), ((BAD, MIDDLE), "open", "It has not clearly changed: "),
-    ((BAD, GOOD, MIDDLE), "open", "6.67 min; the best was 0.800 (95% interval 0.750 to 0.850) after step 3."),
-    ((BAD,), "open", "it has no two validations. The reward in training went from 0.125 to 0.500 in 4 steps")])
-def test_the_verdict_is_no_better_than_the_intervals(run, means, kind, said):
+    ((GOOD, BAD), "bad", "It has become worse", "from 0.800"),
+    ((BAD, MIDDLE), "open", "It has not clearly changed", "to 0.500"),
+    ((BAD, GOOD, MIDDLE), "open", "It has not clearly changed",
+     "6.67 min; the best was 0.800 (95% interval 0.750 to 0.850) after step 3."),
+    ((BAD,), "open", "Not known whether it has learned",
+     "The run has no two validations. The reward in training went from 0.125 to 0.500 in 4 steps")])
+def test_the_verdict_is_no_better_than_the_intervals(run, means, kind, headline, said):
     found = validated(run("one"), *means)
-    assert found["kind"] == kind
+    assert (found["kind"], found["headline"]) == (kind, headline)
     assert said in found["text"]
 
 
@@ -110,7 +113,8 @@ def test_the_verdict_tells_of_failures_and_of_the_end(run):
     assert read_run(folder)["verdict"]["text"].endswith("6.67 min. Nothing has failed.")
     (folder / "metrics.jsonl").unlink()
     (folder / "summary.json").unlink()
-    assert read_run(folder)["verdict"] == {"kind": "open", "text": "No step is done; the run is not running."}
+    assert read_run(folder)["verdict"] == {
+        "kind": "open", "headline": "Not known yet", "text": "No step is done; the run is not running."}
 
 
 def test_a_run_that_was_killed_is_read(run):
@@ -181,7 +185,7 @@ def test_a_browser_draws_it_and_finds_samples(run, tmp_path):
     assert "<title>one, other · distflow report</title>" in page, "what a sample holds is no script"
     assert page.count('class="js-plotly-plot') + page.count("js-plotly-plot\"") >= 6
     assert page.count('class="sample"') == 4
-    assert page.index('<p class="verdict open">one: No step is done') < page.index('class="cards"')
+    assert page.index('<p class="verdict open"><b>Not known yet.</b>one: No step is done') < page.index('class="cards"')
     assert "Settings that differ (1 of 3)" in page
     assert "roles.actor.learning_rate" in page
     page, said = in_browser(file, "#search=answer%203")
@@ -230,13 +234,73 @@ def test_bytes_of_edges_are_planned_and_measured(timed):
 
 def test_learned_answers_and_timed_steps_are_found(timed):
     found = read_run(timed)
-    first = found["learned"][0]
+    answers = found["answers"]
+    assert [answers[kind] for kind in ("better", "worse", "equal")] == [1, 0, 2]
+    first = answers["pairs"][0]
     assert (first["question"], first["rewards"], first["steps"]) == ("question 0", [0.0, 1.0], [0, 6])
     assert first["texts"] == ["answer of step 0", "answer of step 6"]
     by_kind = {step["kind"]: step["step"] for step in found["steps"]}
     assert by_kind["the slowest step"] == 4
     assert by_kind["the last step"] == 6
     assert found["steps"][0]["spans"] == [[rank, "trainer", "", "rollout", "generating", 0.0, 0.4] for rank in (0, 1)]
+
+
+def test_an_answer_that_became_worse_is_among_those_that_are_shown(timed):
+    file = timed / "validation.jsonl"
+    good, bad = ('"answer of step 6", "rewards": ' + reward for reward in ("0.0", "-1.0"))
+    file.write_text(file.read_text().replace(good, bad))
+    answers = read_run(timed)["answers"]
+    assert (answers["worse"], [pair["gain"] for pair in answers["pairs"]]) == (1, [1.0, 0.0, -1.0])
+
+
+@pytest.mark.parametrize(("recipe", "best"), [
+    ("", 1.0), ("math", 1.0), ("[math, format]", 2.0), ("{math: 1.0, format: {weight: 0.5, tags: [answer]}}", 1.5),
+    ("{math: 1.0, length: 0.2}", 1.0), ("{math: 1.0, mine: 0.5}", 1.0), ("my_rewards:near", 1.0),
+    ("{by: source, rewards: {gsm8k: math, mbpp: {code: 3.0}}}", 3.0)])
+def test_best_reward_is_that_of_the_recipe_not_the_best_seen(run, recipe, best):
+    folder = run("one")  # whose samples earn 0.125 to 0.5
+    given = f", with: {{reward: {recipe}}}" if recipe else ""
+    (folder / "dag.yaml").write_text(f"nodes: {{reward: {{role: reward, function: score{given}}}}}\n")
+    parts = {"math": 1.0, "mine": -0.3}
+    lines(folder / "samples.jsonl", [{"step": 1, "row": 0, "rewards": 0.5, "reward_parts": parts}])
+    assert read_run(folder)["best"] == best
+    lines(folder / "samples.jsonl", [{"step": 1, "row": 0, "rewards": 7.0}])
+    assert read_run(folder)["best"] == 7.0, "of which the recipe knows nothing"
+
+
+@pytest.fixture
+def talking(run) -> Path:
+    """A run with seven conversations."""
+    folder = run("talk", steps=7)
+    (folder / "trajectories").mkdir()
+    lines(folder / "trajectories" / "rank0.jsonl", [
+        {"step": step, "row": 0, "turn": turn, "text": f"I ask {turn}", "observation": observation}
+        for step in range(1, 8) for turn, observation in ((1, "It says 5"), (2, None))])
+    return folder
+
+
+def test_a_conversation_is_read_turn_by_turn(talking):
+    assert read_run(talking)["samples"][0]["conversation"] == [
+        ["assistant", "I ask 1"], ["environment", "It says 5"], ["assistant", "I ask 2"]]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.run
+def test_a_browser_lists_contents_first_and_folds_all_but_five_samples(talking, tmp_path):
+    write_report([talking], tmp_path / "report.html")
+    page, said = in_browser(tmp_path / "report.html")
+    assert said == ""
+    places = [page.index(text) for text in ('<nav id="contents"', 'class="verdict', 'id="time-title"',
+                                            'id="failures-title"', 'id="samples-title"')]
+    assert places == sorted(places)
+    nav = re.search(r"<nav.*?</nav>", page, flags=re.DOTALL)[0]
+    assert "#samples-title" in nav
+    assert "#learned-title" not in nav, "which has nothing"
+    shown, folded = page.split("<summary>the other 2</summary>")
+    assert (shown.count('class="sample"'), folded.count('class="sample"')) == (5, 2)
+    assert re.search(r'class="turn user".*?class="turn assistant".*?class="turn environment".*?class="turn assistant"',
+                     shown, flags=re.DOTALL)
+    assert "reward 0.125 of 1<" in shown
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -246,7 +310,8 @@ def test_a_browser_draws_what_ranks_did_and_what_was_learned(timed, tmp_path):
     page, said = in_browser(tmp_path / "report.html")
     assert said == ""
     assert "answer of step 6" in page
-    assert "It has not clearly changed: the mean reward of held-out problems (held) went from 0.111 to 0.667" in page
+    assert "<b>It has not clearly changed.</b>The mean reward of held-out problems (held) went from 0.111 to " in page
+    assert "↑ better" in page
     assert "rank 1 · trainer" in page
     assert "Tokens by their age (updates)" in page
     label, = re.findall(r'<text[^>]*text-anchor="end"[^>]*class="soft">([^<]*)</text>', page)

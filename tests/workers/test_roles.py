@@ -103,6 +103,20 @@ def test_no_end_is_proposed_where_none_is_named(folder):
         load(folder)
 
 
+def test_save_pretrained_copies_tokenizer_files_that_transformers_does_not_write(alone, tmp_path, model, capsys):
+    source, saved = tmp_path / "source", tmp_path / "model"
+    model.save_pretrained(source)
+    build_tokenizer(["one"]).save_pretrained(source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "chat_template.jinja").unlink()
+    config |= {"chat_template": "{{ messages[0]['content'] }} \ud83d"}  # half an emoji
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    role_of(source, None).save_pretrained(saved)
+    assert (saved / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    assert load(saved)[1].chat_template == config["chat_template"]
+    assert f"are those of {source}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("config", "generation"), [
     ({}, '{"do_sample": false, "temperature": 0.6, "top_p": 0.9}\r\n'), ({}, '{"early_stopping": true}'),
     ({}, '{"eos_token_id": [2, 4], "own": {"kept": 1}}'), ({}, '{"pad_token_id": -1}'), ({"temperature": 0.6}, None),

@@ -86,7 +86,7 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[Messa
 def whole_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
                  **options: Any) -> list[int]:
     """Return the tokens of a whole conversation, as the chat template renders it."""
-    return _tokens(tokenizer, _render(tokenizer, messages, tools, options))
+    return _tokens(tokenizer, render_whole(tokenizer, messages, tools, **options))
 
 
 def sampled_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Collection[int] = ()) -> str:
@@ -146,6 +146,12 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], t
     continues = messages[-1]["role"] == "assistant"
     return _render(tokenizer, messages, tools, options, add_generation_prompt=not continues,
                    continue_final_message=continues)
+
+
+def render_whole(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
+                 **options: Any) -> str:
+    """Return the text of a whole conversation by the chat template."""
+    return _render(tokenizer, messages, tools, options)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:

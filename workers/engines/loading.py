@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of
 from distflow.errors import Diagnostic, InvalidInput, Location, shown
+from distflow.telemetry import events
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
 from workers.engines.vision import ImageProcessor, attach_images
 
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
+                    "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
 _WEIGHTS = {"dtype": "auto", "weights_only": True}  # the latter: a .bin file is pickled, and may hold tensors alone
 
 
@@ -69,6 +73,27 @@ def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedMode
         return (folder / GENERATION_CONFIG_NAME).read_bytes()
     config = loaded.generation_config
     return config.to_json_string(keys_to_pop=["compile_config"]).encode() if config else b""
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer. Files that transformers has read and refuses to write are copied from where they are."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except (ValueError, TypeError) as error:
+        source = Path(tokenizer.name_or_path)
+        if not source.is_dir():
+            raise
+        for half in _tokenizer_files(folder):
+            half.unlink()
+        for file in _tokenizer_files(source):
+            (folder / file.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, folder / file.relative_to(source))
+        events.show(f"note: the saved tokenizer's files are those of {source}: transformers does not write them "
+                    f"({error})")
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
 
 
 def _existing(path: Path | None, name: str) -> Path:

@@ -30,7 +30,7 @@ from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
-from workers.engines.loading import generation_config_of, load_model
+from workers.engines.loading import generation_config_of, load_model, save_tokenizer
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, key_of
@@ -260,7 +260,7 @@ class RoleEngines:
             model.save_pretrained(partial)
             if self.generation_config:
                 (partial / GENERATION_CONFIG_NAME).write_bytes(self.generation_config)
-            self.tokenizer.save_pretrained(partial)
+            save_tokenizer(self.tokenizer, partial)
             if self.image_processor:
                 self.image_processor.save(partial)
 

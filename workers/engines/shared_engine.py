@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from distflow.config.run import Phase
+from distflow.config.robust import Phase
 from distflow.errors import DistflowError, EngineError
 from distflow.telemetry import heartbeat, timeline
 from workers.engines.rollout import Rollout, SampledRow, Sampler, Session

@@ -132,7 +132,7 @@ class ChildPool(Generic[C]):
     def __init__(self, kind: type[C], what: str, handler: str, arguments: Message, memory_gib: float,
                  secrets: dict[str, str] | None = None):
         self.kind, self.what, self.secrets = kind, what, secrets or {}
-        self.job = {"handler": handler, "arguments": arguments, "memory": int(memory_gib * 2**30), "rank": os.getpid()}
+        self.job = {"handler": handler, "arguments": arguments, "memory": int(memory_gib * 2**30)}
         self.server: Child | None = None
         self.forked: dict[int, C] = {}
         self.to_kill: list[int] = []
@@ -149,7 +149,7 @@ class ChildPool(Generic[C]):
         """Start the fork server; raise EngineError if the handler cannot be made, ForkServerLost if it ends instead."""
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.mark = uuid.uuid4().hex
-        job = {**self.job, "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
+        job = {**self.job, "rank": os.getpid(), "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
         environment = {"OMP_NUM_THREADS": "1", **without_secrets(), **self.secrets, _MARK: self.mark}
         with theirs:
             program = [sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)]

@@ -84,6 +84,8 @@ class RewardResults:
     timeouts: int = 0
     metrics: list[list[Any]] = field(default_factory=list)
     """[name, sum, count] of values that calls have reported by `metric`."""
+    of_sample: dict[int, list[list[Any]]] = field(default_factory=dict)
+    """Those of each sample by its key, where a call had one sample."""
 
 
 class RewardProcess(ChildProcess):
@@ -219,6 +221,8 @@ class _PoolRun:
             at = f"{call.job.where}: " * bool(call.job.where)
             raise EngineError(f"{at}reward `{call.job.name}` cannot be computed: {message['impossible']}")
         self.results.metrics += message["metrics"]
+        if message["metrics"] and not call.job.batched:
+            self.results.of_sample[call.keys[0]] = message["metrics"]
         for index, value in enumerate(message["values"]):
             self._record(call, index, FailedSample(*value) if isinstance(value, list) else value)
 

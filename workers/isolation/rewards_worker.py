@@ -12,8 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import io
 import os
+import re
+import sys
+import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +26,12 @@ from distflow.contracts.decorators import REWARDS, load_module
 from distflow.errors import DistflowError
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.processes import descendants, kill_descendants
+from distflow.telemetry.screen import printable
 from workers.isolation.child import Answer, Handler, Message
 from workers.isolation.user_code import guarded
 
+_BURST, _REFILL = 20, 30.0  # lines that a reward may print at once, and seconds until it may print one more
+_LONGEST_LINE = 1000  # characters
 _TRACE = 4000  # characters of a traceback that are sent, counted from its end
 _LARGEST = 3.4028234663852886e38  # the largest float32, the type of rewards
 Function = Callable[..., Any]
@@ -38,9 +46,65 @@ class WrongLength(DistflowError):
     may seem right."""
 
 
+class ConsoleOutput(io.TextIOBase):
+    """What rewards print: whole lines behind the reward's name, as many as a screen and a disk can take.
+
+    A reward may print `_BURST` lines at once and one more each `_REFILL` seconds; how many were left out is said when
+    the next one is shown. What other programs print, or C libraries, does not come here.
+    """
+
+    def __init__(self, stream: Any):
+        self.stream, self.reward, self.pending = stream, "", ""
+        self.allowances: dict[str, tuple[float, float]] = {}  # lines that a reward may print, and when that was so
+        self.left_out: Counter[str] = Counter()
+
+    def write(self, text: str) -> int:
+        *lines, self.pending = re.split(r"\r\n|[\r\n]", self.pending + text)
+        for line in lines:
+            self._show(line)
+        self.pending = self.pending[-_LONGEST_LINE:]
+        return len(text)
+
+    def begin(self, reward: str) -> None:
+        if self.pending:
+            self.write("\n")
+        self.reward = reward
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def buffer(self) -> Any:
+        return self.stream.buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    def _show(self, line: str) -> None:
+        now = time.monotonic()
+        lines, since = self.allowances.get(self.reward, (_BURST, now))
+        lines = min(_BURST, lines + (now - since) / _REFILL)
+        self.allowances[self.reward] = max(0.0, lines - 1 if lines >= 1 else lines), now
+        if lines < 1:
+            self.left_out[self.reward] += 1
+            return
+        more = self.left_out.pop(self.reward, 0)
+        note = f" (… {more} more lines left out)" if more else " (… more is left out)" if lines < 2 else ""
+        self.stream.write(f"[reward {self.reward}] {printable(line)[:_LONGEST_LINE]}{note}\n")
+        self.stream.flush()
+
+
 class RewardHandler(Handler):
 
     def __init__(self) -> None:
+        self.outputs: list[ConsoleOutput] = []
         self.loaded: dict[tuple[str, str], Function] = {}
         self.secrets: dict[str, str] = {}
         self.kept: set[int] = set()  # processes that modules have started while being imported, which may stay
@@ -51,6 +115,7 @@ class RewardHandler(Handler):
             os.environ.pop(name, None)
         self.secrets = call["secrets"]
         os.environ |= self.secrets
+        self._capture_output(call["name"])
         try:
             function = self._function(call, send)
         except DistflowError as error:
@@ -86,6 +151,13 @@ class RewardHandler(Handler):
             self.kept = descendants(os.getpid())
             send({"call": call["call"], "loaded": True})
         return self.loaded[key]
+
+    def _capture_output(self, reward: str) -> None:
+        if not self.outputs:
+            self.outputs = [ConsoleOutput(sys.stdout), ConsoleOutput(sys.stderr)]
+            sys.stdout, sys.stderr = self.outputs
+        for output in self.outputs:
+            output.begin(reward)
 
     def _kill_leftovers(self) -> int:
         try:

@@ -41,7 +41,8 @@ class Scores:
     rewards: list[float]
     keep: list[bool]
     of_term: dict[str, list[float]] = field(default_factory=dict)  # unweighted, by name, of the rows that have them
-    parts: list[dict[str, float]] = field(default_factory=list)  # [B] unweighted rewards of each row by name
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """[B] unweighted rewards of each row by name, and the means of what they have reported of it by `metric`."""
     failures: list[tuple[str, int, FailedSample]] = field(default_factory=list)  # (reward, row, reason)
     retried: int = 0
     timeouts: int = 0
@@ -91,14 +92,17 @@ class Scorer:
         done = self.pool.run(jobs, self.limit)
         results |= {rows_of_keys[key]: value for key, value in done.values.items()}
         scores = _combine(terms, self.call_of, results)
+        for key, values in done.of_sample.items():
+            scores.parts[rows_of_keys[key][1]] |= {name: total / count for name, total, count in values if count}
         scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
         scores.seconds = time.perf_counter() - start
         return scores
 
-    def references(self, columns: Columns, rows: Sequence[int], opening: str = "") -> dict[str, list[Reference]]:
+    def references(self, columns: Columns, rows: Sequence[int],
+                   opening: str | None = None) -> dict[str, list[Reference]]:
         """Return the reference completion of each row for each reward that declares one, by the reward's name.
 
-        `opening` is the text with which the chat template begins the answer.
+        `opening` is the text with which the chat template begins the answer, "" for none, None where it is not known.
         """
         own = {name: [column[row] for row in rows] for name, column in columns.items()}
         terms = _terms_of_rows(self.recipe, own, len(rows), rows)
@@ -198,7 +202,7 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
     return [recipe.branches[source] for source in sources]
 
 
-def _reference(reward: Any, terms: list[Term], columns: Columns, row: int, opening: str) -> Reference:
+def _reference(reward: Any, terms: list[Term], columns: Columns, row: int, opening: str | None) -> Reference:
     """Return the reference completion of a row by what its reward declares; `terms`: those of the row that name it."""
     if not terms:
         return Reference(None)

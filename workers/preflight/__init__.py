@@ -21,8 +21,6 @@ from workers.preflight.rewards import prove_rewards
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from distflow.plan import Plan
-
 
 def prove_before_torch(account: Preflight, spec: Spec) -> None:
     """Prove data and rewards, and add that to the account."""
@@ -32,11 +30,11 @@ def prove_before_torch(account: Preflight, spec: Spec) -> None:
     account.prove("rewards", count, lambda: prove_rewards(spec, sets))
 
 
-def prove_with_tokenizer(account: Preflight, spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase,
+def prove_with_tokenizer(account: Preflight, spec: Spec, tokenizer: PreTrainedTokenizerBase,
                          vocabulary: int | None) -> None:
     """Prove tokens, and add that to the account. `vocabulary`: the number of rows of the model's embedding, if known.
     """
     from workers.preflight.tokens import prove_tokens
 
     sets = first_records(spec)
-    account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(spec, plan, tokenizer, vocabulary, sets))
+    account.prove("tokens", sum(map(len, sets)), lambda: prove_tokens(spec, tokenizer, vocabulary, sets))

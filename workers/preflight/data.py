@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from distflow.data.problems import Message, Record, answer_text, tools_of
@@ -26,7 +26,7 @@ _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
 def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
-    for proof in _PROOFS:
+    for proof in (*(_OF_ANSWERS if records.have_answers else ()), _pairs_differ, _tool_calls_can_be_read):
         yield from proof(records)
 
 
@@ -90,9 +90,7 @@ def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
                               f"list in `{records.data.tools}`", "Name each tool as the list does.")
 
 
-_PROOFS: tuple[Callable[[FirstRecords], Iterator[FailedProof]], ...] = (
-    _answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered, _pairs_differ,
-    _tool_calls_can_be_read)
+_OF_ANSWERS = (_answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered)
 
 
 def _other_field(records: FirstRecords) -> str:

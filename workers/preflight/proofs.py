@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from distflow.config.load import Spec
 from distflow.config.run import Data
-from distflow.contracts.rewards import validation_fields
-from distflow.data.checks import open_validation_sets
-from distflow.data.dataset import Records, RequiredFields, fields_of, open_training_sets, read_blocks
+from distflow.data.checks import open_validation_sets, training_fields, validated_fields
+from distflow.data.dataset import Records, RequiredFields, open_training_sets, read_blocks
 from distflow.data.problems import Record, answer_text, asked_and_answered, question_text
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.telemetry import events
@@ -59,6 +58,10 @@ class FirstRecords:
     def answers(self) -> list[str]:
         return [answer_text(asked_and_answered(row, self.data)[1]) for row in self.rows]
 
+    @property
+    def have_answers(self) -> bool:
+        return all(self.answers)
+
     def only(self, chosen: Sequence[int]) -> FirstRecords:
         """Return these of the records, by their positions in `rows`."""
         return replace(self, indices=[self.indices[each] for each in chosen], rows=[self.rows[each] for each in chosen])
@@ -93,12 +96,12 @@ class FirstRecords:
 
 def first_records(spec: Spec, count: int = FIRST) -> list[FirstRecords]:
     """Return the first usable records of each set that a run trains or validates on."""
-    data, columns = spec.run.data, {True: spec.run.data.columns, False: validation_fields(spec)}
-    sets = [(records, True) for records in open_training_sets(data, spec.data_path).values()]
-    sets += [(records, False) for records in open_validation_sets(spec).values()]
+    data = spec.run.data
+    sets = [(records, training_fields(spec), True) for records in open_training_sets(data, spec.data_path).values()]
+    sets += [(records, validated_fields(spec), False) for records in open_validation_sets(spec).values()]
     found = []
-    for records, training in sets:
-        first = FirstRecords(records, [], [], data, fields_of(data, columns[training]), training)
+    for records, fields, training in sets:
+        first = FirstRecords(records, [], [], data, fields, training)
         found.append(first.of_pairs([*itertools.islice(first.whole_set(), count)]))
     return [each for each in found if len(each)]
 
@@ -140,7 +143,7 @@ class Preflight:
         """Raise InvalidInput if a proof has failed that is no doubt."""
         if self.mistakes:
             error = InvalidInput(self.mistakes)
-            error.add_note("The first records of the data show this. If it is meant:  --set preflight=false")
+            error.add_note("Preflight has found this on the first records. If it is meant:  --set preflight=false")
             raise error
 
     def describe(self) -> str:

@@ -69,7 +69,8 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
             process.end()
         lines.seek(0)
         found = [_read(line) for line in lines if line.endswith("\n")]
-    where = settings[0].location(())
+    users = [spec.rewards[name] for name in _names(settings) if spec.rewards[name].module not in SHIPPED]
+    where = users[0].where if users else settings[0].location(())
     if status is None:
         what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow"
         found.append(FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True))
@@ -77,6 +78,11 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
         code = f"by signal {-status}" if status < 0 else f"with code {status}"
         found.append(FailedProof(Diagnostic(f"a process that tried the rewards ended {code}", where, _MODULES_HINT)))
     return found
+
+
+def _names(settings: Sequence[RewardSetting]) -> list[str]:
+    """Return the names of all rewards of these recipes."""
+    return [term.name for setting in settings for term in read_recipe(setting.value)[0].terms]
 
 
 def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords], lines: TextIO) -> None:
@@ -189,7 +195,8 @@ class _RewardTrial:
             read += zip(block.indices, block.rows)
         bad = [row for row, problem in enumerate(problems) if problem]
         what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
-        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, before=f"{self.name} can pay no answer to ")
+        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint,
+                                                    before=f"{self.name} cannot judge answers to ")
 
     def _tries(self, row: int) -> Iterator[_Try]:
         own, answers = self.references[row].completion, self.records.answers
@@ -255,15 +262,16 @@ class _RewardTrial:
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
         numbers = {value for value in values if isinstance(value, float)}
-        pairs = [(each.most(_OWN), each.most(_EMPTY)) for each in paid]
+        silent = [(own, empty) for own, empty in ((each.most(_OWN), each.most(_EMPTY)) for each in paid)
+                  if own is not None and empty is not None and empty >= own]
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
                 range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
                 "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
                 doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
-        elif self.reads_answer and all(None not in (own, empty) and empty >= own for own, empty in pairs):
+        elif self.reads_answer and len(silent) == len(paid):
             yield from self.records.failed(
-                range(len(paid)), f": {pairs[0][1]:g}, and {pairs[0][0]:g}", "A model learns from it to say nothing.",
+                range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",
                 doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
 
 

@@ -24,9 +24,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
+from distflow.data.checks import imitated_fields
 from distflow.data.problems import Message, content_text, mend_text, messages_of, tools_of
 from distflow.errors import InvalidInput
-from distflow.plan import SOURCE, Plan
 from workers.engines.chat import (
     ImitatedTokens,
     TurnTemplate,
@@ -35,6 +35,7 @@ from workers.engines.chat import (
     prompt_opening,
     prompt_tokens,
     render_prompt,
+    render_whole,
 )
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 from workers.preflight.rewards import prove_behind
@@ -45,11 +46,11 @@ _EMPTY_TAGS = re.compile(r"<(\w+)>\s*</\1>")  # thoughts that an answer does not
 _OBSERVATION = "Go on: 7 + 5?"
 
 
-def prove_tokens(spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
                  sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
     for records in sets:
         if spec.run.data.images is None:  # images take tokens of their own
-            yield from _TokenTrial(spec, plan, tokenizer, vocabulary, _bounded(records)).proofs()
+            yield from _TokenTrial(spec, tokenizer, vocabulary, _bounded(records)).proofs()
 
 
 def _bounded(records: FirstRecords) -> FirstRecords:
@@ -75,8 +76,9 @@ class _Rendered:
     @property
     def header(self) -> str:
         """What the template writes between the prompt and the answer."""
-        between = self.answered[len(self.text) : self.answered.rfind(self.answer.strip())]
-        return _EMPTY_TAGS.sub("", between).strip() if self.answered.startswith(self.text) else ""
+        text, found = self.answered.removeprefix(self.text), self.answered.startswith(self.text)
+        between, said, _ = text.rpartition(self.answer.strip())
+        return _EMPTY_TAGS.sub("", between).strip() if found and said else ""
 
     @property
     def opened(self) -> str:
@@ -87,12 +89,10 @@ class _Rendered:
 class _TokenTrial:
     """The first records of one data set as a tokenizer and its chat template encode them."""
 
-    def __init__(self, spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
-                 records: FirstRecords):
+    def __init__(self, spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None, records: FirstRecords):
         self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
         self.options, self.given = self.data.for_template, records
-        read = {column.name for task in plan.tasks for column in task.reads if column.producer == SOURCE}
-        self.imitates = records.training and "targets" in read
+        self.imitates = records.training and self.data.answer in imitated_fields(spec)
         self.refused: dict[int, str] = {}
         found = [self._render(index) for index in range(len(records))]
         self.records = records.only([index for index, each in enumerate(found) if each])
@@ -106,7 +106,7 @@ class _TokenTrial:
             whole = [*messages, {"role": "assistant", "content": answer}]
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
-                             render_prompt(self.tokenizer, whole, tools, **options),
+                             render_whole(self.tokenizer, whole, tools, **options),
                              imitated_tokens(self.tokenizer, whole, tools, **options))
         except (TemplateError, TypeError, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
@@ -147,11 +147,8 @@ class _TokenTrial:
         if not self.imitates:
             return
 
-        def kept(each: _Rendered) -> str:
-            return self._text(each.learned.target)
-
-        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(kept(each)),
-                                lambda each: f": of {shortened(each.answer)} it keeps {shortened(kept(each))}",
+        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(each.answered),
+                                lambda each: f": of {shortened(each.answer)} it leaves out something",
                                 "What it leaves out is not learned. Take a template that keeps it.",
                                 "the chat template changes the answer of ")
         ends = end_tokens(self.tokenizer, **self.options)
@@ -215,7 +212,7 @@ class _TokenTrial:
             yield from prove_behind(self.spec, self.records, opening)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode([*tokens], clean_up_tokenization_spaces=False))
 
 
 def _missing(role: str, each: _Rendered) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.run import Phase
+from distflow.config.robust import Phase
 from distflow.data.assignment import assign
 from distflow.data.batch import Batch, Ragged, decode_text
 from distflow.data.exchange import gather_values, pack, peer_errors, unpack

@@ -242,6 +242,16 @@ def sees(completion, answer, *, key_variable=None):
 '''
 
 
+def test_a_screen_with_few_characters_fails_no_reward(module, monkeypatch):
+    name = module("from distflow import reward\n@reward\ndef prints(completion, answer):\n    print(completion)\n"
+                  "    return 1.0\n")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    pool = RewardPool(1, memory_gib=1.0)
+    results = pool.run([Job("prints", name, [["grüße … \ud83d", ""]], [0], retries=0)], 60.0)
+    pool.close()
+    assert results.values == {0: 1.0}
+
+
 def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
     """But those that a setting names, while its reward is called, and those that the user passes on to all; the run's
     own token in no case."""
@@ -510,3 +520,35 @@ def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd
     run("hostile", ["sleeps"], timeout=1.0)
     assert "is slow" not in capfd.readouterr().err
     assert (tmp_path / "events.jsonl").read_text().count("reward_slow") == 2
+
+
+TALKS = '''
+import logging, sys
+from distflow import reward
+
+logging.basicConfig(level="INFO", format="%(message)s")
+
+@reward
+def talks(completion, answer):
+    if completion == "floods":
+        for number in range(1000):
+            print("line", number)
+    print("half", end=" ")
+    print("a line \\x1b[31mred", file=sys.stderr)
+    logging.info("logged")
+    return 1.0
+'''
+
+
+def test_what_a_reward_prints_has_its_name_and_is_bounded(module, capfd):
+    name = module(TALKS)
+    pool = RewardPool(1, memory_gib=1.0)
+    pool.run([Job("talks", name, [["quiet", ""]], [0])], 60.0)
+    said = capfd.readouterr().err.splitlines()
+    assert sorted(said) == ["[reward talks] a line \\x1b[31mred", "[reward talks] logged"]
+    pool.run([Job("talks", name, [["floods", ""]], [0])], 60.0)
+    said = capfd.readouterr().err.splitlines()
+    assert said[:2] == ["[reward talks] half ", "[reward talks] line 0"]
+    assert len(said) < 30
+    assert any(line.endswith("(… more is left out)") for line in said)
+    pool.close()

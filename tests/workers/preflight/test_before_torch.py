@@ -30,12 +30,14 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                 data={"columns": ["chosen", "rejected"]}), True, "has the same answer as `chosen`"),
     "chosen is rejected once": (Task([*PAIRS, {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], dag="dpo",
                                      data={"columns": ["chosen", "rejected"]}), False, "1 of the first 13 records has"),
-    "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED],
-                                             data={"tools": "tools"}), True, "arguments are not a JSON object: `x=1`"),
-    "a tool that is not listed": (Task([changed(each, name="plus") for each in CALLED], data={"tools": "tools"}), True,
-                                  "calls the tool `plus`"),
+    "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED]), True,
+                                        "arguments are not a JSON object: `x=1`"),
     "held-out questions are trained on": (Task(SUMS, held_out=SUMS), False, "questions of heldout.jsonl are in the "
                                           "training set"),
+    "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
+                                                 for each in SUMS], "math"), True, "reward `math` cannot judge"),
+    "a reference that is not understood": (Task([*SUMS, {**SUMS[0], "answer": r"\foo{3} or ("}], "math"), False,
+                                           "reward `math` cannot judge answers to 1 of the first 13 records"),
     "a reward that raises": (MINE(reward("return answer.score")), True, "raised AttributeError: 'str' object has no "
                              "attribute 'score', at"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, Task, check_fault, proved
+from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, Task, changed, check_fault, proved
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from workers.engines.embedded import ASSISTANT, CHAT_TEMPLATE, EOS, USER, build_tokenizer
 
 
-def tokenizer(template: str = CHAT_TEMPLATE, *more: str, start: bool = False):
+def tokenizer(template: str = CHAT_TEMPLATE, *more: str):
     made = build_tokenizer([f"{each['question']} {each['answer']}" for each in ANSWERED])
     made.chat_template = template
     made.add_tokens([*more])
-    if start:
-        made.add_bos_token = True
     return made
+
+
+def with_tools(folder: Path) -> str:
+    """Make a model folder as far as planning looks at it, with a template that knows tools."""
+    tokenizer(TOOLS_FIRST).save_pretrained(folder / "model")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 512, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True}
+    (folder / "model/config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **sizes}))
+    (folder / "model/model.safetensors").touch()
+    return str(folder / "model")
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -32,13 +41,13 @@ def words() -> PreTrainedTokenizerFast:
                                    extra_special_tokens=[USER, ASSISTANT], chat_template=CHAT_TEMPLATE)
 
 
+TOOLS_FIRST = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHAT_TEMPLATE
 WITHOUT_LAST = CHAT_TEMPLATE.replace("in messages %}", "in messages[:-1] %}", 1)
 WITHOUT_SYSTEM = CHAT_TEMPLATE.replace("{% for message in messages %}", "{% for message in messages if message['role'] "
                                        "!= 'system' %}", 1)
 WITHOUT_PROMPT = CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]
 WITHOUT_THOUGHT = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS,
                                         "{{ message['content'].split('</think>')[-1] }}" + EOS)
-BEGINS = "<bos>" + CHAT_TEMPLATE
 THINKS = CHAT_TEMPLATE.replace(ASSISTANT + "{% endif %}", ASSISTANT + "<think>\n{% endif %}")
 REFUSES = "{{ raise_exception('Only user and assistant roles are supported!') if messages[0].role == 'system' }}" + \
     CHAT_TEMPLATE
@@ -62,11 +71,16 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
     "thoughts that the template strips": (Task(THOUGHT, tokenizer=partial(tokenizer, WITHOUT_THOUGHT)), True,
                                           "the chat template changes the answer of"),
     "a tokenizer without digits": (Task(SUMS, tokenizer=words), True, "has no tokens for characters of each"),
-    "tokens beyond the embedding": (Task([{**each, "answer": "<extra>"} for each in SUMS], rows=500,
+    "tokens beyond the embedding": (Task([{**each, "answer": f"<extra>{each['answer']}"} for each in SUMS],
+                                         missing_rows=1,
                                          tokenizer=partial(tokenizer, CHAT_TEMPLATE, "<extra>")), True,
-                                    "('<extra>'), and the embedding of the model has 500 rows"),
-    "a beginning twice": (Task(SUMS, tokenizer=partial(tokenizer, BEGINS + "", start=True),
-                               data={"system_prompt": "<bos>"}), True, "begins with '<bos>' twice"),
+                                    "('<extra>'), and the embedding of the model has"),
+    "a beginning twice": (Task(SUMS, tokenizer=partial(tokenizer, "<bos><bos>" + CHAT_TEMPLATE)), True,
+                          "begins with '<bos>' twice"),
+    "a tool that is not listed": (Task([changed(each, name="plus") for each in CALLED], data={"tools": "tools"},
+                                       model=with_tools), True, "calls the tool `plus`"),
+    "a form that the template begins": (Task(SUMS, "format", tokenizer=partial(tokenizer, THINKS)), True,
+                                        "reward: {format: {opened: true}}"),
     "targets beyond the limit": (Task(ANSWERED, data={"max_target_tokens": 4}, tokenizer=tokenizer), True,
                                  "has a target of more than 4 tokens"),
     "a few prompts beyond the limit": (Task([*SUMS, {"question": "What is 1 + 1? " * 20, "answer": "2"}], "math",
@@ -89,7 +103,7 @@ GOOD = {
     "messages": Task([{**each, "question": [{"role": "system", "content": "Add."}, *each["question"]]}
                       for each in ASKED], "math"),
     "a conversation": Task([{**each, "question": [*HELLO, *each["question"]]} for each in ASKED]),
-    "tool calls": Task(CALLED, data={"tools": "tools"}),
+    "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools),
     "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
     "answers to imitate": Task(ANSWERED),
     "thoughts that the template keeps": Task(THOUGHT),

@@ -39,16 +39,24 @@ Criteria:
 {criteria}
 
 End with one line for each criterion, in their order, as  1: yes  or  1: no"""
-_VERDICT = re.compile(r"^\W*(\d+)\W*[:.)]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_VERDICT = re.compile(r"^\W*(?:criterion\s+)?(\d+)\W*[:：.)|]\W*(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+_MARKUP = re.compile(r"[*_`#>|]|\\[()\[\]]|\$")
+_BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}|\[\[([^\[\]]*)\]\]")
+_NUMBER = (r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)|\s*(%))?"
+           r"(?![\w/%]|\.\d|\s*(?:[-–]|to\s)\s*\d)")
+_SCORE = re.compile(
+    r"(?P<line>^\W*)?\b(?:(?:final|overall|total)\s+)?(?:score|rating|grade)[\"']?\s*(?:[:：=]|\bis\b|\n)\s*"
+    rf"[\"'\[(]*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
+_ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
 
 
-def _wrong(prompt: str = PROMPT, score: str = "()", cache: str | None = None, max_calls: int | None = None,
+def _wrong(prompt: str = PROMPT, score: str | None = None, cache: str | None = None, max_calls: int | None = None,
            **_: object) -> str:
     if max_calls is not None and cache is None:
         return "has `max_calls` without the file that counts them\nmax_calls: 1000, cache: judge.sqlite"
     if "{completion}" not in prompt:
         return "has a `prompt` without `{completion}`: its judge would never see the answer"
-    if re.compile(score).groups != 1:
+    if score is not None and re.compile(score).groups != 1:
         return f"has a `score` without its one group, which holds the number: {score!r}\nscore: 'Score: ([0-9]+)'"
     return ""
 
@@ -67,7 +75,7 @@ def _wrong_rubric(criteria: dict[str, str] | None = None, weights: dict[str, flo
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong)
 async def judge(completion: str, answer: str, question: str, *,
                 address: Annotated[str, Field(pattern="^https?://")], model: str, prompt: str = PROMPT,
-                score: Regex = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)", highest: PositiveFloat = 10.0,
+                score: Regex | None = None, highest: PositiveFloat = 10.0,
                 key_variable: str | None = None, max_tokens: PositiveInt = 512, temperature: NonNegativeFloat = 0.0,
                 seconds: PositiveFloat = 60.0, attempts: PositiveInt = 4, cache: str | None = None,
                 max_calls: PositiveInt | None = None) -> float:
@@ -77,6 +85,8 @@ async def judge(completion: str, answer: str, question: str, *,
         address: base URL of the API, as `http://localhost:8000/v1`; `/chat/completions` is added.
         prompt: template with `{question}`, `{answer}` and `{completion}`; other braces stay.
         score: regular expression whose first group is the score; the last match counts, so that a judge may reason.
+            Default: `Score: 8` as judges write it, also in Markdown or JSON, and as `Rating: 8/10` or `[[8]]`. The last
+            one that begins a line counts; others count only if they agree.
         key_variable: environment variable with the API key; default: no key is sent.
         seconds: limit of one request; above 60 also set `timeout`.
         attempts: requests for an answer while the judge is busy or cannot be reached, with growing pauses.
@@ -91,10 +101,40 @@ async def judge(completion: str, answer: str, question: str, *,
     text = _filled(prompt, {"question": question, "answer": answer, "completion": completion})
     api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
     reply = await _answer(api, text, model, max_tokens, temperature)
+    if score is None:
+        return min(1.0, max(0.0, _read_score(reply, highest)))
     found = re.findall(score, reply)
     if not found:
         raise ValueError(f"the judge gave no score that `{score}` finds: {reply[-200:]!r}")
     return min(1.0, max(0.0, float(found[-1]) / highest))
+
+
+def _read_score(reply: str, highest: float) -> float:
+    """Return the share of the highest score that a judge gives; raise ValueError if it gives none, or several."""
+    said = _behind_thoughts(reply)
+    plain = _MARKUP.sub(" ", _BOX.sub(lambda found: f" {found[1] or found[2]} ", said))
+    found = [*_SCORE.finditer(plain)]
+    lines = [match for match in found if match["line"] is not None]
+    values = [_share(match.groups()[1:], highest) for match in lines[-1:] or found]
+    if not found and (boxes := _BOX.findall(said) or [plain.strip()]):
+        alone = [match for box in boxes if (match := _ALONE.fullmatch("".join(box)))]
+        values = [_share(match.groups(), highest) for match in alone]
+    if not values:
+        raise ValueError(f"the judge gave no score, as `Score: 8`: {said[-200:]!r}")
+    if len(set(values)) > 1:
+        raise ValueError(f"the judge gave several scores, and none on a line of its own: {said[-200:]!r}")
+    return values[0]
+
+
+def _share(number: tuple[str | None, ...], highest: float) -> float:
+    """Return a score's share of the highest one, or of that which stands behind it, as in `8/10`."""
+    value, of, percent = number
+    whole = 100.0 if percent else float(of or 0) or highest
+    return float(value or 0) / whole
+
+
+def _behind_thoughts(reply: str) -> str:
+    return reply.rpartition("</think>")[2]
 
 
 @reward(timeout=60.0, retries=2, concurrency=16, check=_wrong_rubric)
@@ -123,7 +163,7 @@ async def rubric(completion: str, question: str, rubric: str = "", *,
     filled = _filled(prompt, {"question": question, "completion": completion, "criteria": listed})
     api = ModelAPI("judge", address, key_variable, seconds, attempts, cache, max_calls)
     reply = await _answer(api, filled, model, max_tokens, temperature)
-    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(reply)}
+    verdicts = {int(number): verdict.lower() == "yes" for number, verdict in _VERDICT.findall(_behind_thoughts(reply))}
     if missing := [number for number in range(1, len(parts) + 1) if number not in verdicts]:
         raise ValueError(f"the judge gave no verdict on criterion {missing[0]} of {len(parts)}: {reply[-200:]!r}")
     for number, name in enumerate(named or (), 1):
@@ -150,7 +190,13 @@ def _own(text: str) -> list[tuple[str, float]]:
 async def _answer(api: ModelAPI, text: str, model: str, max_tokens: int, temperature: float) -> str:
     body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens,
             "temperature": temperature}
-    return await api.ask("chat/completions", body, "chat completion", lambda reply: reply["message"]["content"])
+    return await api.ask("chat/completions", body, "chat completion", _content)
+
+
+def _content(choice: dict[str, Any]) -> str:
+    """Return the text of a message, which may be a list of parts."""
+    content = choice["message"]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _filled(prompt: str, values: dict[str, str]) -> str:

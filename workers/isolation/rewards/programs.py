@@ -9,12 +9,18 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
+from markdown_it import MarkdownIt
 from pydantic import Field, PositiveFloat
 
-from distflow import reward
+from distflow import metric, reward
 from workers.isolation.sandbox.runner import Outcome, run_python
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])
+"""Finds blocks alone: tags of models, as `<think>`, begin no HTML, and an indented fence is one, too."""
+_PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[0-9.]*(?![\w-]).*", re.IGNORECASE | re.DOTALL)
+_NO_LANGUAGE = re.compile(r"(?:\{\s*\})?")
+_INLINE = re.compile(r"^(.*\S)[ \t]*(```(?:python|py)?[0-9]?[ \t]*)$", re.MULTILINE | re.IGNORECASE)
+_MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,100})'", re.MULTILINE)
 _HARNESS = """\
 import sys
 _program, _tests, _token = {program!r}, {tests!r}, sys.stdin.readline()
@@ -35,10 +41,13 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
          files: Literal["deny", "allow"] = "deny") -> float:
     """Return 1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share it passes.
 
-    The program is the completion's last Python block (``` fences), else the whole completion. The data's column `tests`
-    holds either Python that raises on failure, as `assert add(1, 2) == 3`, which runs after the program with its names
-    and counts as one test; or JSON, a list of {"input": text, "output": text} for the standard streams, where space at
-    the ends of lines and of the text does not count. A program that does not compile, raises or exceeds a limit fails.
+    The program is the completion's last Python block (see `program_of`). It runs with the packages of this environment.
+    The metric `code/missing_module` is the share of programs that import one that is not there.
+
+    The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, which runs
+    after the program with its names and counts as one test; or JSON, a list of {"input": text, "output": text} for the
+    standard streams, where space at the ends of lines and of the text does not count. A program that does not compile,
+    raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -54,17 +63,52 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
         OSError: a sandbox could not be created or ended. The sample is retried, then left out.
     """
     run = functools.partial(run_python, seconds=seconds, memory_mib=memory_mib, network=network, files=files)
-    passed = total = 0
-    for right in _run_tests(program_of(completion), tests, run):
-        passed, total = passed + right, total + 1
+    return _graded(program_of(completion), tests, run, partial)
+
+
+def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partial: bool) -> float:
+    """Return the share of tests that a program passes, or without `partial` whether it passes all; report modules that
+    it imports and that are missing."""
+    missing: set[str] = set()
+
+    def watched(program: str, stdin: str) -> Outcome:
+        outcome = run(program, stdin)
+        missing.update(() if outcome.ok else _MISSING.findall(outcome.stderr)[-1:])
+        return outcome
+
+    results: list[bool] = []
+    for right in _run_tests(program, tests, watched):
+        results.append(right)
         if not (right or partial):
-            return 0.0
-    return passed / total
+            break
+    metric("code/missing_module", float(bool(missing)))
+    for name in missing:
+        _tell_missing(name)
+    return sum(results) / len(results) if partial or all(results) else 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_missing(name: str) -> None:
+    """Say once in each process that a module is missing."""
+    print(f"a program imports `{name}`, which this environment does not have, and earns 0. If programs may use it, "
+          "install it.", flush=True)
 
 
 def program_of(completion: str) -> str:
-    blocks = _BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
+    """Return the program of a completion: the last Python block, else the last without a language, else the last one;
+    of those behind `</think>`, if there are any. Without a block it is the whole completion."""
+    answer = completion.rpartition("</think>")[2]
+    blocks = _blocks(answer) or _blocks(completion) or _blocks(_INLINE.sub(r"\1\n\2", completion))
+    for language in (_PYTHON, _NO_LANGUAGE):
+        if own := [text for info, text in blocks if language.fullmatch(info)]:
+            return own[-1]
+    return blocks[-1][1] if blocks else answer
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the text of each fenced block that is not empty."""
+    return [(token.info.strip(), token.content) for token in _MARKDOWN.parse(text)
+            if token.type == "fence" and token.content.strip()]
 
 
 def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome]) -> Iterator[bool]:

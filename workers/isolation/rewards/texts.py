@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
 from distflow import reward
 from distflow.contracts.decorators import Regex
 from distflow.errors import InvalidInput
+from workers.isolation.rewards.answers import NO_UNITS, parse_whole, readings, same, spelling
 
 MARK = "####"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w])")
@@ -18,6 +20,7 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}|[0-9]+)"
 _VALUE = (rf"(?:[0-9]+\s+)?{_DIGITS}\s*/\s*[1-9][0-9]*|"
           rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?")
 _NUMBER = re.compile(rf"(?P<before>[^0-9]*?)(?P<sign>[-+]?)\s*[€£¥]?\s*(?P<value>{_VALUE})(?P<after>[^0-9]*)")
+_REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?\s*([0-9]+)\s*\}?\.?")
 _IN_TEXT = re.compile(rf"(?<![0-9.])[-+]?(?:{_VALUE})")
 _NAME = re.compile(r"\s*[^\W\d_]\s*[=≈:]\s*")
 _BEFORE = re.compile(r"[\w\s.,;:'’€£¥&-]*[=≈]?\s*")
@@ -45,12 +48,6 @@ _NOT_BEFORE = frozenset([
     "or", "not", "no", "nor", "never", "neither", "nothing", "none", "without", "but", "except", "than", "least",
     "most", "between", "minus", "plus", "times", "under", "below", "above", "over", "half", "twice", "double", "root",
     "negative"])
-_NOT_AFTER = frozenset([
-    "or", "not", "no", "never", "but", "is", "are", "was", "were", "plus", "minus", "add", "added", "subtracted",
-    "divided", "multiplied", "modulo", "mod", "twice", "thrice", "double", "triple", "wrong", "incorrect", "false",
-    "itself", "squared", "cubed", "power", "root", "factorial", "half", "halves", "quarter", "quarters", "third",
-    "thirds", "fourths", "fifth", "fifths", "sixths", "sevenths", "eighths", "ninths", "tenth", "tenths", "hundredth",
-    "hundredths", "thousandth", "thousandths", "dozen", "dozens", "hundreds", "thousands", "millions", "billions"])
 """Words that change the meaning of a number."""
 _NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=[€£¥]?\s*\.?[0-9])", re.IGNORECASE)
 _SPACES = re.compile(r"\s+")
@@ -83,7 +80,7 @@ _MARKUP = tuple((re.compile(pattern), to) for pattern, to in (
     (r"\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([0-9]))(?![0-9])", r"e\1\2"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree\b|°", " degrees "),
-    (r"(?:(?<=[A-Za-z]{2})|(?<=[\s0-9]m))\s*(?:\^\s*(?:[23]|\{[23]\})|[²³])", ""),
+    (r"(?:(?<=[A-Za-z]{2})|(?<=[A-Za-z]{2}\.)|(?<=[\s0-9]m))\s*(?:\^\s*(?:[23]|\{[23]\})|[²³])", ""),
     (r"\\approx", "≈"),
     (r"\\%", "%"),
     (r"\\\$|\\[()\[\],;: ]|\\quad|[$*_`~\"“”\u00a0\u2009\u202f]", " "),
@@ -124,6 +121,11 @@ def read_number(text: str) -> Number | None:
     """
     if len(text) > _LONGEST:
         return None
+    if repeating := _REPEATING.fullmatch(text.strip().strip("$")):
+        sign, whole, digits, again = repeating.groups()
+        period = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(digits))
+        value = Fraction(f"{whole or 0}.{digits or 0}") + period
+        return Number(-value if sign else value)
     plain = _TAIL.sub("", _without_remarks(_without_markup(text)).strip().rstrip(".,;: "))
     found = _NUMBER.fullmatch(_NEGATIVE.sub("-", plain))
     if not found or not _leads(found["before"]) or not _follows(found["after"]):
@@ -157,8 +159,17 @@ def last_number(text: str) -> Number | None:
 
 
 def last_sentence(text: str) -> str:
-    lines = text.strip().splitlines()
-    return re.split(r"(?<=[.!?])\s+", lines[-1].strip())[-1] if lines else ""
+    """Return the last sentence of a text, without signs before it, as `✅`."""
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
+    return _SIGNS.sub("", re.split(r"(?<=[.!?])\s+", lines[-1])[-1]) if lines else ""
+
+
+def spoken_answer(text: str) -> list[str]:
+    """Return what the last sentence of a text may give as its answer: what stands behind "answer is", or the formula at
+    its end."""
+    sentence = last_sentence(text).rstrip(".! ")
+    found = [_ANSWER.search(sentence), _FORMULA.search(sentence)]
+    return [next(part for part in match.groups() if part is not None) for match in found if match]
 
 
 def _inside(text: str) -> str:
@@ -207,7 +218,7 @@ def _follows(after: str) -> bool:
     """Return whether what stands behind a number are units and words that leave it what it is."""
     words = _WORD.findall(after)
     lower = [word.lower() for word in words]
-    return (_AFTER.fullmatch(after) is not None and not _OPERATOR.search(after) and not _NOT_AFTER & set(lower)
+    return (_AFTER.fullmatch(after) is not None and not _OPERATOR.search(after) and not NO_UNITS & set(lower)
             and "times" not in lower[:-1] and lower[:1] not in (["a"], ["i"]) and lower[-1:] not in (["a"], ["i"])
             and all(len(word) > 2 or word in _SHORT for word in words))
 
@@ -220,6 +231,9 @@ def _value(text: str) -> Fraction:
     return sum(map(Fraction, before), Fraction(f"{top}/{rest.strip()}"))
 
 
+_SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
+_ANSWER = re.compile(r"\banswer\W{0,3}(?:\s+is)?\s*[:=]?[\s*]*([^\s*:=].*?)\**\Z", re.IGNORECASE)
+_FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
@@ -240,15 +254,41 @@ def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> 
     return 0.0 if strict or _LONG.fullmatch(given) else None
 
 
-@reward(timeout=10.0, shortcut=_without_a_process)
+def unmatched(references: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yield the index of each reference that only the same text can answer, as it is not understood, and why."""
+    for index, reference in enumerate(references):
+        if problem := _problem(reference):
+            yield index, problem
+
+
+def _problem(reference: str) -> str:
+    marked = marked_answer(reference)
+    wanted = reference.strip() if marked is None else marked
+    if not wanted:
+        return "it has no final answer"
+    if reference_number(wanted) is not None or _LONG.fullmatch(wanted) or readings(wanted):
+        return ""
+    return f"`{wanted[:80]}` is not understood whole, so that only the same text would be right"
+
+
+def _boxed(answer: str, *, strict: bool = True) -> str:
+    """Return a record's final answer in the form that `math` asks for."""
+    if problem := _problem(answer):
+        raise ValueError(problem)
+    wanted = _final_answers("", answer)[0]
+    return f"{MARK} {wanted}" if MARK in answer or _inside(f"{{{wanted}}}") != wanted else rf"\boxed{{{wanted}}}"
+
+
+@reward(timeout=10.0, shortcut=_without_a_process, reference=_boxed)
 def math(completion: str, answer: str, *, strict: bool = True) -> float:
     """Return 1.0 if the completion's final answer equals the reference's, else 0.0.
 
     The final answer is in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later; without
     either, and if the reference has no `####` too, it is the whole text, or its last sentence. Where the reference is a
     number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, `1/2` answers 0.5, but
-    `48/2` does not answer 24. Anything else (LaTeX, sets, equations) is compared by math-verify.
-    `tests/workers/isolation/rewards/answers.jsonl` lists verdicts.
+    `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
+    both are understood whole (see `answers`); else only the same text is right. `answers.jsonl` and `references.jsonl`
+    in `tests/workers/isolation/rewards` list verdicts.
 
     `strict: false` also accepts an expression that equals the number, as `13-7` for 6, and a completion's last number.
     """
@@ -256,11 +296,14 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     if verdict is not None:
         return verdict
     wanted, given = _final_answers(completion, answer)
-    return float(_equal(wanted, given))
+    texts = [given] if marked_answer(completion) is not None else [given, *spoken_answer(given)]
+    return float(any(_equal(wanted, text) for text in texts))
 
 
-def _wrong_form(pattern: str | None = None, tags: list[str] | None = None) -> str:
-    return "takes a `pattern` or `tags`, not both" if pattern is not None and tags is not None else ""
+def _wrong_form(pattern: str | None = None, tags: list[str] | None = None, opened: bool = False) -> str:
+    if tags == []:
+        return "has `tags` without one\nreward: {format: {tags: [think, answer]}}"
+    return "takes a `pattern` or `tags`, not both" if pattern is not None and (tags is not None or opened) else ""
 
 
 def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = None) -> str:
@@ -271,18 +314,35 @@ def _wrong_length(cap: int | None = None, margin: int = 0, target: int | None = 
     return "" if cap is None or 0 <= margin <= cap else f"needs a `margin` from 0 to its cap of {cap}, not {margin}"
 
 
-@reward(check=_wrong_form)
-def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None) -> float:  # noqa: A001
+def _formed(answer: str = "", opening: str | None = None, *, pattern: str | None = None,
+            tags: list[str] | None = None, opened: bool = False) -> str | None:
+    """Return a completion of the form; raise ValueError where the chat template keeps all from having it."""
+    if pattern is not None:
+        return None
+    first, *rest = ["think", "answer"] if tags is None else tags
+    if opening is not None and opening.rstrip().endswith(f"<{first}>") != opened:
+        begins, right = ("does not begin", "false") if opened else ("begins", "true")
+        raise ValueError(f"the chat template {begins} each answer with <{first}>\n"
+                         f"reward: {{format: {{opened: {right}}}}}")
+    others = "".join(f"\n<{tag}>{answer}</{tag}>" for tag in rest)
+    return f"{'' if opened else f'<{first}>'}{'' if rest else answer}</{first}>{others}"
+
+
+@reward(check=_wrong_form, reference=_formed)
+def format(completion: str, *, pattern: Regex | None = None, tags: list[str] | None = None,  # noqa: A001
+           opened: bool = False) -> float:
     """Return 1.0 if the completion has the form, else 0.0.
 
     `pattern` is a regular expression for the whole completion, `.` for line ends too. `tags` name its elements, each
-    once and in order, with only space between; default `[think, answer]`, unless there is a pattern.
+    once and in order, with only space between; default `[think, answer]`, unless there is a pattern. `opened: true`
+    where the chat template begins each answer with the first tag, so that no completion has it.
     """
     if wrong := _wrong_form(pattern, tags):
         raise InvalidInput(f"reward `format` {wrong}")
     if pattern is not None:
         return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
     tags = ["think", "answer"] if tags is None else tags
+    completion = f"<{tags[0]}>{completion}" if opened else completion
     if any(completion.count(mark) != 1 for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
         return 0.0
     whole = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in tags)
@@ -321,6 +381,7 @@ def _given_number(completion: str, given: str) -> Number | None:
 
 @functools.lru_cache(maxsize=65536)
 def _equal(wanted: str, given: str) -> bool:
-    from math_verify import parse, verify  # loads sympy: only answers that are no numbers pay for it
-
-    return bool(verify(parse(f"${wanted}$"), parse(f"${given}$")))
+    if spelling(wanted) == spelling(given) != "":
+        return True
+    answer = parse_whole(given)
+    return answer is not None and any(same(reading, answer) for reading in readings(wanted))

@@ -26,6 +26,8 @@ _NEW_ROOT = "/proc"  # root's mount point: exists everywhere, holds nothing that
 _FIRST_USER = 1_000_000_000  # A caller that is root gives each program a user id of its own: this plus the process id
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_VARIABLES = {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Threads of libraries count towards the program's limits of processes and memory."""
 _OWN_PROCESSES = 3  # processes of the sandbox itself, which count towards the program's limit
 
 Job = dict[str, Any]
@@ -169,7 +171,8 @@ def _exec_program(job: Job, path: str) -> None:
             signal.signal(number, signal.SIG_DFL)
         _report(job, started=True)
         seccomp.confine(job["network"], alone=behind_filters)
-        os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1"})
+        os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {**_VARIABLES, "PYTHONPATH": ":".join(
+            job["packages"])})
     except OSError as error:
         _report(job, failed=str(error))
     os._exit(1)

@@ -4,7 +4,7 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
 
 `namespaces` (root with CAP_SYS_ADMIN, or user namespaces; Linux 5.12)
     network: a namespace without interfaces, and `socket` is refused.
-    files: a root with the interpreter and system libraries, read-only, and an empty /tmp in memory.
+    files: a root with the interpreter, packages and system libraries, read-only, and an empty /tmp in memory.
     other processes: neither visible nor signalled.
     descendants: die with the namespace.
     disk: `disk_mib` for all files together.
@@ -16,7 +16,7 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
     disk: `disk_mib` for each file, without a limit on their number.
 
-Both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities; no input but `stdin`; no
+Both: a session of its own; no environment but some of Python's own; no capabilities; no input but `stdin`; no
 open files of the caller; kernel limits on memory, CPU time, processes, open files and file size; no memory outside the
 address space (System V and POSIX shared memory, semaphores and queues, memfd). If the caller is root, each program has
 a user id of its own.
@@ -90,7 +90,7 @@ class Limits:
 def run_python(source: str, stdin: str = "", *, seconds: float = 10.0, memory_mib: int = 512, processes: int = 16,
                disk_mib: int = 32, output_kib: int = 256, network: Literal["deny", "allow"] = "deny",
                files: Literal["deny", "allow"] = "deny", kind: str | None = None) -> Outcome:
-    """Run `source` as a program, with the standard library alone, in a sandbox; see the module for its guarantees.
+    """Run `source` as a program, with this environment's packages, in a sandbox; see the module for its guarantees.
 
     On return no process and no file of the program is left. If the caller is killed, no process is left, and with
     `filters` the next caller removes the folder. Blocks; thread-safe.
@@ -135,7 +135,7 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
         connection, their_end = (stack.enter_context(each) for each in socket.socketpair())
         text, program = (stack.enter_context(_in_memory(each)) for each in (stdin, source))
         job = {"connection": their_end.fileno(), "source": program.fileno(), "kind": kind, "network": network,
-               "folder": folder, "hide_files": hide_files, "readable": _interpreter(),
+               "folder": folder, "hide_files": hide_files, "readable": _readable(), "packages": _packages(),
                "executable": os.path.realpath(sys.executable), "cpu_seconds": math.ceil(limits.seconds),
                "memory": limits.memory_mib << 20, "processes": limits.processes, "disk": limits.disk_mib << 20}
         launcher = spawn([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], die_with_parent=0,
@@ -266,6 +266,20 @@ def _folders_alone(path: str) -> list[str]:
         else:
             os.unlink(entry.path)
     return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+@functools.cache
+def _packages() -> list[str]:
+    """Return the folders of packages that this process imports from."""
+    folders = [Path(path) for path in sys.path]
+    return [str(folder.resolve()) for folder in folders
+            if folder.name in ("site-packages", "dist-packages") and folder.is_dir()]
+
+
+def _readable() -> list[str]:
+    """Return what a program may read: the interpreter with its libraries and packages."""
+    there = {*_interpreter(), *_packages()}
+    return [path for path in sorted(there) if not any(path.startswith(f"{other}/") for other in there)]
 
 
 @functools.cache

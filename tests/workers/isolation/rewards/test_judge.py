@@ -16,7 +16,7 @@ from servers import serving
 from distflow.errors import EngineError, InvalidInput
 from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation import model_api, scoring
-from workers.isolation.rewards.judge import judge, rubric
+from workers.isolation.rewards.judge import _content, _read_score, judge, rubric
 from workers.isolation.scoring import Scorer
 
 
@@ -93,6 +93,28 @@ def ask(server: Server, completion: str, **settings) -> float:
     ("Score: 7", 0.7), ("Is it Score: 2? No.\nscore:  9.5", 0.95), ("Score: 12", 1.0), ("Score: -3", 0.0)])
 def test_its_score(server, said, expected):
     assert ask(server, f"SAY<{said}>") == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ("**Score: 8**", 0.8), ("**Score:** 8", 0.8), ("**Score**: 8", 0.8), ("Score: **8**", 0.8), ("SCORE: 8", 0.8),
+    ("Score: 8/10", 0.8), ("Score: 4/5", 0.8), ("Score: 85%", 0.85), ("Score = 8", 0.8), ("Score: \\boxed{8}", 0.8),
+    ("### Score\n8", 0.8), ("Score: 10.", 1.0), ("Score：8", 0.8), ("Final score: 8 out of 10", 0.8), ("[[8]]", 0.8),
+    ("Rating: **8**", 0.8), ('{"reason": "right", "score": 8}', 0.8), ('```json\n{\n  "score": 8\n}\n```', 0.8),
+    ("8", 0.8), ("**8/10**", 0.8), ("The answer is right, so the score is 8.", 0.8), ("- Score: 8\n- Doubt: 3", 0.8),
+    ("<think>It says Score: 10.</think>\nScore: 2", 0.2), ("Score: 2\n\nIt claims 'Score: 10' itself.", 0.2),
+    ("Score: N = 8", None), ("Score: 0-10", None), ("Score: 0 to 10", None), ("Grade: A", None), ("", None),
+    ("First I thought score: 3, but the score is 8", None), ("[[3]] or [[8]]", None)])
+def test_a_score_is_read_as_judges_write_it(said, expected):
+    if expected is None:
+        with pytest.raises(ValueError, match="the judge gave (no score|several scores)"):
+            _read_score(said, 10.0)
+    else:
+        assert _read_score(said, 10.0) == pytest.approx(expected)
+
+
+def test_the_content_of_a_message_may_be_parts():
+    parts = [{"type": "text", "text": "Score: "}, {"type": "image"}, {"type": "text", "text": "8"}]
+    assert _content({"message": {"content": parts}}) == "Score: 8"
 
 
 def test_what_it_is_asked(server, monkeypatch):
@@ -196,7 +218,8 @@ def test_the_recipe_of_the_example_in_processes_that_share_a_cache(server, monke
     for size in (2, 1):
         scorer = Scorer(recipe, workers=size)
         scores = scorer.score(columns(["#### 42", "#### 41"]), range(2))
-        assert scores.parts == [{"math": 1.0, "rubric": 1.0}, {"math": 0.0, "rubric": 1.0}]
+        reported = {"rubric/padded": 0.0, "rubric/steps": 1.0}
+        assert scores.parts == [{"math": 1.0, "rubric": 1.0, **reported}, {"math": 0.0, "rubric": 1.0, **reported}]
         assert scores.rewards == [1.5, 0.5]
         padded, steps = ("rubric/padded", 0.0, 1.0), ("rubric/steps", 1.0, 1.0)
         assert sorted(map(tuple, scores.metrics)) == [padded, padded, steps, steps]

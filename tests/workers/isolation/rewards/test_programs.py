@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from distflow.telemetry.metrics import Metrics, recording
 from workers.isolation.rewards.programs import code, program_of
 from workers.isolation.sandbox import runner
 
@@ -15,10 +17,51 @@ DOUBLE = "```\nfor line in open(0):\n    print(2 * int(line))\n```"
 CASES = json.dumps([{"input": "1\n2\n", "output": "2\n4"}, {"input": "5", "output": "10  \n\n"}])
 
 
-def test_the_last_block_is_the_program():
-    assert program_of("```python\na\n```\ntext\n```py\nb\n```") == "b\n"
-    assert program_of("```python\nnever closed") == "never closed"
-    assert program_of("print(1)") == "print(1)"
+@pytest.mark.parametrize(("completion", "program"), [
+    ("```python\na\n```\ntext\n```py\nb\n```", "b\n"),
+    ("```python\nnever closed", "never closed"),
+    ("print(1)", "print(1)"),
+    ("```python\na\n```\nIt prints:\n```\n7\n```\n", "a\n"),
+    ("```python\na\n```\nIt prints:\n```text\n7\n```\nDone.", "a\n"),
+    ("```python\na\n```\nRun it:\n```bash\npython main.py\n```\nThat is all.", "a\n"),
+    ("Input:\n```\n3 4\n```\nSo:\n```Python\na\n```\n", "a\n"),
+    ("```python3\na\n```", "a\n"),
+    ("```Python 3\na\n```", "a\n"),
+    ("```{.python .numberLines}\na\n```", "a\n"),
+    ("``` py title='x'\r\na\r\n```\r\n", "a\n"),
+    ("~~~python\na\n```\n~~~", "a\n```\n"),
+    ("````python\na = '```'\n````\n", "a = '```'\n"),
+    ("1. First\n   ```python\n   if a:\n       b\n   ```\n", "if a:\n    b\n"),
+    ("    ```python\n    a\n    ```", "a\n"),
+    ("So: ```python\na\n```", "a\n"),
+    ("```cpp\nint a;\n```\n```\nb\n```", "b\n"),
+    ("```pythonic\na\n```\n```\nb\n```", "b\n"),
+    ("```code\na\n```", "a\n"),
+    ("<think>\n```python\ndraft\n```\n</think>\n```python\na\n```", "a\n"),
+    ("<think>\n```python\ndraft\n```\n</think>\n```\na\n```", "a\n"),
+    ("<think>\n```python\ndraft\n```\nLet me check ag", "draft\n"),
+    ("<think>it adds</think>print(1)", "print(1)"),
+    ("```python\n```\nprint(1)", "```python\n```\nprint(1)"),
+])
+def test_the_last_block_in_python_is_the_program(completion, program):
+    assert program_of(completion) == program
+
+
+def test_programs_import_packages_and_a_missing_one_is_told(capsys):
+    total = "import numpy\nprint(int(numpy.sum([int(line) * 2 for line in open(0)])))"
+    tests = json.dumps([{"input": "1\n2\n", "output": "6"}])
+    metrics = Metrics()
+    with recording(metrics):
+        assert code(total, tests) == 1.0
+        assert code(total.replace("import numpy", "import numpy_of_another_place as numpy"), tests) == 0.0
+    assert [*map(list, metrics.means())] == [["code/missing_module", 1.0, 2.0]]
+    assert "imports `numpy_of_another_place`, which this environment does not have" in capsys.readouterr().out
+
+
+def test_packages_cannot_be_changed():
+    outcome = runner.run_python("import numpy\nopen(numpy.__file__, 'a')")
+    assert not outcome.ok
+    assert re.search("Permission denied|Read-only file system", outcome.stderr)
 
 
 @pytest.mark.parametrize(("completion", "expected"), [

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from distflow.errors import InvalidInput
-from workers.isolation.rewards.texts import _without_a_process, format, length, math  # noqa: A004
+from workers.isolation.rewards.answers import parse_whole, same
+from workers.isolation.rewards.texts import (  # noqa: A004
+    _boxed,
+    _formed,
+    _without_a_process,
+    format,
+    length,
+    math,
+    unmatched,
+)
 from workers.isolation.scoring import Scorer
 
 GRADERS, *ANSWERS = map(json.loads, Path(__file__).with_name("answers.jsonl").read_text().splitlines())
+REFERENCES = [*map(json.loads, Path(__file__).with_name("references.jsonl").read_text().splitlines())]
+SUBJECTS = sorted({row["subject"] for row in REFERENCES})
 TOWER = "\\boxed{9^{9^{9^{9^{9}}}}}"
 
 
@@ -53,6 +66,77 @@ def test_forms_of_answers_beside_other_graders(row):
 
 def test_the_table_is_long_enough():
     assert len({(row["completion"], row["reference"]) for row in ANSWERS}) == len(ANSWERS) >= 120
+    assert [sum(row["subject"] == subject for row in REFERENCES) >= 60 for subject in SUBJECTS] == [True] * 8
+
+
+def spellings(reference: str) -> Iterator[str]:
+    """Yield a reference as completions may spell it."""
+    yield from (reference, reference.replace(r"\frac{", r"\dfrac{"), f"${reference}$", f"{reference}.")
+    if "text" not in reference:
+        yield re.sub(r"(?<![\\a-z]) (?![a-z0-9])", "", reference)
+    if not re.search(r"left|text\{\(|[\[\]]", reference) and reference.count("(") == reference.count(")"):
+        yield reference.replace("(", r"\left(").replace(")", r"\right)")
+
+
+def misses(reference: str) -> Iterator[str]:
+    """Yield answers that differ from a reference in one digit or sign."""
+    for match in re.finditer(r"(?<![\^])[0-9]", reference) if reference[0] != "0" else ():
+        yield f"{reference[:match.start()]}{(int(match[0]) + 1) % 10}{reference[match.end():]}"
+    for match in re.finditer(r"(?<=.)[+-]", reference) if "pm" not in reference else ():
+        yield f"{reference[:match.start()]}{'-' if match[0] == '+' else '+'}{reference[match.end():]}"
+    if not re.match(r"\\text|[A-Za-z(\[\\{|0]", reference):
+        yield reference[1:] if reference[0] == "-" else f"-{reference}"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_an_answer_is_judged_whole(subject):
+    wrong = []
+    for row in (row for row in REFERENCES if row["subject"] == subject):
+        reference = row["reference"]
+        verdicts = {**dict.fromkeys([*row["wrong"], *misses(reference)], 0.0),
+                    **dict.fromkeys([*spellings(reference), *row["right"]], 1.0)}
+        wrong += [(reference, answer) for answer, right in verdicts.items()
+                  if math(f"\\boxed{{{answer}}}", reference) != right]
+    assert wrong == []
+
+
+def test_answers_that_speak_are_read_in_their_last_sentence():
+    reference = r"\frac{1}{2}x"
+    assert math("First 2.\n\nSo the final answer is $\\frac{x}{2}$.", reference) == 1.0
+    assert math("✅ Final Answer: **\\frac{1}{2}x**\n\n---", reference) == 1.0
+    assert math("It is \\(\\frac{x}{2}\\).", reference) == 1.0
+    assert math("The answer is $\\frac{x}{2}$ or $x$", reference) == 0.0
+    assert math("x is what we want; $x$", reference) == 0.0
+
+
+@pytest.mark.parametrize(("left", "right", "equal"), [
+    ("10^{100000}", "10^{100000}+1", False), ("100!", "100!+1", False), ("20000!", "20000!", True),
+    (r"\sqrt{100!}", r"\sqrt{100!+1}", False), ("e^{-1000}", "e^{-1001}", False),
+    (TOWER[7:-1], TOWER[7:-1] + "!", False),
+    (r"\sin(10^{100000})", r"\sin(10^{100000})+1", False), ("x^{1000}" * 50, "y^{1000}" * 50, False),
+    ("(20000!)^{50}", "1", False), ("(" * 400 + "1" + ")" * 400, "1", False), ("1+" * 450 + "1", "451", False),
+    ("x" + "!" * 500, "x", False), (r"\ln" * 200 + "x", "x", False), (r"\frac{" * 100, "x", False),
+    (",".join(map(str, range(200))), "1", False), (r"\pm\sqrt{2}" * 9, "1", False)])
+def test_huge_answers_are_judged_exactly_or_refused_in_bounded_time(left, right, equal):
+    start = time.monotonic()
+    answers = parse_whole(left), parse_whole(right)
+    assert (None not in answers and same(*answers)) == equal
+    assert time.monotonic() - start < 20
+
+
+def test_references_that_nobody_can_match_are_named():
+    references = ["#### 7", r"\frac{1}{e}", "Monday", r"\sum_{k=1}^{n} k^2", "", TOWER[7:-1], r"x \mapsto x^2", "(1,2)"]
+    assert [index for index, _ in unmatched(references)] == [3, 4, 5, 6]
+    assert "`\\sum_{k=1}^{n} k^2` is not understood whole" in dict(unmatched(references))[3]
+
+
+def test_a_record_has_a_completion_that_must_pay_full():
+    for reference in (row["reference"] for row in REFERENCES):
+        if not [*unmatched([reference])]:
+            assert math(_boxed(reference), reference) == 1.0
+    assert _boxed("work #### 7") == "#### 7"
+    with pytest.raises(ValueError, match="it has no final answer"):
+        _boxed("")
 
 
 def test_a_recipe_may_ask_for_less():
@@ -114,6 +198,19 @@ def test_format_by_other_tags_and_by_pattern():
     assert format("one\ntwo!", pattern=r"one.two") == 0.0
     with pytest.raises(InvalidInput, match="not both"):
         format("x", pattern="x", tags=["x"])
+
+
+def test_format_where_the_template_opens_the_first_tag():
+    assert format("a</think>\n<answer>c</answer>", opened=True) == 1.0
+    assert format("a</think>\n<answer>c</answer>") == format("<think>a</think><answer>c</answer>", opened=True) == 0.0
+    for opened in (False, True):
+        assert format(_formed("7", "<think>\n" * opened, opened=opened), opened=opened) == 1.0
+    assert _formed("7", tags=["answer"]) == "<answer>7</answer>"
+    assert _formed("7", pattern="x") is None
+    with pytest.raises(ValueError, match=r"begins each answer with <think>\nreward: {format: {opened: true}}"):
+        _formed("7", "<think>\n")
+    with pytest.raises(ValueError, match=r"does not begin each answer with <think>"):
+        _formed("7", "", opened=True)
 
 
 def test_a_pattern_that_never_ends_is_bounded():

@@ -254,9 +254,11 @@ def test_it_reads_what_is_not_its_own(run, tmp_path):
                 pass
     """)
     assert outcome.ok, outcome.stderr
-    way = {folder.name for folder in Path(os.path.realpath(runner.sys.executable)).parents}
-    seen = [line for line in outcome.stdout.splitlines() if line not in {f"{Path.home()} {[name]}" for name in way}]
-    assert seen == []  # the way to an interpreter below the home folder is there, and nothing beside it
+    below = (os.path.realpath(runner.sys.executable), *runner._packages())
+    names = {folder.name for path in below for folder in Path(path).parents}
+    way = {f"{place} {[name]}" for place in (Path.home(), ROOT) for name in names}
+    seen = [line for line in outcome.stdout.splitlines() if line not in way]
+    assert seen == []  # the way to the interpreter and packages is there, and nothing beside it
 
 
 def test_it_writes_to_what_is_not_its_own(run, tmp_path):
