@@ -131,5 +131,5 @@ def test_a_text_that_is_none_is_mended_and_counted():
 
 def test_a_template_that_refuses_a_record_is_an_error_with_its_reason():
     tokenizer = KINDS["refuses_system"]()
-    with pytest.raises(InvalidInput, match="cannot render a record with messages of system, user: System role not supp"):
+    with pytest.raises(InvalidInput, match="cannot render a record with messages of system, user: System role"):
         encode_prompts(tokenizer, Data(train="x", system_prompt="Be brief."), [{"question": "one?", "answer": "two"}])
