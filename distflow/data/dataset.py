@@ -468,15 +468,28 @@ class JsonLines:
         except UnicodeDecodeError as error:
             raise self._not_utf8(line, error) from None
         try:
-            record = json.loads(text)
+            record = json.loads(text, object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             location = Location(str(self.path), line, error.pos + 1, 1, text)
-            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location)) from None
+            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location,
+                                          self._why_malformed(index, error))) from None
+        except (ValueError, RecursionError) as error:  # too long a number, a key that stands twice; too deep
+            what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+            raise InvalidInput(Diagnostic(f"this record cannot be read: {what}",
+                                          Location(str(self.path), line, text=text))) from None
         if not isinstance(record, dict):
             location = Location(str(self.path), line, 1, len(text), text)
             raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}",
                                           location))
         return record
+
+    def _why_malformed(self, index: int, error: json.JSONDecodeError) -> str:
+        if error.doc.lstrip().startswith("{'"):
+            return "Python has printed it. Write each record by  json.dumps(record)"
+        ended = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        if index == len(self) - 1 and ended or "\0" in error.doc:
+            return "The file ends within a record: it is still being written, or its download was cut."
+        return ""
 
     def _not_utf8(self, line: int, error: UnicodeDecodeError) -> InvalidInput:
         column = len(error.object[: error.start].decode(errors="replace")) + 1
@@ -488,6 +501,15 @@ class JsonLines:
         other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
         return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
                f"{shlex.quote(str(other))}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError: a key stands twice, so that one of its values would be lost."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"key `{twice}` stands twice in it")
+    return result
 
 
 def _bytes(file: Any, start: int, end: int) -> bytes:
