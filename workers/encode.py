@@ -14,6 +14,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
+from distflow.data.data_files import data_files
 from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
 from distflow.data.dataset import LabelledRecords, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
@@ -145,7 +146,8 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
                balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Dataloader:
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are."""
     data, fields = spec.run.data, training_fields(spec)
-    opened = [*open_training_sets(data, spec.data_path).values()]
+    training = open_training_sets(data, spec.data_path)
+    opened = [*training.values()]
     tokenizer, too_long = tokenizer or role.tokenizer, None
     if data.long_prompts == "drop":
         too_long = functools.partial(_too_long, tokenizer, data)
@@ -154,4 +156,4 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
     images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
     encode = encoder(tokenizer, data, images)
-    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance, data_files(spec, training))
