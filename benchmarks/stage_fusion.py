@@ -47,10 +47,10 @@ class Trial(Contest):
         dag["nodes"]["update"]["with"]["kl"] = 0.001
         self.dag.write_text(yaml.safe_dump(dag))
         self.reference = scratch / "reference"
-        config = AutoConfig.from_pretrained(self.model, num_hidden_layers=given.layers,
+        config = AutoConfig.from_pretrained(self.model, trust_remote_code=False, num_hidden_layers=given.layers,
                                             layer_types=["full_attention"] * given.layers)
         AutoModelForCausalLM.from_config(config).save_pretrained(self.reference)
-        AutoTokenizer.from_pretrained(self.model).save_pretrained(self.reference)
+        AutoTokenizer.from_pretrained(self.model, trust_remote_code=False).save_pretrained(self.reference)
 
     def measure(self, mode: str, fuse: bool, seed: int) -> list[dict[str, float]]:
         """Return the metrics of a run's steps but the first."""

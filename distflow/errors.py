@@ -5,6 +5,7 @@ DistflowError
 ├── ColumnError       a batch does not have the column, the rows or the form that was asked of it
 ├── EngineError       an engine cannot do what the plan needs
 ├── CheckpointError   a checkpoint is incomplete, missing or of another run
+├── FolderUnavailable the file system of a run's folder stays away
 ├── Superseded        a newer trainer goes on with the run of this one
 ├── SamplesChanged    a step was repeated, and its samples came otherwise
 ├── Disagreement      ranks that must be alike are not; names the rank and the difference
@@ -35,6 +36,7 @@ class DistflowError(Exception):
 
     passing = True  # whether a restarted worker may not meet the error again
     elsewhere = False  # whether the cause is in another process
+    exhausted = False  # whether threads or memory have run out, of which a restarted worker needs as much
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ class EngineError(DistflowError):
 
 class CheckpointError(DistflowError):
     """A checkpoint is incomplete, missing, or of another run. Resume from an older one, or start again."""
+
+
+class FolderUnavailable(DistflowError):
+    """The file system of a run's folder stays away: read-only, stale, or its server does not answer. Resume later."""
+
+    passing = False
 
 
 class Superseded(DistflowError):

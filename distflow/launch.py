@@ -47,10 +47,12 @@ from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
 from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
 from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
+from distflow.telemetry.screen import prepare  # noqa: E402
 from distflow.telemetry.tracebacks import report_to_torchrun  # noqa: E402
 
 if TYPE_CHECKING:
     from workers.elastic import ElasticAgent
+    from workers.preflight.proofs import Preflight
 
 INVALID = 2
 _RANK_0_TIMEOUT = 30.0  # seconds that other ranks leave to rank 0 to report a mistake, before they report it themselves
@@ -111,6 +113,7 @@ def step_range(text: str) -> range:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    prepare()
     options = parser().parse_args(arguments)
     try:
         refuse_foreign_packages()
@@ -141,10 +144,11 @@ def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | N
     before = elastic.folder() if elastic else folder_before_restart(spec)
     if not options.resume and before:
         options.resume = str(before)
+    proved = prove_inputs(spec, not (before or options.export)) if not _torchrun_number("RANK", 0) else None
     folder = choose_folder(spec, plan.name, options, _torchrun_number("RANK", 0))
     if options.export or options.in_process:
-        return run_in_process(spec, plan, folder, options)
-    return run_supervised(spec, plan, folder, options, elastic)
+        return run_in_process(spec, plan, folder, options, proved)
+    return run_supervised(spec, plan, folder, options, elastic, proved)
 
 
 def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
@@ -179,7 +183,7 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
 
 
 def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
-                   elastic: ElasticAgent | None = None) -> int:
+                   elastic: ElasticAgent | None = None, proved: Preflight | None = None) -> int:
     """Supervise this rank: fork a worker, and another one when it dies. Return the exit code."""
     if _torchrun_number("RANK", 0) == 0:
         startup.current().begin(plan.name)
@@ -195,7 +199,7 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
             load_module(module)
     if folder and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0) and not (elastic and elastic.replaces):
         autoscaler.forget(folder)  # what another job was told
-    context = join_run(spec, plan, folder, bool(options.resume), elastic=elastic)
+    context = replace(join_run(spec, plan, folder, bool(options.resume), elastic=elastic), preflight=proved)
     with context.serving(), autoscaled(context):
         supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.path,
                                 spec.run.robust, context.required_processes, context.is_obsolete, context.should_run,
@@ -211,13 +215,14 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
     return status
 
 
-def run_in_process(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace) -> int:
+def run_in_process(spec: Spec, plan: Plan, folder: Path | None, options: argparse.Namespace,
+                   proved: Preflight | None = None) -> int:
     """Run the worker in this process, without restarts: a debugger sees everything. Return the exit code."""
     from distflow.recovery.worker_process import WorkerContext
     from workers.context import join_run
     from workers.worker import work
 
-    context = join_run(spec, plan, folder, bool(options.resume), alone=bool(options.export))
+    context = replace(join_run(spec, plan, folder, bool(options.resume), alone=bool(options.export)), preflight=proved)
     with context.serving():
         work(context, WorkerContext(), Path(options.export) if options.export else None)
         context.leave()
@@ -290,14 +295,25 @@ def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Sp
 
 
 def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:
-    """Check the data and return the run's folder on rank 0; None on other ranks, which learn it from the store."""
+    """Return the run's folder on rank 0; None on other ranks, which learn it from the store."""
     if rank > 0:
         return None
-    from distflow.data.checks import check_data
-
-    for note in check_data(spec):
-        print(f"note: {note}", flush=True)
     return Path(options.resume) if options.resume else choose(spec.run.output, name, options.name)
+
+
+def prove_inputs(spec: Spec, starts: bool) -> Preflight | None:
+    """Check the data. If a run starts, prove data and rewards on its first records too, unless its run file leaves that
+    out, and return the account. Raises InvalidInput."""
+    from distflow.data.checks import check_data
+    from workers.preflight import prove_before_torch
+    from workers.preflight.proofs import Preflight
+
+    account = Preflight()
+    account.note(check_data(spec))
+    if starts and spec.run.preflight:
+        prove_before_torch(account, spec)
+        account.require()
+    return account if starts else None
 
 
 def folder_before_restart(spec: Spec) -> Path | None:

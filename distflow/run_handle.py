@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.errors import DistflowError
 from distflow.telemetry.processes import Child, spawn
 from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.screen import fitting
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -162,4 +163,4 @@ class RunHandle:
         for line in self.process.stdout:
             self._output.append(line)
             if not quiet:
-                print(line, end="", flush=True)
+                print(fitting(line, sys.stdout), end="", flush=True)

@@ -70,8 +70,7 @@ def draw(address: str, name: str, width: int, height: int) -> None:
 def watch(scratch: str) -> Path:
     """Start a run, wait until it has gone on after its failure, and draw it on a terminal. Return its folder."""
     settings = {"mode": "async", "groups.rollout": 1, "steps": 200, "validation.every": 10, "output": scratch,
-                "faults": [{"kind": "kill", "group": "rollout", "step": 12}],
-                "roles.actor.model": "runs/demo-sft-1/model"}
+                "faults": [{"kind": "kill", "group": "rollout", "step": 12}]}
     run = distflow.run("grpo", set=settings, ranks=2, name="grpo-1", quiet=True)
     view = None
     while view is None or view.step < _STEPS:

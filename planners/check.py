@@ -13,6 +13,7 @@ from distflow.config.dag import COMPUTE_ROLES, Node
 from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
 from distflow.config.run import Fault, RoleRun, Run
+from distflow.config.shipped import START_MODEL
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import with_reward_columns
@@ -379,7 +380,7 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
         model = spec.model_of(role)
         if model and model.architecture and role in spec.dag.roles and spec.dag.roles[role].trained:
             notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "
-                         f"Start it from a trained model:  --set roles.{role}.model=FOLDER   (`make demo` shows it)")
+                         f"Start it from a trained model:  --set roles.{role}.model=FOLDER   (`{START_MODEL}` is shipped)")
         own, shape = spec.settings_of(role), spec.shape_of(role)
         longest = spec.run.data.max_prompt_tokens + (own.generation.max_new_tokens if own else 0)
         shown = _longest_beginning(spec, bound, role)

@@ -154,3 +154,38 @@ def test_going_on_needs_a_name(workspace, monkeypatch, capsys, arguments):
     monkeypatch.chdir(workspace)
     assert main(["--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--resume-if-exists", *arguments]) == 2
     assert "--name grpo-1 --resume-if-exists" in capsys.readouterr().err
+
+
+NO_ROOM = """
+from pathlib import Path
+from workers.engines.role_engines import RoleEngines
+
+save = RoleEngines.save_pretrained
+
+def save_if_there_is_room(self, folder):
+    if not Path("room").exists():
+        raise OSError(28, "No space left on device")
+    save(self, folder)
+
+RoleEngines.save_pretrained = save_if_there_is_room
+"""
+
+
+def test_an_end_that_fails_twice_is_finished_by_the_commands_that_it_names(launch, workspace):
+    (workspace / "no_room.py").write_text(NO_ROOM)
+    dag = (workspace / "grpo.yaml").read_text()
+    (workspace / "ends.yaml").write_text(dag.replace("imports: [brevity]", "imports: [brevity, no_room]"))
+    run = workspace / "runs/ends"
+    said = launch(1, "--dag", "ends.yaml", *TINY, "--name", "ends", "--set", "steps=2", code=None)
+    assert said.returncode != 0
+    failures = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if '"failure"' in line]
+    assert [event["verdict"] for event in failures] == ["starts again", "it failed twice in the same place (ending)"]
+    assert ("runs/ends: all steps are done, and its checkpoint of step 2 is kept. Write its models:  distflow resume "
+            "runs/ends   or to another place:  distflow export runs/ends FOLDER") in said.stderr
+    (workspace / "room").touch()
+    launch(1, "--resume", "runs/ends", "--export", "exported")
+    launch(1, "--resume", "runs/ends")
+    assert (run / "summary.json").is_file()
+    models = [folder / "model/model.safetensors" for folder in (run, workspace / "exported")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert not [*run.glob("*.partial")]

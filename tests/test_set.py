@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import getitem
 
 import pytest
 import yaml
@@ -139,6 +143,32 @@ def _begun(workspace, monkeypatch):
     with RunFolder.created(workspace / "run", spec, plan(spec, 2), []):
         pass
     return workspace / "run"
+
+
+def test_set_five_times_at_once_loses_no_change(workspace, capsys, monkeypatch):
+    run = _begun(workspace, monkeypatch)
+    settings = {"samples": 3, "checkpoint.every": 7, "checkpoint.keep": 9, "roles.actor.learning_rate": 5e-4,
+                "roles.actor.micro_batch_tokens": 512}
+    start = threading.Barrier(len(settings))
+
+    def change(text: str) -> int:
+        start.wait()
+        return main(["set", str(run), text])
+
+    with ThreadPoolExecutor(len(settings)) as threads:
+        assert [*threads.map(change, [f"{key}={value}" for key, value in settings.items()])] == [0] * len(settings)
+    kept = yaml.safe_load((run / "run.yaml").read_text())
+    assert {key: reduce(getitem, key.split("."), kept) for key in settings} == settings
+    changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
+    assert {key: values[1] for change in changes for key, values in change["settings"].items()} == settings
+    assert not [*run.glob("*.partial")]
+
+
+def test_set_in_a_folder_that_cannot_be_written_is_refused(workspace, capsys, monkeypatch):
+    run = _begun(workspace, monkeypatch)
+    (run / "run.yaml.lock").mkdir()
+    assert main(["set", str(run), "samples=3"]) == 2
+    assert f"{run} cannot be written: Is a directory. The job goes on as it was." in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_is_refused(capsys):

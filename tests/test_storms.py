@@ -75,6 +75,45 @@ def test_in_mode_sync_a_storm_changes_no_bit(launch, workspace, seed):
         assert [ours[step][name] for name in EXACT] == [line[name] for name in EXACT], step
 
 
+def wait_for(text: str, workspace: Path, torchrun: subprocess.Popen) -> None:
+    """Wait until a run, whose output is in `said`, has printed a text."""
+    until = time.monotonic() + LIMIT
+    while text not in (said := (workspace / "said").read_text()):
+        assert torchrun.poll() is None, said[-4000:]
+        assert time.monotonic() < until, said[-4000:]
+        time.sleep(0.01)
+
+
+@pytest.mark.run
+@pytest.mark.skipif(os.geteuid() > 0, reason="mounting needs root")
+def test_a_worker_that_starts_again_waits_for_a_run_folder_that_is_read_only(workspace):
+    """Another file system, which is read-only, lies over the run folder for a while."""
+    (workspace / "storm.yaml").write_text(TINY)
+    run, line = workspace / "runs/away", command(1, *GRPO, "--name", "away", "--set", "steps=200")
+    with (workspace / "said").open("w") as said:
+        torchrun = subprocess.Popen(line, cwd=workspace, env=environment(), stdout=said, stderr=said)
+        try:
+            wait_for("step 1/", workspace, torchrun)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", run], check=True)
+            try:
+                os.kill(next(workers(torchrun.pid)), signal.SIGKILL)
+                wait_for("away cannot be written: Read-only file system. It is waited for", workspace, torchrun)
+            finally:
+                subprocess.run(["umount", "-l", run], check=True)
+            wait_for("away can be written again.", workspace, torchrun)
+            done = len(metrics_of(run))
+            while len(metrics_of(run)) < done + 2:
+                assert torchrun.poll() is None, (workspace / "said").read_text()[-4000:]
+                time.sleep(0.05)
+            torchrun.send_signal(signal.SIGINT)
+            torchrun.wait(LIMIT)
+        finally:
+            torchrun.kill()
+            torchrun.wait()
+    assert "distflow resume runs/away" in (workspace / "said").read_text().splitlines()[-1]
+    assert json.loads((run / "run.lock").read_text() or "{}") == {}
+
+
 def the_dock(torchrun: int) -> int | None:
     """The process that holds the samples of a run."""
     for process in descendants(torchrun):

@@ -36,6 +36,7 @@ from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
 from workers.engines.collectives import choose_backend
+from workers.preflight.proofs import Preflight
 from workers.rollout_channel import DockMembership, RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
@@ -61,6 +62,7 @@ class RankContext:
     lock: RunLock | None = None  # of the run folder, on rank 0
     job: str = ""  # its name, where the first rank of a trainer needs it
     whole_spec: Spec | None = None  # where `spec` has half of some settings
+    preflight: Preflight | None = None  # on rank 0: what has been proved so far
 
     @property
     def written_spec(self) -> Spec:

@@ -254,7 +254,7 @@ class FollowerSink:
     def warn(self, done: int, detector: str, alert: Alert) -> None:
         if self.link.leads:
             events.record(detector, what=alert.what, **alert.facts)
-            print(f"step {done}: {alert.what} (detector `{detector}`, role `{self.link.role}`)", flush=True)
+            events.show(f"step {done}: {alert.what} (detector `{detector}`, role `{self.link.role}`)")
 
     def conclude(self, done: int) -> bool:
         self.done, events.current().step = done, done + 1

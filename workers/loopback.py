@@ -34,6 +34,7 @@ from distflow.rpc.run_token import TOKEN
 from distflow.store.tcp import store_on
 from distflow.telemetry.events import leave
 from distflow.telemetry.processes import AGENT
+from distflow.telemetry.screen import prepare
 
 NAME = "loopback"
 _HOST = "127.0.0.1"
@@ -86,6 +87,7 @@ def create(parameters: RendezvousParameters) -> Loopback:
 
 def main() -> int:
     """Run torchrun. Return the first failed rank's exit code, or 128 + signal unless all ranks were done."""
+    prepare()
     made: list[Loopback] = []
     rendezvous_handler_registry.register(NAME, lambda parameters: made.append(create(parameters)) or made[-1])
     os.environ[AGENT] = str(os.getpid())

@@ -186,9 +186,9 @@ def unanswered(rows: Iterable[Row]) -> set[int]:
     found: set[int] = set()
     for event in rows:
         if event.get("event") == _ASKED:
-            found.add(event["of_step"])
+            found.add(event.get("of_step", 0))
         elif name := _ENDED_BY.get(event.get("event", "")):
-            found.discard(event[name])
+            found.discard(event.get(name, 0))
     return found
 
 

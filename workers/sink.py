@@ -26,6 +26,7 @@ from distflow.errors import quoted
 from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
+from distflow.telemetry.files import replace_folder
 from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import python_environment, spawn
@@ -290,8 +291,7 @@ class Sink:
         if not self.folder:
             return
         if better and outcome.step == outcome.asked:
-            shutil.rmtree(self.path / "best", ignore_errors=True)
-            candidate.rename(self.path / "best")
+            replace_folder(self.path / "best", candidate)
         elif better:
             self._say(f"{self.plan.name}  step {outcome.step}: the best so far, but `best/` stays as it is: these "
                       f"weights answered in place of those of step {outcome.asked}, and were not kept")

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from distflow.config.load import Spec
+from distflow.config.load import Spec, reload
+from distflow.config.run import RoleRun
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import ENGINE_TYPES, load_function
 from distflow.errors import RankMissing
@@ -33,6 +34,7 @@ from distflow.store.interface import Store, StoreUnavailable
 from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.collectives import CollectiveMonitor
+from distflow.telemetry.files import wait_until_writable
 from distflow.telemetry.run_folder import RunFolder
 from distflow.telemetry.run_reader import RunReader, changed_settings
 from distflow.telemetry.trajectories import trajectories
@@ -44,11 +46,14 @@ from workers.engines.devices import choose
 from workers.engines.role_engines import RoleEngines
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.tp_leader import TPFollowerEngine, TPLeader
+from workers.engines.trainer import schedule_jump
 from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
 from workers.follower import write_models
 from workers.inference import InferenceContext
 from workers.loop import infer, rollout, serve, train
+from workers.preflight import prove_with_tokenizer
+from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
 from workers.rollout_channel import HOST, RolloutChannel, own_host
@@ -73,6 +78,8 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
     heartbeat.set_current(own_heartbeat)
     own_heartbeat.start()
     timeline.current().begin(role=context.role, attempt=attempt.number)
+    if attempt.number:
+        wait_until_writable(context.path, context.spec.run.wait_limit)
     context = context.reload(worker_context.config_change)
     if attempt.number:
         context.call("before_restart", attempt)
@@ -169,7 +176,11 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
 def _describe_resumed(context: RankContext, step: int) -> None:
     """Write the settings under which a run goes on from `step`, and record those that are not as they were."""
     reader = RunReader(context.path)
-    before = reader.settings()
+    before, spec_before, spec = reader.settings(), reload(context.path), context.written_spec
+    for name in (name for name, role in spec.dag.roles.items() if role.trained):
+        old, new = spec_before.settings_of(name) or RoleRun(), spec.settings_of(name) or RoleRun()
+        if jump := schedule_jump(name, old, new, step - 1, (spec_before.run.steps, spec.run.steps)):
+            events.show(f"note: {jump}")
     RunFolder.describe(context.path, context.written_spec, context.plan)
     if changed := changed_settings(before, reader.settings()):
         events.current().step = step
@@ -184,21 +195,33 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
         functions |= _load_functions(context.spec, context.plan.groups[1].plan)
     rank, again = dist.get_rank(), worker_context.attempt.number > 0
     with contextlib.ExitStack() as starting:
-        made = context.resume or (again and RunFolder.made(context.path, context.agent))
-        if rank == 0 and not follows and not made:
+        makes = rank == 0 and not follows and not context.resume
+        if makes and not (again and RunFolder.is_made(context.path)):
             # From here on the others notice at once that a rank has failed.
             undo = starting.enter_context(_ending_on_sigterm())
             search = [folder for folder in sys.path if folder]
+            if again:
+                RunFolder.remove_unfinished(context.path, context.agent)
             created = RunFolder.created(context.path, context.written_spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
+        if context.preflight and worker_context.first and not again:
+            _end_preflight(context.preflight, context.spec, context.plan, ctx.roles[ctx.prompted])
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed
     if writes:
         _open_timeline(context)
     if writes and context.lock and not worker_context.supervisor_pid:  # else the supervisor takes it
         context.lock.hold()
     return ctx
+
+
+def _end_preflight(account: Preflight, spec: Spec, plan: Plan, role: RoleEngines) -> None:
+    """Prove tokens too, and record what has been proved. Raises InvalidInput: a proof has failed."""
+    if spec.run.preflight:
+        prove_with_tokenizer(account, spec, plan, role.tokenizer, role.vocabulary)
+    account.require()
+    account.record()
 
 
 def _open_timeline(context: RankContext) -> None:

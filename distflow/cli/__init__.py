@@ -16,6 +16,8 @@ from distflow.config.command_line import called_as
 from distflow.config.run import Run
 from distflow.errors import DistflowError, did_you_mean, listing, quoted
 from distflow.launch import INVALID, refuse_foreign_packages
+from distflow.telemetry.events import show
+from distflow.telemetry.screen import guarded
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
            "run": "runs", "resume": "runs",
@@ -43,26 +45,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; exit code 2 for mistakes in what the user wrote."""
+    with guarded():
+        return _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(arguments: list[str]) -> int:
     try:
         refuse_foreign_packages()  # verbs import them
     except DistflowError as error:
-        print(error, file=sys.stderr)
+        show(str(error), sys.stderr)
         return INVALID
     parser = make_parser()
-    arguments = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in arguments if not word.startswith("-")), None)  # no option before it takes a value
     if verb is not None and verb not in MODULES:
         meant = {"check": "validate", "train": "run", "init": "new", "status": "watch", "doctor": "engines"}.get(verb)
         hint = f"Did you mean `{meant}`? {listing(MODULES, 'Commands')}" if meant else \
             did_you_mean(verb, MODULES, "Commands")
-        print(f"distflow has no command `{verb}`. {hint}", file=sys.stderr)
+        show(f"distflow has no command `{verb}`. {hint}", sys.stderr)
         return INVALID
     if verb == "plan":
         after = arguments.index(verb) + 1
         arguments = [*arguments[:after], *with_command(arguments[after:])]
     options, left = parser.parse_known_args(arguments)
     if left:
-        print(_unknown(left, options), file=sys.stderr)
+        show(_unknown(left, options), sys.stderr)
         return INVALID
     try:
         with called_as(options.verb):
@@ -70,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     except DistflowError as error:
         if options.debug:
             raise
-        print(error, file=sys.stderr)
+        show(str(error), sys.stderr)
         return INVALID
     except BrokenPipeError:  # the reader of our output has gone, as in `distflow nodes | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

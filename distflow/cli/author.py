@@ -11,9 +11,7 @@ import argparse
 import importlib.util
 import json
 import keyword
-import os
 import re
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -155,15 +153,11 @@ def new(options: argparse.Namespace) -> int:
                            f"distflow new {options.algorithm} {name}") from None
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
-    start = Path(os.path.relpath("runs/demo-sft-1/model", folder))
     print("\n".join([f"made {folder}/ with {', '.join(files)}. Next:", "", f"  cd {quoted(folder)}", "  pytest",
                      f"  distflow run {name}.yaml --run run.yaml", "",
                      *_what_to_change(files, name),
                      "Every 10 steps are saved: end the run at any time, and go on with it:",
-                     f"  distflow resume runs/{name}-1",
-                     "The model starts from random weights and learns slowly: after",
-                     "`distflow demo` begin with its weak start instead:",
-                     f"  distflow run {name}.yaml --run run.yaml --set {shlex.quote(f'roles.actor.model={start}')}"]))
+                     f"  distflow resume runs/{name}-1"]))
     return 0
 
 

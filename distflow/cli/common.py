@@ -47,7 +47,8 @@ def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Collec
         grid.add_column(name, justify="right" if index in right else "left")
     for row in rows:
         grid.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else _UNLIMITED, markup=False, highlight=False, emoji=False)
+    console = Console(width=None if sys.stdout.isatty() else _UNLIMITED, markup=False, highlight=False, emoji=False,
+                      color_system=None)
     with console.capture() as printed:
         console.print(Padding(grid, (0, 0, 0, 2)))
     return [line.rstrip() for line in printed.get().splitlines()] if rows else []

@@ -1,4 +1,4 @@
-"""`distflow demo`: a tiny model gets a weak start by supervised fine-tuning and then learns arithmetic by GRPO."""
+"""`distflow demo`: a tiny model learns arithmetic by GRPO, on request after a supervised start of its own."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ _WIDTH, _SHOWN = 40, 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", default="runs", help="folder of the two runs")
+    parser.add_argument("--sft", action="store_true",
+                        help="train the start too, from random weights, instead of taking the one that is shipped")
+    parser.add_argument("--output", default="runs", help="folder of the runs")
 
 
 def main(options: argparse.Namespace) -> int:
     common = ["--set", f"seed={options.seed}", "--set", f"output={options.output}"]
-    start = choose(options.output, "demo-sft", None)
-    print("A tiny model with random weights learns arithmetic, in two phases.\n\n"
-          "Phase 1 of 2: a weak start. By supervised fine-tuning it imitates a hasty teacher, who is often wrong.",
-          flush=True)
-    code = torchrun(options.ranks, ["--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", start.name,
-                                    *common])
-    if code:
-        return code
+    if options.sft:
+        start = choose(options.output, "demo-sft", None)
+        print("SFT: a tiny model with random weights imitates a hasty teacher, who is often wrong.", flush=True)
+        code = torchrun(options.ranks, ["--dag", "sft.yaml", "--run-file", "embedded_sft.yaml", "--name", start.name,
+                                        *common])
+        if code:
+            return code
+        common += ["--set", f"roles.actor.model={start / 'model'}"]
     folder = choose(options.output, "demo-grpo", None)
-    print("\nPhase 2 of 2: reinforcement learning. By GRPO it gets better from its own answers, right and wrong.",
+    print("GRPO: a tiny model that imitates a hasty teacher gets better at arithmetic, by rewards for its own answers.",
           flush=True)
     code = torchrun(options.ranks, ["--dag", "grpo.yaml", "--run-file", "embedded.yaml", "--name", folder.name,
-                                    "--set", f"roles.actor.model={start / 'model'}", *common])
+                                    *common])
     if not code:
         print("\n".join([*_curve(folder), *_answers(folder), *_further(folder)]))
     return code

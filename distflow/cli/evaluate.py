@@ -117,7 +117,7 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
 
 
 def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
-    dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text())
+    dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text(encoding="utf-8"))
     dag["imports"], nodes = model.imports, dag["nodes"]
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
     nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PROBLEM_LIMIT * problems)}
@@ -131,7 +131,7 @@ def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, pr
            "checkpoint": {"every": 0}}
     with tempfile.TemporaryDirectory() as temporary:
         for kind, content in (("dag", dag), ("run", run)):
-            Path(temporary, f"{kind}.yaml").write_text(dump(content))
+            Path(temporary, f"{kind}.yaml").write_text(dump(content), encoding="utf-8")
         changes = [part for text in options.overrides for part in ("--set", text)]
         return torchrun(options.ranks, ["--dag", f"{temporary}/dag.yaml", "--run-file", f"{temporary}/run.yaml",
                                         "--name", folder.name, *changes], quiet=options.json)
@@ -185,7 +185,7 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     if not isinstance(found, Path) or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            f"config.json){f', and {found}' if hub else ''}")
-    settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text()) if run else {}
+    settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text(encoding="utf-8")) if run else {}
     role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
     return EvaluationSubject(role_settings, _data_settings(settings))
 

@@ -2,7 +2,8 @@
 
 EXAMPLES: dict[str, str] = {
     "demo": """
-        distflow demo                                  # a short supervised start, then GRPO""",
+        distflow demo                                  # GRPO from the small model that is shipped
+        distflow demo --sft                            # train this start too""",
     "validate": """
         distflow validate grpo                         # with the default run file
         distflow validate my_algo.yaml --run run.yaml --ranks 8""",

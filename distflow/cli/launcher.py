@@ -26,6 +26,7 @@ from distflow.errors import InvalidInput
 from distflow.launch import ROOT
 from distflow.telemetry.events import show
 from distflow.telemetry.processes import Child, spawn
+from distflow.telemetry.screen import terminal
 
 _MARGIN = 10.0
 """Seconds that torchrun waits longer than the run may take to end."""
@@ -74,7 +75,7 @@ def attend(line: list[str], quiet: bool = False, shutdown_timeout: float = 0.0) 
         signals.process = spawn(program, session=True, env=environment, stdout=subprocess.DEVNULL if quiet else None)
         code = signals.process.wait()
     if sys.stdout.isatty():  # a killed progress bar leaves it hidden
-        print(_SHOW_CURSOR, end="", flush=True)
+        print(_SHOW_CURSOR, end="", file=terminal(), flush=True)
     return _exit_code(code, signals.first)
 
 

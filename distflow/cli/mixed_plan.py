@@ -17,6 +17,7 @@ from distflow.cli.calibration import Calibration, calibration, spec_of
 from distflow.cli.common import add_dag_arguments, load_and_plan, noted, table
 from distflow.cli.plan_text import describe
 from distflow.config.load import Spec
+from distflow.config.shipped import START_MODEL
 from distflow.config.yaml_source import dump, read
 from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan_file import PlacedPlan, read_plan_file
@@ -277,9 +278,9 @@ def _toys(spec: Spec) -> Iterator[str]:
     fast = max((rate for device in spec.cluster.devices.values() for rate in device.tflops.values()), default=0.0)
     embedded = [role for role, settings in spec.run.roles.items()
                 if role in spec.shapes and spec.shapes[role].parameters <= SMALL
-                and settings.model is not None and settings.model.path is None]
+                and settings.model is not None and settings.model.path in (None, START_MODEL)]
     if embedded and fast >= _DATA_CENTRE:
-        yield (f"This plan is a toy: `{embedded[0]}` is the embedded model of {spec.shapes[embedded[0]].parameters:,} "
+        yield (f"This plan is a toy: `{embedded[0]}` is a tiny model of {spec.shapes[embedded[0]].parameters:,} "
                f"parameters, not one for such devices. Name yours:  --set roles.{embedded[0]}.model=FOLDER")
 
 

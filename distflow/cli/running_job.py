@@ -25,6 +25,7 @@ from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery import autoscaler, live_config
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
+from distflow.telemetry.files import locked
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_folder import RunFolder, read_plan, reload_run
 from distflow.telemetry.run_reader import SUMMARY, no_run
@@ -34,6 +35,8 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SI
 LIMITS = {"fill": limit_file_size, "free": lift_file_size_limit}
 _SHOWN = 60
 """Characters of a failure's description that its row of the table has room for."""
+_WINDOWS = 100
+"""Most windows whose effective share is shown: those of a longer run are longer."""
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +90,7 @@ def _summary(costs: FailureCosts, window: float) -> list[str]:
     if math.isnan(costs.ettr):
         return ["no worker has been ready"]
     lines = [f"effective training time: {costs.ettr:.1%} of {costs.total:.1f} s on {len(costs.intervals)} ranks"]
+    window = max(window, costs.total / _WINDOWS)
     shares = costs.sliding(window)
     if len(shares) > 1:
         lines.append(f"in windows of {window:g} s: " + " ".join(f"{share:.0%}" for share in shares))
@@ -170,10 +174,20 @@ def _add_set_arguments(parser: argparse.ArgumentParser) -> None:
 
 def change_settings(options: argparse.Namespace) -> int:
     folder = Path(options.run)
-    before, after = reload_run(folder), reload_run(folder, options.settings)
-    _require_unfinished(folder, options.settings)
+    if not folder.is_dir():
+        raise no_run(folder)
+    try:
+        with locked(folder / "run.yaml"):  # or of two commands at once one would take back what the other has set
+            return _change_settings(folder, options.settings)
+    except OSError as error:
+        raise InvalidInput(f"{folder} cannot be written: {error.strerror}. The job goes on as it was.") from None
+
+
+def _change_settings(folder: Path, texts: list[str]) -> int:
+    before, after = reload_run(folder), reload_run(folder, texts)
+    _require_unfinished(folder, texts)
     planned = plan(after, read_plan(folder)["ranks"])
-    paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in options.settings}
+    paths = {text: tuple(part.strip() for part in text.partition("=")[0].split(".")) for text in texts}
     _require_own_settings(before, paths)
     groups = after.run.groups
     on_rollouts = {name for role in groups.on_rollouts for name in after.lineage(role)}

@@ -14,19 +14,47 @@ from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
 from distflow.errors import InvalidInput, quoted
 from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
+from distflow.plan import Plan
 from distflow.telemetry.run_folder import read_plan
 from distflow.telemetry.run_lock import in_use, refusal
 from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
 
 
+def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_dag_arguments(parser)
+    parser.add_argument("--prove", action="store_true",
+                        help="prove data, rewards and tokens on the first records too, as a run does at its start; "
+                        "loads the tokenizer")
+
+
 def validate(options: argparse.Namespace) -> int:
     spec, checked = check(options)
+    if options.prove:
+        _prove(spec, checked)
     print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} "
           f"rank{'s' * (checked.ranks > 1)}: no mistakes")
     for note in checked.notes:
         print(f"note: {note}")
     return 0
+
+
+def _prove(spec: Spec, checked: Plan) -> None:
+    """Run the proofs of a run's start. Raises InvalidInput: one has failed."""
+    from planners.check import prompted_role
+    from workers.preflight import prove_before_torch, prove_with_tokenizer
+    from workers.preflight.proofs import Preflight
+
+    account = Preflight()
+    prove_before_torch(account, spec)
+    from workers.engines.loading import load_tokenizer  # seconds
+
+    role = prompted_role(spec, checked.chain(0))
+    model, shape = spec.model_of(role), spec.shape_of(role)
+    assert model, "the planner refuses roles without a model"
+    prove_with_tokenizer(account, spec, checked, load_tokenizer(spec, model), shape and shape.vocabulary)
+    account.require()
+    print(f"proved on the first records: {account.describe()}")
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +144,7 @@ def export(options: argparse.Namespace) -> int:
     plan(load_spec(options), ranks)
     folder = Path(options.folder or options.resume)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
-    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir()]
+    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir() and not path.suffix]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
     for path in models if options.push else ():
         name = options.push + path.name.removeprefix("model")
@@ -126,7 +154,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 VERBS = {
-    "validate": Verb("check a DAG, a run and its data, and report every mistake", add_dag_arguments, validate),
+    "validate": Verb("check a DAG, a run and its data, and report every mistake", _add_validate_arguments, validate),
     "run": Verb("run a DAG on the GPUs (or cores) of this machine, or print the job for Slurm", _add_run_arguments,
                 run),
     "resume": Verb("go on with an interrupted run from its newest checkpoint, on any number of ranks",

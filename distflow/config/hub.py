@@ -113,7 +113,8 @@ def _is_whole(folder: Path, weights: bool) -> bool:
         return True
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    return all((folder / file).is_file() for file in json.loads(index.read_text())["weight_map"].values())
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return all((folder / file).is_file() for file in files)
 
 
 def _get(name: HubName, weights: bool, cached: bool) -> Path:

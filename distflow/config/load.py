@@ -15,6 +15,7 @@ from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetch, fetched, pinned
 from distflow.config.memory_limit import limited_command, why_unbounded
+from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
     Shape,
     check_chat_options,
@@ -304,6 +305,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
         return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
     if not (folder / "config.json").is_file():
         return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+    if needs_code(folder):
+        return refusal(folder, f"`{shown(folder)}`")
     try:
         spec.shapes[role] = read_shape(folder / "config.json")
     except ValueError as error:

@@ -246,7 +246,7 @@ def odd_token(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return the numbers of the tokens in a tokenizer.json; none of a form that is not known."""
     try:
-        tokenizer = json.loads(file.read_text())
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
         words, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", ())
         named = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
         return {**named, **{each["content"]: each["id"] for each in added}}

@@ -105,8 +105,8 @@ class Model(Document):
 
     path: str | None = None
     """A folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the name of a model on its
-    hub, as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A resumed
-    run goes on with the same commit."""
+    hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION, which is downloaded unless the hub's cache has it. A
+    resumed run continues with the same commit. `arithmetic_sft` is shipped: a small start for the embedded task."""
     architecture: Literal["qwen3", "qwen2", "llama", "qwen3_vl", "qwen3_moe"] | None = None
     """A tiny model of this family with random weights, for trying things out; the keys below are its sizes."""
     layers: PositiveInt = 3
@@ -145,6 +145,11 @@ class Model(Document):
     def _one_of_both(self) -> Model:
         if (self.path is None) == (self.architecture is None):
             raise ValueError("give either the path of a model folder or an architecture, as  {architecture: qwen3}")
+        sizes = [name for name, field in type(self).model_fields.items()
+                 if name not in ("path", "architecture") and getattr(self, name) != field.default]
+        if self.path and sizes:
+            raise ValueError(f"`{sizes[0]}` is a size of a tiny `architecture`; the folder of a model says its own "
+                             "sizes. Take it out")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads}), so that each "
                              "key-value head serves equally many")
@@ -251,7 +256,7 @@ class RoleRun(Document):
     """AdamW's, after the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
-    in a line or along a cosine."""
+    in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the last step, with `schedule: linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
@@ -544,6 +549,9 @@ class Run(Document):
     """What happens when something breaks."""
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
+    preflight: bool = True
+    """Whether the run proves its data, rewards and tokens on its first records before it starts: see `docs/running.md`.
+    """
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"
@@ -564,7 +572,8 @@ class Run(Document):
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)
     """Seconds that a collective may wait for the slowest rank, and in modes async and semi_sync the trainer for the
     samples of a draw, before the run stops and says who is missing. A rank without rows of a role waits so for all
-    that others do with it in a step, as for an update: it must be longer than that takes."""
+    that others do with it in a step, as for an update: it must be longer than that takes. A worker that starts again
+    waits as long for a run folder whose file system is read-only or away."""
 
     @property
     def trainer_validates(self) -> bool:

@@ -13,6 +13,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
 """The folder `dags/` of a clone; the same files inside the package when it is installed."""
 
+START_MODEL = "arithmetic_sft"
+"""The model in `dags/models/` that the default runs start from."""
+
 FOLDERS = {"DAG": "", "run file": "runs", "cluster": "clusters"}
 """Folder of a kind of shipped files below `dags/`."""
 _SUFFIXES = {**dict.fromkeys(FOLDERS, (".yaml", ".yml")), "data": (".jsonl", ".json", ".parquet")}

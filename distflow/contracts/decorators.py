@@ -104,6 +104,7 @@ class RewardMarks:
     in_rank: bool = False
     shortcut: Callable[..., float | None] | None = None
     check: Callable[..., str] | None = None
+    reference: Callable[..., str | None] | None = None
 
 
 @overload
@@ -112,13 +113,13 @@ def reward(function: F, /) -> F: ...
 
 @overload
 def reward(*, timeout: float = 10.0, retries: int = 1, concurrency: int = 16, in_rank: bool = False,
-           shortcut: Callable[..., float | None] | None = None,
-           check: Callable[..., str] | None = None) -> Callable[[F], F]: ...
+           shortcut: Callable[..., float | None] | None = None, check: Callable[..., str] | None = None,
+           reference: Callable[..., str | None] | None = None) -> Callable[[F], F]: ...
 
 
 def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1, concurrency: int = 16,
            in_rank: bool = False, shortcut: Callable[..., float | None] | None = None,
-           check: Callable[..., str] | None = None) -> Any:
+           check: Callable[..., str] | None = None, reference: Callable[..., str | None] | None = None) -> Any:
     """Make a function usable as `reward:` of a `score` node, by its name; as `@reward` or `@reward(timeout=60)`.
 
     Its positional parameters say what it gets. `completion`, `answer`, `question` and `response` (its tokens) are those
@@ -139,8 +140,12 @@ def reward(function: F | None = None, *, timeout: float = 10.0, retries: int = 1
         shortcut: called first, in the rank; what it returns is the reward unless it is None. It must not hang either.
         check: called with the settings of a recipe when the run is validated; says what is wrong, else "". The module
             is imported for it.
+        reference: returns the completion that must earn full pay for a record, or None where none is known. Preflight
+            calls it with the columns and settings that its parameters name, positional and keyword-only as those of a
+            reward; `opening` is the text with which the chat template begins the answer. It raises ValueError where no
+            completion of the record can be judged.
     """
-    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check)
+    marks = RewardMarks(timeout, retries, concurrency, in_rank, shortcut, check, reference)
 
     def register(function: F) -> F:
         function.__distflow_reward__ = marks

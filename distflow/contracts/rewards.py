@@ -170,7 +170,7 @@ SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.program
 """Modules of the shipped rewards."""
 _RESERVED = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
 """Names that metrics `reward/NAME` use for figures of all rewards together."""
-_PER_SAMPLE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
+PER_SAMPLE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
 """Parameter of one sample → the column of which it is a row."""
 _KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
 _SAMPLE_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
@@ -188,7 +188,7 @@ class RewardContract(Signature):
 
 
 @dataclass(frozen=True)
-class _RewardSetting:
+class RewardSetting:
     source: YamlSource
     path: tuple[str, ...]
     value: Any
@@ -200,7 +200,7 @@ class _RewardSetting:
 
 def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
     """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
-    named = [(setting, *read_recipe(setting.value)) for setting in _reward_settings(spec)]
+    named = [(setting, *read_recipe(setting.value)) for setting in reward_settings(spec)]
     terms = [(setting, term) for setting, recipe, _ in named for term in recipe.terms]
     mistakes = [mistake for setting, term in terms for mistake in _check_module(setting, term)]
     if mistakes:
@@ -231,7 +231,7 @@ def shipped_rewards() -> dict[str, RewardContract]:
 def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
     """Return field of the data → values for which a reward is given, in validation or else in training."""
     values: dict[str, list[str]] = {}
-    for setting in _reward_settings(spec):
+    for setting in reward_settings(spec):
         recipe, _ = read_recipe(setting.value)
         if (setting.source is spec.run_source) == validation and recipe.by in spec.run.data.columns:
             known = values.get(recipe.by, list(recipe.branches))
@@ -255,15 +255,15 @@ def reward_contract(function: Any) -> RewardContract:
     return _contract(live_signature(function))
 
 
-def _reward_settings(spec: CheckedSpec) -> Iterator[_RewardSetting]:
+def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
     for node, item in spec.dag.nodes.items():
         contract = contract_of(spec, item)
         for name, value in item.settings.items():
             setting = contract.settings.get(name) if contract else None
             if setting and setting.annotation == ANNOTATION:
-                yield _RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
+                yield RewardSetting(spec.dag_source, ("nodes", node, "with", name), value, f"node `{node}`")
     if spec.run.validation:
-        yield _RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
+        yield RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
 def contract_of(spec: CheckedSpec, item: Node) -> Contract | None:
@@ -331,7 +331,7 @@ def _run_own_check(term: Term, contract: RewardContract) -> Iterator[Invalid]:
             yield Invalid(term.path, f"reward `{contract.name}` {what}", hint, term.named_by_key)
 
 
-def _unset_keys(setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+def _unset_keys(setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
     named = [(term, term.settings.get("key_variable")) for term in recipe.terms]
     return [Diagnostic(f"{setting.label}: reward `{term.name}` takes its key from the environment variable {key}, "
                        "which is not set", setting.location((*term.path, "key_variable")),
@@ -339,8 +339,8 @@ def _unset_keys(setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
             for term, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
-def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -> list[Diagnostic]:
-    known = [*_PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
+def _check_columns(spec: CheckedSpec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+    known = [*PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),
                        f"{did_you_mean(read.name, known, 'Columns')}\nIf it is a field of the data:  "
@@ -348,7 +348,7 @@ def _check_columns(spec: CheckedSpec, setting: _RewardSetting, recipe: Recipe) -
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 
 
-def _check_module(setting: _RewardSetting, term: Term) -> list[Diagnostic]:
+def _check_module(setting: RewardSetting, term: Term) -> list[Diagnostic]:
     """Return what keeps the module of `MODULE:NAME` from being read."""
     if not term.module:
         return []
@@ -400,34 +400,34 @@ def _of_definition(definition: Definition) -> RewardContract:
 
 def _contract(plain: Signature) -> RewardContract:
     names = [read.name for read in plain.reads]
-    batched = any(name in _PER_SAMPLE.values() for name in names)
-    if mixed := [name for name in names if name in _PER_SAMPLE] if batched else []:
+    batched = any(name in PER_SAMPLE.values() for name in names)
+    if mixed := [name for name in names if name in PER_SAMPLE] if batched else []:
         what = f"reward `{plain.name}` has parameter `{mixed[0]}`, of one sample, beside those of all samples"
         raise InvalidInput(Diagnostic(what, plain.where,
-                                      f"Write `{_PER_SAMPLE[mixed[0]]}`, or all of them in the singular."))
+                                      f"Write `{PER_SAMPLE[mixed[0]]}`, or all of them in the singular."))
     if plain.name in _RESERVED:
         what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
         raise InvalidInput(Diagnostic(what, plain.where, "Give it another name."))
     forms, who = _BATCH_FORMS if batched else _SAMPLE_FORMS, f"reward `{plain.name}`"
     for read in plain.reads:
         _check_sample_form(plain, read.name, read.form)
-        kind = _KINDS.get(_PER_SAMPLE.get(read.name, read.name))
+        kind = _KINDS.get(PER_SAMPLE.get(read.name, read.name))
         if kind and forms.get(read.form, kind) != kind:
             what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
             raise InvalidInput(Diagnostic(what, plain.where, "Leave its annotation out, or correct it."))
-    columns = {read.name: Read(_PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
+    columns = {read.name: Read(PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
                for read in plain.reads}
     return RewardContract(**vars(plain), columns=columns, batched=batched)
 
 
 def _check_sample_form(plain: Signature, name: str, form: str) -> None:
     """Raise InvalidInput if a parameter is of one sample by its name and of all by its annotation, or vice versa."""
-    one = next((one for one, column in _PER_SAMPLE.items() if name in (one, column)), None)
+    one = next((one for one, column in PER_SAMPLE.items() if name in (one, column)), None)
     if one is None or form not in (_BATCH_FORMS if name == one else _SAMPLE_FORMS) or form == "list[int]":
         return
     conflict = "one sample, by its name, and of all, by its annotation" if name == one else \
         "all samples, by its name, and of one, by its annotation"
-    kinds = ("str", "list[str]") if _KINDS[_PER_SAMPLE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
+    kinds = ("str", "list[str]") if _KINDS[PER_SAMPLE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
     raise InvalidInput(Diagnostic(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {conflict}",
                                   plain.where, f"Write  {one}: {kinds[0]}  for one sample, or  "
-                                  f"{_PER_SAMPLE[one]}: {kinds[1]}  for all."))
+                                  f"{PER_SAMPLE[one]}: {kinds[1]}  for all."))

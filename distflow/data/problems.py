@@ -63,6 +63,17 @@ def answer_text(answer: Any) -> str:
     return str(answer)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def mend_text(text: str) -> str:
+    """Return a text in which each half of a surrogate pair is U+FFFD, and two halves that belong together are one
+    character: such a half is no text, and no tokenizer takes it."""
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})
 

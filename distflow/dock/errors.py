@@ -2,6 +2,7 @@
 
 DistflowError
 └── DockError
+    ├── DockFull
     ├── TimedOut
     └── LeaseLost
 
@@ -20,6 +21,12 @@ class DockError(DistflowError):
     """The dock cannot do what was asked of it. The message says what to change."""
 
 
+class DockFull(DockError):
+    """A process of the dock has no memory for a request. Give its machine more, or the dock less: `dock_gib`."""
+
+    exhausted = True
+
+
 class TimedOut(DockError):
     """Rows did not come in time. `report["missing"]`: each set of missing columns, some rows' ids and their count."""
 
@@ -32,7 +39,7 @@ class LeaseLost(DockError):
     """The rows of this lease were given to another holder, or are committed: throw away what was made of them."""
 
 
-_BY_NAME = {kind.__name__: kind for kind in (DockError, LeaseLost, ColumnError)}
+_BY_NAME = {kind.__name__: kind for kind in (DockError, DockFull, LeaseLost, ColumnError)}
 
 
 def error_from(reply: Mapping[str, Any]) -> DistflowError:

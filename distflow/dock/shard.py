@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 
 from distflow.dock.directory import Fence, ShardDirectory
-from distflow.dock.errors import LeaseLost
+from distflow.dock.errors import DockFull, LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
 from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout
@@ -30,8 +30,8 @@ from distflow.rpc.shared_payloads import LEAST, ServedHeap
 
 _log = logging.getLogger("distflow.dock")
 _WAKE = 0.5  # seconds after which a request that found no room looks again
-_UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-"""Errors of a malformed request or a lack of memory: answered, or clients would retry for ever."""
+_UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""Errors of a malformed request: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "fetch_saved", "lease", "peek", "shortage", "require",
                "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class StorageShardServer:
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, directory: ShardDirectory | None = None):
         self.token = token
         self.state = ShardState(token, 1 + secrets.randbits(30), directory)
-        self.over = False
+        self.over = self.was_full = False
         self.fence: Fence | None = None
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
@@ -129,6 +129,8 @@ class StorageShardServer:
             reply, buffers = self.actions[header["op"]](ClientRequest(connection, memory, session, header, size))
         except DistflowError as error:
             reply, buffers = {"error": type(error).__name__, "message": str(error)}, []
+        except MemoryError as error:
+            reply, buffers = {"error": DockFull.__name__, "message": self._full(header, size, client, error)}, []
         except _UNANSWERABLE as error:
             _log.exception("%s sent a request that cannot be answered", client.who)
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
@@ -139,6 +141,17 @@ class StorageShardServer:
         connection.send(reply, buffers)
         if "in_place" not in reply:
             memory.held = []
+
+    def _full(self, header: Header, size: int, client: ClientSession, error: MemoryError) -> str:
+        """Return why a request has not been answered, and log the first one."""
+        host, port = self.address
+        why = f"the dock's process at {host}:{port} has no memory left for `{header.get('op')}` of {size:,} bytes " \
+              f"({error or 'MemoryError'}). Give its machine or control group more, or the dock " \
+              "less:  dock_gib  in the run file"
+        if not self.was_full:
+            _log.error("%s, asked by %s", why, client.who)
+        self.was_full = True
+        return why
 
     @locked
     def configure(self, request: ClientRequest) -> Header:

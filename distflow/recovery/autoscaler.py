@@ -16,6 +16,7 @@ and pulls the newest weights.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distflow.errors import InvalidInput
-from distflow.telemetry import events
+from distflow.telemetry import events, files
 from distflow.telemetry.run_reader import Tail
 
 _FILE = "scale.json"
@@ -42,7 +43,9 @@ class RolloutScale:
     def should_run(self) -> bool:
         if time.monotonic() - self.looked > _POLL_FILE:
             before = self.index - sum(each < self.index for each in self.left_out())
-            self.looked, self.answer = time.monotonic(), before < read(self.file.parent, before + 1)
+            self.looked = time.monotonic()
+            with contextlib.suppress(OSError):  # its file system is away: it is looked at again
+                self.answer = before < read(self.file.parent, before + 1)
         return self.answer
 
 
@@ -55,7 +58,7 @@ def read(folder: Path, default: int) -> int:
 
 
 def write(folder: Path, rollouts: int) -> None:
-    events.write_atomically(folder / _FILE, json.dumps({"rollout": rollouts}))
+    files.write_atomically(folder / _FILE, json.dumps({"rollout": rollouts}))
 
 
 def forget(folder: Path) -> None:

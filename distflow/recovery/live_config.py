@@ -6,6 +6,7 @@ the settings in force, so that a resume keeps them; `changes.jsonl` lists the ch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -50,10 +51,11 @@ class LiveConfig:
     def _read(self) -> list[Change]:
         if time.monotonic() - self.read_at < _POLL:
             return self.changes
-        self.read_at, size = time.monotonic(), self.file.stat().st_size if self.file.exists() else 0
-        if size != self.size:
-            text = self.file.read_text(encoding="utf-8").rpartition("\n")[0]
-            self.size, self.changes = size, [Change(**json.loads(line)) for line in text.splitlines()]
+        self.read_at = time.monotonic()
+        with contextlib.suppress(OSError):  # there is none, or its file system is away: it is looked at again
+            if (size := self.file.stat().st_size) != self.size:
+                text = self.file.read_text(encoding="utf-8").rpartition("\n")[0]
+                self.size, self.changes = size, [Change(**json.loads(line)) for line in text.splitlines()]
         return self.changes
 
 

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from pathlib import Path
 
+_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""Errors at a limit: of a user's processes (`fork`), of a process's open files, of those of the system."""
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
 
@@ -24,6 +27,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     name: supervisors' modules load no torch) or of the CPU."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether this process or another one has no threads, processes or open files left, or the dock no memory,
+    of all of which a restarted worker needs as much."""
+    return getattr(error, "exhausted", False) or "can't start new thread" in str(error) or (
+        isinstance(error, OSError) and error.errno in _LIMITS)
 
 
 def killed_since(before: int | None) -> bool:

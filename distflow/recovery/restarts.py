@@ -24,6 +24,9 @@ _SETTLE, _READ = 5.0, 64
 _SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows",
           "validating": "batch_rows"}
 """By phase of a worker, the setting that decides how much memory it takes."""
+_CONCLUDING = ("validating", "saving", "ending")
+"""Phases of a worker after what it has trained; a restart goes back to the same place."""
+_PAUSE = 10.0  # seconds before a failure in one of them is tried again: a disk or a server may have room by then
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Failure:
     was detected. code: exit status of the supervisor if no attempt follows. outside: the worker was killed or stopped
     from outside, which says nothing about the program. required_process: a process that the whole group needs has
     ended, and each supervisor of the group starts its own one again. order: in which the store was told of the failures
-    of an attempt; machines have different clocks.
+    of an attempt; machines have different clocks. exhausted: threads, files or the dock's memory have run out.
     """
 
     rank: int
@@ -61,6 +64,7 @@ class Failure:
     required_process: bool = False
     order: int = 0
     out_of_memory: bool = False
+    exhausted: bool = False
 
     @property
     def setting_to_halve(self) -> str:
@@ -167,6 +171,13 @@ class RestartCoordinator:
         return min(found, key=lambda failure: (failure.symptom, not failure.outside, failure.order))
 
 
+def pause_before(attempt: Attempt) -> float:
+    """Return for how many seconds the workers of an attempt wait before they start."""
+    last = attempt.failures[-1] if attempt.failures else None
+    may_pass = last and (last.exhausted or last.phase in _CONCLUDING) and not (last.outside or last.symptom)
+    return _PAUSE if may_pass else 0.0
+
+
 def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
     """Return why there is no further attempt; empty if there is one (RobustRL §5.1.2).
 
@@ -189,10 +200,15 @@ def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
     if last.setting_to_halve and all(each.setting_to_halve != last.setting_to_halve for each in before):
         return ""  # the next attempt takes less
-    if len(failures) == 1 and not last.finished and last.phase != "waiting":
+    if len(failures) == 1 and not last.finished and last.phase not in ("waiting", "ending") and not last.exhausted:
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
+    if before and last.exhausted and before[-1].exhausted and not last.finished:
+        return "threads, open files or memory have run out twice (`ulimit -u`, `ulimit -n`, `pids.max`), and each " \
+               "start needs as many"
+    if before and last.phase == before[-1].phase in _CONCLUDING and last.step in (0, before[-1].step):
+        return f"it failed twice in the same place ({last.phase})"
     if before and last.step and before[-1].step == last.step:
         half = f", also with half of its {last.setting_to_halve}" if last.setting_to_halve else ""
         return f"it failed twice in step {last.step}{half}"

@@ -36,7 +36,7 @@ from distflow.recovery.hooks import When, may_exist
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.membership import ElasticMember
 from distflow.recovery.rank_status import absent_ranks
-from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, pause_before
 from distflow.recovery.store import RunStore
 from distflow.recovery.worker_process import (
     FAILED,
@@ -58,18 +58,28 @@ from distflow.telemetry.tracebacks import report_to_torchrun, users_line, users_
 
 
 def stop_message(folder: Path, step: int) -> str:
-    """Return the last line on the screen of a run that was told to end: what is kept of it, and how to go on. `folder`
-    may not exist; `step`: after which the run has ended in order, 0 if it was cut off."""
+    """Return the last line on the screen of a run that was told to end: what is kept of it, and how to continue.
+    `folder` may not exist; `step`: after which the run has ended in order, 0 if it was cut off."""
     ended = f"{folder} was stopped after step {step}" if step else f"{folder} was stopped in the middle of a step"
     if not folder.is_dir():
         return f"{folder} was stopped before it began; nothing is kept"
+    return f"{ended}; {kept(folder)}"
+
+
+def kept(folder: Path, ending: bool = False) -> str:
+    """Return what a run folder keeps of a run that has ended before its time, and the command that continues it.
+    `ending`: all steps were done, and the models are missing."""
     try:
         found = complete_checkpoints(folder / "checkpoints")
     except CheckpointError as error:
-        return f"{ended}; {error}"
+        return str(error)
     if not found:
-        return f"{ended}; it has no checkpoint to go on from (`checkpoint.every` in the run file)"
-    return f"{ended}; its checkpoint of step {step_of(found[-1])} is kept. Go on:  distflow resume {quoted(folder)}"
+        return "it has no checkpoint to go on from (`checkpoint.every` in the run file)"
+    command = f"Go on:  distflow resume {quoted(folder)}"
+    if ending:
+        command = f"Write its models:  distflow resume {quoted(folder)}   or to another place:  distflow export " \
+                  f"{quoted(folder)} FOLDER"
+    return f"its checkpoint of step {step_of(found[-1])} is kept. {command}"
 
 
 _POLL = 0.2  # seconds between two looks at the store and at the worker's heartbeat; a death is seen at once
@@ -151,6 +161,7 @@ class Supervisor:
             while not attempt.end:
                 if not self._wait_until_scaled_up():
                     return 0
+                self._pause_after_failure(attempt)
                 end = self._run_worker(attempt)
                 done = end is _WorkerEnd.DONE and self._group_is_done(attempt)
                 if self.signal and not done:
@@ -278,6 +289,13 @@ class Supervisor:
             time.sleep(poll_interval(_POLL, self.ranks))
         return True
 
+    def _pause_after_failure(self, attempt: Attempt) -> None:
+        """Wait before a failure is tried again that may pass by then."""
+        until = time.monotonic() + pause_before(attempt)
+        while len(attempt.failures) > self.failures_handled and time.monotonic() < until:
+            self._poll()
+            time.sleep(poll_interval(_POLL, self.ranks))
+
     def _wait_for_run_end(self) -> int:
         while not self.is_obsolete():
             self._poll()
@@ -398,14 +416,15 @@ class Supervisor:
         helper.poll(_GRACE)
         if status := helper.end():
             why = f"took longer than {_GRACE:g} s" if status < 0 else "raised what stands above"
-            print(f"an {when} hook {why}", file=sys.stderr, flush=True)
+            events.show(f"an {when} hook {why}", sys.stderr)
             self._record("hook_failed", why=why)
 
     def _record(self, kind: str, **facts: Any) -> None:
         """Append an event, once the first worker has made the run's folder."""
-        if self.folder.is_dir():
-            self.events.step = self.heartbeat.read().step
-            self.events.record(kind, **facts)
+        with contextlib.suppress(OSError):  # its file system is away
+            if self.folder.is_dir():
+                self.events.step = self.heartbeat.read().step
+                self.events.record(kind, **facts)
 
     def _failure_of_exit(self, status: int, report: bytes) -> Failure:
         if report:
@@ -472,9 +491,18 @@ class Supervisor:
             if (first := following.failures[0]) is not cause:
                 text += f"The first failure was that of rank {first.rank} in step {first.step}: {first.what}\n"
             text += self._traceback(cause.details) if cause.details else cause.what.rstrip()
+        if following.end and not left_out:
+            text += self._kept(cause)
         events.show(f"[rank {cause.rank}] {text}" if cause.rank else text, sys.stderr)
         if following.end and not left_out:
             report_to_torchrun(text)
+
+    def _kept(self, cause: Failure) -> str:
+        """Return a line of what is kept of a run that has failed for good; empty if it was refused or never began."""
+        ending = cause.phase == "ending"
+        if cause.code == INVALID or not (ending or cause.step or cause.finished):
+            return ""
+        return f"\n{shown(self.folder)}: {'all steps are done, and ' * ending}{kept(self.folder, ending)}"
 
     def _traceback(self, details: str) -> str:
         """Return the user's part of a traceback, and where the rest is."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from distflow.errors import DistflowError, InvalidInput, RankMissing
-from distflow.recovery.out_of_memory import is_out_of_memory
+from distflow.recovery.out_of_memory import is_exhausted, is_out_of_memory
 from distflow.recovery.peer_replica import PeerReplica
 from distflow.recovery.restarts import Attempt
 from distflow.recovery.rollout_cache import RolloutCache
@@ -77,12 +77,12 @@ def _exit(pipe: int, error: BaseException | None) -> None:
             status = INVALID if isinstance(error, InvalidInput) else FAILED
             _write_report(pipe, "\n".join([str(error), *getattr(error, "__notes__", ())]),
                           symptom=isinstance(error, RankMissing), hopeless=not error.passing, code=status,
-                          outside=error.elsewhere)
+                          outside=error.elsewhere, exhausted=error.exhausted)
         else:  # an engine, or a function of the user's, may raise SystemExit: that is no way to end a worker
             what = f"it left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else \
                 "".join(traceback.format_exception_only(error)).strip()
             _write_report(pipe, what, details="".join(traceback.format_exception(error)),
-                          out_of_memory=is_out_of_memory(error))
+                          out_of_memory=is_out_of_memory(error), exhausted=is_exhausted(error))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

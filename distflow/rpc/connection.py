@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy
 
-from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.errors import NoThread, Refused, RpcError, Unreachable
 from distflow.rpc.messages import (
     HEAD_SIZE,
     MACHINE_MEMORY,
@@ -39,6 +39,7 @@ _BLOCK = 256 << 10  # bytes received at once where each block is used at once
 _SMALL = 16 << 10  # buffers that are smaller on average are joined first: a copy costs less than a segment
 _MIN_TOKEN = 16
 _PIECE = 1 << 20
+_NO_THREAD = b"distflow: no thread left".ljust(_NONCE)  # in place of a server's challenge
 _INSTANT = 0.001
 HANDSHAKE_LIMIT = 5.0  # seconds for all of it, however slowly the peer sends
 STALL_LIMIT = 60.0
@@ -226,7 +227,8 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
             on_silence: Callable[[], None] = keep_waiting) -> Connection:
     """Connect and authenticate both ends. `limit`: seconds to connect, and without a byte later on; meanwhile
     `on_silence` is called every `look` seconds, as by `Connection.set_timeout`. Raises Unreachable: no process listens
-    there, or it does not answer. Refused: the other side does not know the token."""
+    there, or it does not answer; NoThread: it has no thread for this client. Refused: the other side does not know the
+    token."""
     host, port = address
     check_token(token)
     try:
@@ -239,6 +241,10 @@ def connect(address: Address, token: bytes, limit: float, look: float = math.inf
         try:
             _set_up(connection, min(limit, HANDSHAKE_LIMIT))
             theirs, ours = bytes(connection._receive_exactly(_NONCE)), secrets.token_bytes(_NONCE)
+            if theirs == _NO_THREAD:
+                raise NoThread(f"the process at {connection.peer} has no thread left for another connection: its "
+                               "user's limit (`ulimit -u`) or its control group's (`pids.max`) is reached, or its "
+                               "memory is full")
             connection._send_all([ours + _proof(token, b"client", theirs, ours)])
             answer = connection._receive_exactly(_PROOF, closing=True)
         except ConnectionEnded:
@@ -285,6 +291,13 @@ def accept_client(sock: socket.socket, peer: str, token: bytes) -> tuple[Connect
     for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # the kernel's limits cost no call, unlike settimeout
         sock.setsockopt(socket.SOL_SOCKET, option, limit)
     return connection, hello
+
+
+def turn_away(sock: socket.socket) -> None:
+    """Tell a client that there is no thread for it, and hang up."""
+    with contextlib.suppress(OSError), sock:
+        sock.setblocking(False)
+        sock.send(_NO_THREAD)
 
 
 def check_token(token: bytes) -> None:

@@ -4,6 +4,7 @@ DistflowError
 └── RpcError          a connection cannot be used as asked: a short token, a taken port, a message that is too long
     ├── Refused       the other side does not know the run's token, or does not speak this protocol
     └── Unreachable   the other side does not answer
+        └── NoThread  it has no thread for this connection
 """
 
 from __future__ import annotations
@@ -23,3 +24,9 @@ class Unreachable(RpcError):
     """A process does not answer. It may be down, or stopped."""
 
     elsewhere = True
+
+
+class NoThread(Unreachable):
+    """A process has no thread for another connection. Raise its limits, or start fewer processes."""
+
+    elsewhere, exhausted = False, True

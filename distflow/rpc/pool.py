@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
-from distflow.rpc.errors import Refused, Unreachable
+from distflow.rpc.errors import NoThread, Refused, Unreachable
 from distflow.rpc.shared_payloads import LEAST, MappedHeap
 
 _CONNECT = 5.0  # seconds within which a process must take a connection
@@ -33,10 +33,12 @@ class RetryPolicy:
         self.since: float | None = None
 
     def pause_or_raise(self, address: Address, error: Exception, moved: bool) -> None:
-        """Pause before the next attempt; raise `Unreachable` if there is none. `moved`: the process is elsewhere now,
-        so that its silence says nothing."""
+        """Pause before the next attempt; raise `Unreachable` if there is none, or the `NoThread` that it was. `moved`:
+        the process is elsewhere now, so that its silence says nothing."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
+        if isinstance(error, NoThread) and now - self.since >= self.timeout:
+            raise error
         if isinstance(error, TimeoutError) and not moved or now - self.since >= self.timeout:
             what = "has not sent or taken a byte" if isinstance(error, TimeoutError) else "cannot be reached"
             raise Unreachable(f"the process at {address[0]}:{address[1]} {what} for {self.timeout:g} s "

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from distflow.rpc.connection import Address, Connection, ConnectionEnded, accept_client, check_token
+from distflow.rpc.connection import Address, Connection, ConnectionEnded, accept_client, check_token, turn_away
 from distflow.rpc.errors import Refused, RpcError
 
 MOST = 256  # connections in their handshake; each costs a thread
@@ -69,6 +69,7 @@ class Server:
         check_token(token)
         self.token, self.serve, self.log = token, serve, log
         self.handshakes, self.connections, self.over = HandshakeLimiter(), set[Connection](), False
+        self.turns_away = False  # whether a client has been turned away for want of a thread
         self.lock = threading.Lock()
         self.thread: threading.Thread | None = None
         try:
@@ -107,10 +108,12 @@ class Server:
             peer = f"{host}:{port}"
             try:
                 threading.Thread(target=self._handle, args=(sock, peer), name="client", daemon=True).start()
-            except RuntimeError as error:
-                self.log.warning("%s:%d has no thread for %s: %s", *self.address, peer, error)
+            except (RuntimeError, MemoryError) as error:
+                if not self.turns_away:  # clients try again: the reason is named once
+                    self.log.warning("%s:%d has no thread for %s and others: %s", *self.address, peer, error)
+                self.turns_away = True
                 self.handshakes.remove(sock)
-                sock.close()
+                turn_away(sock)
 
     def _handle(self, sock: socket.socket, peer: str) -> None:
         try:

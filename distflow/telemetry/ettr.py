@@ -87,7 +87,7 @@ def account(events: Iterable[Event]) -> FailureCosts:
             _close_intervals(result, [rank], now)
         elif kind == "failure":
             first, final = event["ranks"]
-            group = range(first, final + 1) if event["verdict"] == STARTS_AGAIN else list(result.intervals)
+            group = [each for each in result.intervals if first <= each <= final or event["verdict"] != STARTS_AGAIN]
             _close_intervals(result, group, now - event["seen_after"])
             result.recoveries.append(_recovery(event, now, ordered[index + 1 :]))
         last[rank] = now

@@ -1,7 +1,7 @@
 """Appends events to `events.jsonl`, one JSON object a line, from every rank; and lines to other files of a run.
 
 A full disk does not end a run: lines that cannot be written are dropped and counted, and the files stay valid JSON
-Lines. Files that are no such log are written by `write_atomically`.
+Lines. Files that are no such log are written by `files.write_atomically`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from distflow.telemetry.screen import fitting, printable
 
 _dropped: Counter[Path] = Counter()
 _SCREEN = Path("standard output")
@@ -51,23 +53,15 @@ def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
     return True
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a file whole or not at all, in place of an older one. Raises OSError: it cannot be written."""
-    partial = path.with_name(f"{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-    partial.replace(path)
-
-
 def dropped() -> int:
     return _dropped.total()
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Print a line if possible: standard output may be a file on a full disk, or closed."""
+    """Print a text if possible, without control characters: standard output may be a file on a full disk, or closed."""
+    stream = stream or sys.stdout
     try:
-        print(text, file=stream or sys.stdout, flush=True)
+        print(fitting(printable(text), stream), file=stream, flush=True)
     except OSError:
         _dropped[_SCREEN] += 1
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import InvalidInput
-from distflow.telemetry import events
+from distflow.telemetry import events, files
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
 
@@ -238,9 +238,8 @@ def _known(folder: Path) -> dict[str, Any]:
 
 def _keep(folder: Path, name: str, value: Any) -> None:
     """Write a value into the run's file, which several loggers share."""
-    with (folder / f"{_FILE}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        events.write_atomically(folder / _FILE, json.dumps({**_known(folder), name: value}))
+    with files.locked(folder / _FILE):
+        files.write_atomically(folder / _FILE, json.dumps({**_known(folder), name: value}))
 
 
 def _name(text: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from distflow.telemetry.run_reader import parsed
 from distflow.telemetry.timeline import RunTimeline
 
 _PROCESSES = 1_000_000  # process ids of profiles in a trace: this and the rank, so that none is a rank's own
@@ -24,15 +25,21 @@ def profiled_events(run: Path, spans: RunTimeline, steps: Collection[int], zero:
     hosts = {span.rank: span.host for span in spans.spans}
     for rank, host in sorted(hosts.items()):
         process, threads = _PROCESSES + rank, dict[Any, int]()
-        for index, step in enumerate(step for step in steps if profile_file(run, rank, step).is_file()):
+        whole = ((step, found) for step in steps if (found := _read(profile_file(run, rank, step))))
+        for index, (step, content) in enumerate(whole):
             if not index:
                 yield {"ph": "M", "name": "process_name", "pid": process,
                        "args": {"name": f"rank {rank} · PyTorch profiler"}}
                 yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": rank}}
-            with gzip.open(profile_file(run, rank, step), "rt", encoding="utf-8") as file:
-                content = json.load(file)
             shift = content.get("baseTimeNanoseconds", 0) / 1e3 + 1e6 * (spans.offsets.get(host, 0.0) - zero)
-            yield from _moved(content["traceEvents"], process, threads, f"{rank}/{step}", shift)
+            yield from _moved(content.get("traceEvents", []), process, threads, f"{rank}/{step}", shift)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a profile; nothing of one that is missing, or that its rank has not written whole."""
+    with contextlib.suppress(OSError, EOFError), gzip.open(file) as content:
+        return parsed(content.read()) or {}
+    return {}
 
 
 def _moved(events: list[Event], process: int, threads: dict[Any, int], prefix: str, shift: float) -> Iterator[Event]:

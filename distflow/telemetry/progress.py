@@ -7,13 +7,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.segment import Segment
 from rich.table import Column
 
 from distflow.telemetry import events
+from distflow.telemetry.screen import printable, terminal
 
 _SHOWN = (("reward/mean", "reward", ".3f"), ("environment/reward", "reward", ".3f"), ("loss", "loss", "+.4f"),
           ("response/length", "length", ".1f"), ("tokens_per_second", "tok/s", ",.0f"))
@@ -30,6 +32,17 @@ def typical_seconds(recent: Collection[float]) -> float:
     return statistics.mean(seconds for seconds in recent if seconds <= longest)
 
 
+class Terminal(Console):
+    """Console on standard output whose texts are `printable`; what moves its cursor is rich's own."""
+
+    def __init__(self) -> None:
+        super().__init__(file=terminal(), markup=False, emoji=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 class StepProgress:
     def __init__(self, title: str, steps: int, done: int):
         self.title, self.steps, self.done = title, steps, done
@@ -41,10 +54,10 @@ class StepProgress:
 
     def _bar(self) -> Progress:
         column = Column(no_wrap=True)
-        columns = (TextColumn("{task.description}", table_column=column), BarColumn(_BAR),
-                   MofNCompleteColumn(table_column=column), TextColumn("{task.fields[numbers]}", table_column=column),
-                   TextColumn("{task.fields[left]}", table_column=column))
-        bar = Progress(*columns, console=Console())
+        name, numbers, left = (TextColumn(f"{{task.{each}}}", table_column=column, markup=False)
+                               for each in ("description", "fields[numbers]", "fields[left]"))
+        columns = (name, BarColumn(_BAR), MofNCompleteColumn(table_column=column), numbers, left)
+        bar = Progress(*columns, console=Terminal())
         self.task = bar.add_task(self.title, total=self.steps, completed=self.done, numbers="", left="")
         bar.start()
         atexit.register(bar.stop)  # a run that fails must give the terminal its cursor back

@@ -22,8 +22,9 @@ from typing import Any
 
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
-from distflow.telemetry.events import write_atomically
-from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.files import write_atomically
+from distflow.telemetry.run_reader import RunReader, numbers
+from distflow.telemetry.screen import printable
 from distflow.telemetry.timeline import Span
 
 _SAMPLE_CHARACTERS = 1_500_000  # of samples that one report holds; steps between the first and the last are left out
@@ -58,12 +59,21 @@ def write_report(folders: Sequence[Path], file: Path) -> int:
     runs = [read_run(folder, characters) for folder in folders]
     page = (resources.files("distflow.telemetry") / "report.html").read_text(encoding="utf-8")
     plotly = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    data = json.dumps(runs, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(_shown(runs), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)), "PLOTLY": plotly, "DATA": data}
     head, *rest = page.split("@@")  # TEXT @@NAME@@ TEXT @@NAME@@ TEXT
     text = head + "".join(parts[name] + after for name, after in zip(rest[::2], rest[1::2]))
     write_atomically(file, text)
     return file.stat().st_size
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as a page can show it: its texts `printable`, and None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _shown(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else _number(value)
 
 
 def _verdict(steps: list[dict[str, float]], failures: Sequence[Any], reader: RunReader) -> dict[str, str]:
@@ -127,11 +137,11 @@ def _learned(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return some problems with the first and the last answer to each: those first that the run has learned."""
     rows = [row for row in answers if "completions" in row]
     first, last = (choose((row.get("step", 0) for row in rows), default=0) for choose in (min, max))
-    before, after = ({(row.get("set"), row.get("row")): row for row in rows if row.get("step", 0) == step}
+    before, after = ({(str(row.get("set")), str(row.get("row"))): row for row in rows if row.get("step", 0) == step}
                      for step in (first, last))
     both = [{"question": row.get("questions"), "answer": row.get("answers"), "steps": [first, last],
              "texts": [before[key]["completions"], row["completions"]],
-             "rewards": [before[key].get("rewards"), row.get("rewards")]}
+             "rewards": [numbers(each).get("rewards") for each in (before[key], row)]}
             for key, row in after.items() if key in before and first < last]
     return sorted(both, key=lambda pair: (pair["rewards"][0] or 0.0) - (pair["rewards"][1] or 0.0))[:_LEARNED]
 

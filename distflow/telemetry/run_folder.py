@@ -33,10 +33,10 @@ from distflow.config.load import Spec, reload
 from distflow.config.yaml_source import dump
 from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Plan
-from distflow.telemetry import events
+from distflow.telemetry import events, files
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
-from distflow.telemetry.run_reader import SUMMARY, Tail, histograms, no_run
+from distflow.telemetry.run_reader import SUMMARY, Tail, histograms, no_run, numbers, parsed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -193,10 +193,10 @@ def of_torchrun(output: str) -> Path | None:
 def read_launch(folder: Path) -> dict[str, Any] | None:
     """Return the content of launch.json, or None if the file is missing, cut short or of another form."""
     try:
-        content = json.loads((folder / "launch.json").read_text())
-    except (OSError, ValueError):
+        content = parsed((folder / "launch.json").read_bytes()) or {}
+    except OSError:
         return None
-    search = content.get("search") if isinstance(content, dict) else None
+    search = content.get("search")
     return content if isinstance(search, list) and all(isinstance(folder, str) for folder in search) else None
 
 
@@ -230,10 +230,10 @@ def read_plan(folder: Path) -> dict[str, Any]:
     if not file.is_file() and not (folder / "launch.json").is_file():
         raise InvalidInput(f"{folder} has no plan.json, so it is not the folder of a run")
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("ranks"), int):
+        content = parsed(file.read_bytes()) or {}
+    except OSError:
+        content = {}
+    if not isinstance(content.get("ranks"), int):
         raise InvalidInput(Diagnostic(f"{file} is missing or damaged, so that the run's ranks are not known", None,
                                       f"Stop the run, if it goes on, and say them, which writes the file again:  "
                                       f"distflow resume {quoted(folder)} --ranks N"))
@@ -289,15 +289,17 @@ class RunFolder:
                                        if "tensorboard" in loggers else lambda: None)
 
     @staticmethod
-    def made(path: Path, torchrun: str) -> bool:
-        """Return whether an earlier worker of this torchrun has made the folder of its new run. A folder that was left
-        incomplete, by a worker that was killed, is removed."""
-        if (path / "plan.json").is_file():  # which is written last
-            return True
+    def is_made(path: Path) -> bool:
+        """Return whether a run's folder was made to its end."""
+        return (path / "plan.json").is_file()  # which is written last
+
+    @staticmethod
+    def remove_unfinished(path: Path, torchrun: str) -> None:
+        """Remove a folder that an earlier worker of this torchrun has left unfinished. Only the worker that makes the
+        folder may do so: to any other one, a folder that is being made looks alike."""
         started = path / "launch.json"
         if not started.is_file() or torchrun in started.read_text():
             shutil.rmtree(path, ignore_errors=True)
-        return False
 
     @staticmethod
     @contextlib.contextmanager
@@ -319,7 +321,7 @@ class RunFolder:
                                           "Name another one:  --set output=FOLDER")) from None
         with contextlib.ExitStack() as failed:
             failed.callback(_remove, missing)
-            (path / "launch.json").write_text(json.dumps({"search": search, "torchrun": torchrun}))
+            files.write_atomically(path / "launch.json", json.dumps({"search": search, "torchrun": torchrun}))
             RunFolder.describe(path, spec, plan)
             yield lambda: _remove(missing)
             failed.pop_all()
@@ -329,12 +331,13 @@ class RunFolder:
         """Write the configuration and plan in force, at the start and on a resume; each file is replaced atomically."""
         texts = {f"{kind}.yaml": dump(content) for kind, content in spec.resolved().items()}
         for name, text in {**texts, "plan.json": plan.to_json()}.items():
-            events.write_atomically(path / name, text)
+            files.write_atomically(path / name, text)
 
     def _totals(self) -> tuple[float, ...]:
         """Read the totals of the newest step that is written, from which a resumed run goes on."""
-        last = next((line for line in reversed(list(Tail(self.metrics).new())) if _TOTALS[0] in line), {})
-        return tuple(last.get(name) or 0.0 for name in _TOTALS)
+        lines = map(numbers, reversed(list(Tail(self.metrics).new())))
+        last = next((line for line in lines if _TOTALS[0] in line), {})
+        return tuple(last.get(name, 0.0) for name in _TOTALS)
 
     def write_step(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics of a step, with totals since the run began."""
@@ -370,17 +373,16 @@ class RunFolder:
             summary["dropped_lines"] = events.dropped()
         path = self.path / SUMMARY
         try:
-            path.write_text(json.dumps(finite(summary), indent=1))
+            files.write_atomically(path, json.dumps(finite(summary), indent=1))  # half of one would end a resume
         except OSError as error:
             events.show(f"warning: {path} cannot be written: {error.strerror}", sys.stderr)
-            path.unlink(missing_ok=True)
 
 
 def summarize(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of all metrics lines. `accuracy` has the steps at which each validation set was answered;
     before and after are of the first set."""
-    steps = [line for line in lines if "seconds" in line]
-    tokens, seconds = (sum(line.get(name) or 0.0 for line in steps) for name in ("tokens", "seconds"))
+    steps = [values for values in map(numbers, lines) if "seconds" in values]
+    tokens, seconds = (sum(values.get(name, 0.0) for values in steps) for name in ("tokens", "seconds"))
     curves: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -426,9 +428,5 @@ def forget_after(path: Path, step: int, validation: bool = False) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return math.inf
-    step = record.get("step") if isinstance(record, dict) and line.endswith(b"\n") else None
+    step = (parsed(line) or {}).get("step") if line.endswith(b"\n") else None
     return step if isinstance(step, int) else math.inf

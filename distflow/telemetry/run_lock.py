@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from distflow.errors import Diagnostic, InvalidInput
+from distflow.telemetry.files import AWAY
 from distflow.telemetry.processes import alive, began
 
 NAME = "run.lock"
@@ -104,7 +105,7 @@ class RunLock:
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, *AWAY):
                 return  # no reason for a run to end; it is tried again
             raise
         until, self.locked = time.monotonic() + _EXIT_TIMEOUT, True

@@ -1,5 +1,6 @@
 """Reads the files of a run's folder, also while the run goes on: for watch, why, reports, loggers and Python.
 
+    parsed       a line of any of these files; None for one that is torn or foreign
     Tail         new lines of a file that grows; EventTail those of events.jsonl
     RunReader    a run's files by their names: metrics by step, events, samples, settings, summary
 """
@@ -7,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,31 @@ SUMMARY = "summary.json"  # exists once a run has finished
 _AGE = re.compile(r"staleness/tokens/\d+")
 _RENAMED_EVENTS = {"worker rests": "worker_scaled_down", "worker useful": "worker_caught_up"}
 _SETTINGS = ("dag.yaml", "run.yaml")
+_RANKS, _STEPS, _LATEST, _LARGEST = 2**31, 2**53, 1e11, 1e39  # what ranks, steps, times and metrics stay below
+_BACK = 60.0  # seconds by which a rank's clock is set back at least; ranks record their events in order
+_FIELDS: dict[str, dict[str, Any]] = {
+    "failure": {"group": "", "ranks": [-1, -1], "attempt": 0, "failed_step": 0, "phase": "", "what": "", "verdict": "",
+                "details": "", "seen_after": 0.0},
+    "worker_started": {"attempt": 0},
+    "worker_ready": {"attempt": 0, "host": "", "pid": 0, "began": 0, "seconds": {"connect": 0.0, "load": 0.0}},
+    "run_stopped": {"after_step": 0}, "settings_changed": {"settings": {}}}
+"""Fields of events that are read, with what stands for one that is missing or of another type."""
 Row = dict[str, Any]
 
 
+def parsed(line: bytes | str) -> Row | None:
+    """Return what a line of JSON Lines holds; None if it is no object, as where a crash has torn it. Numbers that JSON
+    does not have are None."""
+    try:
+        content = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 class Tail:
-    """New whole lines of a JSON Lines file that grows. Damaged lines are passed over; a file that is missing has none.
-    A file that a resumed run has cut is read again from its beginning."""
+    """New whole lines of a JSON Lines file that grows. Lines that are damaged or of no step are passed over; a file
+    that is missing has none. A file that a resumed run has cut is read again from its beginning."""
 
     def __init__(self, file: Path):
         self.file, self.read, self.inode = file, 0, 0
@@ -44,21 +63,40 @@ class Tail:
             *whole, _ = stream.read().split(b"\n")
         self.read += sum(len(line) + 1 for line in whole)
         for line in whole:
-            try:
-                content = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(content, dict):
+            content = parsed(line)
+            if content is not None and type(step := content.get("step")) is int and 0 <= step < _STEPS:
                 yield content
 
 
 class EventTail(Tail):
-    """New events of a run by the names that they have now; older versions have recorded some in words."""
+    """New events of a run by the names that they have now; older versions have recorded some in words. What an event
+    lacks, or has of another type, has the value of `_FIELDS`. A clock that was set back continues where it was."""
+
+    def __init__(self, file: Path):
+        super().__init__(file)
+        self.told: dict[int, float] = {}  # newest time of each rank, by its clock
+        self.shift: dict[int, float] = {}  # seconds by which each rank's clock is corrected
+        self.now = 0.0  # newest time of all ranks
 
     def new(self) -> Iterator[Row]:
-        for event in super().new():
-            name = str(event.get("event"))
-            yield {**event, "event": _RENAMED_EVENTS.get(name, name.replace(" ", "_"))}
+        for line in super().new():
+            rank, moment, name = line.get("rank"), line.get("time"), line.get("event")
+            if type(rank) is not int or not is_number(moment) or type(name) is not str:
+                continue
+            if not (0 <= rank < _RANKS and 0 <= moment < _LATEST):
+                continue
+            name = _RENAMED_EVENTS.get(name, name.replace(" ", "_"))
+            fields = {field: usual if not _is_like(line.get(field), usual) else line[field]
+                      for field, usual in _FIELDS.get(name, {}).items()}
+            yield {**line, **fields, "event": name, "time": self._corrected(rank, moment)}
+
+    def _corrected(self, rank: int, moment: float) -> float:
+        if moment < self.told.get(rank, moment) - _BACK:
+            self.shift[rank] = self.now - moment
+        self.told[rank] = moment
+        corrected = moment + self.shift.get(rank, 0.0)
+        self.now = max(self.now, corrected)
+        return corrected
 
 
 class RunReader:
@@ -118,16 +156,15 @@ class RunReader:
             if file.is_file():
                 try:
                     _flatten(yaml.safe_load(file.read_text(encoding="utf-8")), "", found)
-                except yaml.YAMLError:
+                except (yaml.YAMLError, UnicodeDecodeError):
                     continue
         return found
 
     def _json(self, name: str) -> Row:
         try:
-            content = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return parsed((self.folder / name).read_bytes()) or {}
+        except OSError:
             return {}
-        return content if isinstance(content, dict) else {}
 
 
 def no_run(folder: Path) -> InvalidInput:
@@ -140,8 +177,25 @@ def no_run(folder: Path) -> InvalidInput:
 
 
 def numbers(line: Row) -> dict[str, float]:
-    """Return the values of a line of metrics.jsonl that are finite numbers."""
-    return {name: value for name, value in line.items() if isinstance(value, int | float) and math.isfinite(value)}
+    """Return the values of a line that are numbers."""
+    return {name: value for name, value in line.items() if is_number(value)}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, no larger than any metric."""
+    return type(value) in (int, float) and abs(value) < _LARGEST
+
+
+def _is_like(value: Any, usual: Any) -> bool:
+    """Return whether a value has the form of another one: a number, a text, a list of as many, or an object with its
+    keys."""
+    if isinstance(usual, dict):
+        return isinstance(value, dict) and all(_is_like(value.get(key), each) for key, each in usual.items())
+    if isinstance(usual, list):
+        return isinstance(value, list) and len(value) == len(usual) and all(map(_is_like, value, usual))
+    if type(usual) is int:
+        return type(value) is int and abs(value) < _STEPS
+    return is_number(value) if type(usual) is float else type(value) is type(usual)
 
 
 def histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, dict[int, float]]]:

@@ -24,19 +24,28 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Required
+
+from pydantic import ConfigDict, Field, PositiveFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from distflow.telemetry import events
+from distflow.telemetry.run_reader import parsed
 
 FOLDER = "timeline"
 MAIN, TRANSFERS, ROWS, TOOLS, PROMPTS, WEIGHTS, CHECKPOINTS = (
     "", "transfers", "rows", "tools", "prompts", "weights", "checkpoints")
 """Tracks of a rank. On the main one each span begins where the one before it ends."""
+_TRACKS = {MAIN, TRANSFERS, ROWS, TOOLS, PROMPTS, WEIGHTS, CHECKPOINTS}
+_NUMBERED = {ROWS, TOOLS, PROMPTS}  # whose names end with a number
 FINISHING = "finishing the step"  # ends with a collective of all ranks that train
 _EVERY, _RANKS = 1.0, 64  # seconds between two lines, and up to how many ranks: more of them write less often
 SILENT = 10.0  # seconds without a line after which a rank gives no sign, if lines come each second
 _MOST = 20_000  # spans of a line; more are dropped and counted
-_STEPS = re.compile(r'\{"steps": \[(\d+), (\d+)\], ')
+_STEPS = re.compile(rb'\{"steps": \[(\d{1,15}), (\d{1,15})\], ')
+_SET = 60.0  # seconds by which a machine's clock has been set at least
+_Time = Annotated[int, Field(gt=-(2**62), lt=2**62)]  # microseconds
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
 _LARGEST = 64 << 20  # bytes of a file, after which another one is begun; the one before it is kept
 
 
@@ -238,8 +247,15 @@ def _rank(line: dict[str, Any], base: float) -> RankTimeline:
 def newest(folder: Path, most: int | None = None) -> dict[int, RankTimeline]:
     """Return what each rank, or the first `most`, does now, from the last line of its file: of a run that goes on."""
     files = sorted((folder / FOLDER).glob("rank*[0-9].jsonl"), key=_rank_of)[:most]
-    lines = (json.loads(text) for file in files if (text := _last_line(file)))
-    return {line["rank"]: _rank(line, line["base"] / 1e6) for line in lines}
+    lines = ((file.stat().st_mtime, _whole(_last_line(file))) for file in files)
+    return {line["rank"]: _rank(line, _base(line, written)) for written, line in lines if line}
+
+
+def _base(line: dict[str, Any], written: float) -> float:
+    """Return the time at which the clock of the last line of a file began, in seconds since the epoch: by when the file
+    was written, if the machine's clock was set since the process began."""
+    seen = (line["base"] + line["time"]) / 1e6
+    return line["base"] / 1e6 + (written - seen if abs(written - seen) > _SET else 0.0)
 
 
 def _last_line(file: Path) -> bytes:
@@ -262,13 +278,53 @@ def _rank_of(file: Path) -> int:
 
 def _lines(file: Path, steps: Collection[int] | None) -> Iterator[dict[str, Any]]:
     """Yield the lines with any of these steps, without reading the others, and the last one: a long run has many."""
-    texts = file.read_text(encoding="utf-8").splitlines()
+    texts = file.read_bytes().split(b"\n")
     for number, text in enumerate(texts):
         found = _STEPS.match(text)
-        if steps is None or number == len(texts) - 1 or not found or any(
-                step in steps for step in range(int(found[1]), int(found[2]) + 1)):
-            with contextlib.suppress(ValueError):  # torn by a full disk or the end of its process
-                yield json.loads(text)
+        if (steps is None or number >= len(texts) - 2 or not found or _meets(steps, int(found[1]), int(found[2]))) and (
+                line := _whole(text)):
+            yield line
+
+
+def _meets(steps: Collection[int], first: int, last: int) -> bool:
+    if last - first < len(steps):
+        return any(step in steps for step in range(first, last + 1))
+    return any(first <= step <= last for step in steps)
+
+
+class _Line(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)  # type: ignore[misc]
+    rank: Required[_Count]
+    role: Required[str]
+    host: Required[str]
+    pid: Required[_Count]
+    attempt: Required[_Count]
+    base: Required[_Time]
+    time: Required[_Time]
+    now: Required[tuple[str, str, str, _Time, _Time] | None]
+    spans: Required[list[tuple[str, str, _Time, _Time, _Time, dict[str, Any]]]]
+    memory: _Count
+    every: PositiveFloat
+    collectives: str
+    dropped: _Count
+
+
+_LINE = TypeAdapter(_Line)
+
+
+def _whole(text: bytes) -> dict[str, Any] | None:
+    """Return a line, with the spans that are of a known form; None for one that is torn or foreign."""
+    try:
+        line: Any = _LINE.validate_python(parsed(text))
+    except ValidationError:
+        return None
+    return {**line, "spans": [span for span in line["spans"] if _is_known(span[0], span[1], span[5])]}
+
+
+def _is_known(track: str, name: str, facts: dict[str, Any]) -> bool:
+    if track == WEIGHTS:
+        return name not in ("publish", "pull") or isinstance(facts.get("version"), int)
+    return track in _TRACKS and (track not in _NUMBERED or name.rpartition(" ")[2].isdecimal())
 
 
 def _offsets(spans: list[Span]) -> dict[str, float]:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from distflow.plan_file import NodeTiming
 from distflow.telemetry import events
+from distflow.telemetry.run_reader import is_number, parsed
 
 _ALL, _EVERY = 32, 8
 """The first steps are all written, then one of so many: the file of a long run on many ranks stays small."""
@@ -62,14 +62,16 @@ class TimingsFile:
 def read(path: Path) -> list[StepTimings]:
     """Return the steps of all ranks; of a step that was repeated, the last time. Torn lines are passed over."""
     found: dict[tuple[int, int], StepTimings] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
+        said = parsed(line) or {}
         try:
-            said: dict[str, Any] = json.loads(line)
-            nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items()}
+            nodes = {name: NodeTiming(*each) for name, each in said["nodes"].items()
+                     if isinstance(each, list) and all(map(is_number, each))}
             step = StepTimings(said["plan"], said["step"], said["rank"], said["seconds"], nodes)
-            found[step.step, step.rank] = step
-        except (ValueError, TypeError, KeyError):  # a part of a line may be JSON too
+        except (TypeError, KeyError, AttributeError):  # a part of a line may be JSON too
             continue
+        if type(step.step) is type(step.rank) is int and is_number(step.seconds):
+            found[step.step, step.rank] = step
     return [found[key] for key in sorted(found)]
 
 

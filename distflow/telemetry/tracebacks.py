@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from distflow.errors import shown
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
+from distflow.telemetry.screen import printable
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OTHERS = tuple(f"{folder}/" for folder in (*(_ROOT / name for name in ("distflow", "workers", "planners")),
@@ -48,6 +49,7 @@ def report_to_torchrun(text: str) -> None:
     """Leave the cause of a failure for torchrun, which prints the first one below its own traceback. Without that, all
     it says last is `exitcode: 1`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        text = printable(text)
         facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
             write_atomically(Path(file), json.dumps({"message": facts}))

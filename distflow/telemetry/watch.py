@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.telemetry import timeline
-from distflow.telemetry.progress import typical_seconds
+from distflow.telemetry.progress import Terminal, typical_seconds
 from distflow.telemetry.run_reader import RunReader, is_validation, numbers
 from distflow.telemetry.timeline import RankTimeline
 
@@ -49,7 +49,8 @@ class RunView:
     def __post_init__(self) -> None:
         self.reader = RunReader.of(self.folder, "distflow watch runs/grpo-1")
         self.metrics, self.event_lines = self.reader.tail("metrics"), self.reader.tail("events")
-        self.steps = int(self.reader.settings().get("steps", 0))
+        steps = self.reader.settings().get("steps", "")
+        self.steps = int(steps) if steps.isdecimal() else 0
 
     def look(self) -> None:
         for line in self.metrics.new():
@@ -136,7 +137,7 @@ def _failures(view: RunView) -> Iterator[RenderableType]:
         yield Text()
     for event in view.events:
         at = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-        facts = event.get("what") or event.get("reason") or event.get("why") or ""
+        facts = str(event.get("what") or event.get("reason") or event.get("why") or "")
         kind = f"{event['event'].replace('_', ' ')}{' again' * (event['event'] == 'worker_started')}"
         yield Text(f"{at}  rank {event['rank']}  {kind}{': ' if facts else ''}{facts.splitlines()[0] if facts else ''}",
                    style="yellow", no_wrap=True, overflow="ellipsis")
@@ -151,7 +152,7 @@ def _duration(seconds: float) -> str:
 
 def watch(folder: Path, once: bool = False, console: Console | None = None) -> None:
     """Show a run until it ends, or its state once. Raises InvalidInput: it is no run's folder."""
-    view, console = RunView(folder), console or Console()
+    view, console = RunView(folder), console or Terminal()
     view.look()
     if once or not console.is_terminal:
         console.print(page(view))

@@ -25,7 +25,7 @@ from typing import Any
 from distflow.errors import InvalidInput, quoted
 from distflow.telemetry import timeline
 from distflow.telemetry.collectives import absent
-from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.run_reader import RunReader, numbers
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
 
 WAITING = "waiting"
@@ -273,7 +273,8 @@ def sampled_chains(spans: Sequence[Span], step: int) -> list[SampledChain]:
     """Return the rows of a step that the timeline has, but for those of its validation. Ranks that sample for others
     say which prompts are of the step; else its rows are those of a node that samples."""
     rows = [span for span in spans if span.track in (timeline.ROWS, timeline.TOOLS)]
-    prompts = [span for span in spans if span.track == timeline.PROMPTS and span.step == step and "rows" in span.facts]
+    prompts = [span for span in spans if span.track == timeline.PROMPTS and span.step == step
+               and type(span.facts.get("rows")) is int and span.facts["rows"] > 0]
     nodes = [span for span in spans if span.track == MAIN and span.step == step and _phase(span) == "generating"]
     found: dict[tuple[int, int], list[Span]] = {}
     for span in rows:
@@ -298,9 +299,10 @@ def _last_row(reader: RunReader, chains: Sequence[SampledChain], step: int) -> I
         longest, total = max(tools, key=lambda span: span.seconds), sum(span.seconds for span in tools)
         every = statistics.median(sum(span.seconds for span in chain.tools) for chain in chains)
         yield (f"  {len(tools)} turn{'s' * (len(tools) > 1)}; its environment took {total:.2f} s of that (median of "
-               f"the rows {every:.2f} s), most in turn {longest.facts['turn']}: {longest.seconds:.2f} s")
-        said = next((turn["text"] for turn in reader.tail(f"trajectories/rank{last.rank}").new() if turn["step"] == step
-                     and turn["row"] == last.id and turn["turn"] == longest.facts["turn"]), None)
+               f"the rows {every:.2f} s), most in turn {longest.facts.get('turn')}: {longest.seconds:.2f} s")
+        place = [step, last.id, longest.facts.get("turn")]
+        said = next((turn.get("text") for turn in reader.tail(f"trajectories/rank{last.rank}").new()
+                     if [turn["step"], turn.get("row"), turn.get("turn")] == place), None)
         yield from [f"    the model had said: {_quoted(said)}"] if said is not None else []
     asked = (row.get("questions") for row in reader.tail("samples").new()
              if row.get("step") == step and row.get("row") == last.id)
@@ -344,7 +346,7 @@ def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str
         yield (f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations"
                f"{_since(rows, other) if shift < 0 else ''})")
     rewarded = ({"rewards": row.get("environment_rewards"), **row} for row in reader.rows("samples"))
-    samples = [row for row in rewarded if isinstance(row["rewards"], int | float)]
+    samples = [row for row in rewarded if "rewards" in numbers(row)]
     yield from _fallen_sources(reader, samples, step)
     yield from _fallen_prompts(samples, step)
     for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
@@ -382,7 +384,7 @@ def _fallen_values(samples: Sequence[dict[str, Any]], step: int, column: str, le
 def _fallen_sources(reader: RunReader, samples: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
     """Compare the samples by the run's own columns of the dataset, as where a record comes from."""
     for column in json.loads(reader.settings().get("data.columns", "[]")):
-        values = {row.get(column) for row in samples}
+        values = {row[column] for row in samples if isinstance(row.get(column), str)}
         if 1 < len(values) <= _SOURCES:
             for value, before, after, n, m in _fallen_values(samples, step, column, _EACH):
                 yield f"  {column} `{value}`: {before:.3f} → {after:.3f} ({n} samples before, {m} since)"

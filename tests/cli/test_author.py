@@ -110,7 +110,6 @@ def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, ca
     assert main(["new", "grpo", "code/mine"]) == 0
     said = capsys.readouterr().out
     assert "  cd code/mine\n" in said
-    assert "roles.actor.model=../../runs/demo-sft-1/model" in said
     assert "imports: [mine]" in (tmp_path / "code/mine/mine.yaml").read_text()
     assert main(["new", "grpo", "code/My Algo"]) == 2
     assert "distflow new grpo code/my_algo" in capsys.readouterr().err

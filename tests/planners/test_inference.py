@@ -82,14 +82,14 @@ def test_a_share_of_ranks_that_sample_is_of_those_that_do_not_only_infer():
 @pytest.mark.parametrize("size", ["tp", "dp"])
 def test_a_model_may_be_split_or_sharded_over_its_ranks(size):
     spec, made = planned("grpo.yaml", 6, "groups.inference={reference: 4}", "groups.rollout=1",
-                         f"layouts.reference.{size}=2", "roles.actor.model.kv_heads=2")
+                         f"layouts.reference.{size}=2")
     group = made.groups[2]
     assert (group.first, group.replicas, group.plan.ranks) == (2, 2, 2)
     task, = group.plan.chain(0)
     assert getattr(task.layout, size) == 2
     assert {move.kind for move in task.transfers} == ({"local"} if size == "dp" else {"all_to_all"})
     assert made.groups[0].plan.layout_of("actor", samples=False).tp == 1
-    whole = planned("grpo.yaml", 3, ALONE, "roles.actor.model.kv_heads=2")[1].groups[2].plan.memory
+    whole = planned("grpo.yaml", 3, ALONE)[1].groups[2].plan.memory
     one, other = (next(each.bytes for each in items if each.name == "reference: weights")
                   for items in (whole, group.plan.memory))
     assert one == 2 * other
@@ -230,7 +230,7 @@ def test_ranks_that_infer_are_a_number_or_those_that_sample(value):
 
 def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
-    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=4")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=4")
     _, made = planned("grpo.yaml", 6, *split, "groups.inference={reference: rollout}")
     group = made.groups[1]
     assert (group.replicas, group.plan.ranks) == (2, 2)
@@ -246,7 +246,7 @@ def test_the_first_rank_of_a_split_rollout_has_the_frozen_model(monkeypatch):
     (("roles.reference.engine=megatron",), "engine: fsdp")])
 def test_engines_that_need_all_ranks_of_a_split_rollout_are_refused(monkeypatch, more, wants):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0" if engine == "vllm" else "0.16.1")
-    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "roles.actor.model.kv_heads=2", "groups.rollout=2")
+    split = ("roles.actor.rollout=vllm", "layouts.rollout.tp=2", "groups.rollout=2")
     with pytest.raises(InvalidInput, match=f"the first of 2 ranks .* needs  {wants}") as error:
         planned("grpo.yaml", 4, *split, "groups.inference={reference: rollout}", *more)
     assert f"roles.reference.{wants}" in error.value.mistakes[0].hint
@@ -283,7 +283,7 @@ def test_frozen_roles_may_have_ranks_together(dag_of):
 def test_all_nodes_of_such_ranks_are_laid_out_alike(dag_of, named, asked, layout):
     """A rank puts for the same rows what all of them write."""
     dag = dag_of({"judged": seen("judge")}, ["judge"])
-    _, made = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}", "roles.actor.model.kv_heads=2")
+    _, made = planned(dag, 4, BESIDE, f"layouts={{{named}: {asked}}}")
     group = made.groups[2]
     assert {task.node: task.layout for task in group.plan.chain(0)} == {"reference": layout, "judged": layout}
     assert (group.replicas, group.plan.ranks) == (1, 2)
@@ -332,7 +332,7 @@ def test_a_fault_of_ranks_that_only_infer_needs_some():
 @pytest.mark.parametrize(("overrides", "said"), [
     (("layouts.reference.rows=[2]",), "take prompts as they get free"),
     (("layouts.reference={dp: 2, rows: measured}",), "no step tells what its ranks take"),
-    (("layouts.reference={dp: 2, tp: 2}", "roles.actor.model.kv_heads=2"), "either shard a model (dp) or split it"),
+    (("layouts.reference={dp: 2, tp: 2}"), "either shard a model (dp) or split it"),
     (("layouts.reference.dp=2",), "Instead:  groups: {inference: {reference: 2}}"),
     (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),
     (("faults=[{kind: kill, group: inference, rank: 0, step: 1}]",), "It has 4 to 4")])

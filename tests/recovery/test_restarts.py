@@ -16,12 +16,20 @@ from ranks import run_ranks
 from stores import client, hosted
 
 from distflow.recovery import restarts
-from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, stop_reason
+from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, RestartGroup, pause_before, stop_reason
 from distflow.store.tcp import TCPStoreClient
 
 
 def failed(step: int = 3, finished: int = 1, rank: int = 0, **more) -> Failure:
     return Failure(rank, "it broke", "training" if step else "starting", step, finished, **more)
+
+
+def concluding(phase: str = "ending", step: int = 3, finished: int = 2, **more) -> Failure:
+    return Failure(0, "it broke", phase, step, finished, **more)
+
+
+def starved(**more) -> Failure:
+    return Failure(0, "RuntimeError: can't start new thread", "waiting", exhausted=True, **more)
 
 
 FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
@@ -57,6 +65,20 @@ FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
     ([FULL, replace(FULL, phase="generating")], 20, ""),  # and half of its batch_rows
     ([FULL, failed(), replace(FULL, step=9, finished=4)], 20, ""),  # long after that
     ([replace(FULL, phase="computing")], 20, "it failed before it had done its first step"),  # no setting helps
+    ([concluding()], 20, ""),
+    ([concluding(step=0, finished=0)], 20, ""),  # all steps were done before
+    ([concluding(), concluding(step=0, finished=0)], 20, "it failed twice in the same place (ending)"),
+    ([concluding("validating"), concluding("validating", 0, 0)], 20, "it failed twice in the same place (validating)"),
+    ([concluding("saving"), concluding("saving", 0, 0)], 20, "it failed twice in the same place (saving)"),
+    ([concluding("validating"), concluding("validating", step=4)], 20, ""),  # of another step
+    ([concluding("validating"), concluding(step=0, finished=0)], 20, ""),  # further than before
+    ([concluding(outside=True)] * 3, 20, ""),
+    ([starved()], 20, ""),
+    ([replace(starved(), phase="starting")], 20, ""),
+    ([starved(), starved()], 20, "threads, open files or memory have run out twice"),
+    ([starved(), starved(finished=9)], 20, ""),  # it has worked in between
+    ([starved(), Failure(0, "the trainer has ended", "waiting"), starved()], 20, ""),
+    ([concluding(outside=True), concluding(step=0, finished=0)], 20, ""),
     ([failed(outside=True)] * 3, 2, "its 2 restarts are used up"),
     ([failed(outside=True)], None, "the run file says  robust: {restart: task}"),
 ])
@@ -64,6 +86,14 @@ def test_what_happens_again_is_a_mistake(failures, budget, why):
     end = stop_reason(tuple(failures), budget)
     assert end.startswith(why)
     assert bool(end) == bool(why)
+
+
+@pytest.mark.parametrize(("failures", "waits"), [
+    ([], False), ([concluding()], True), ([concluding("validating")], True), ([concluding("saving")], True),
+    ([failed()], False), ([concluding(outside=True)], False), ([concluding(symptom=True)], False),
+    ([concluding(), failed()], False), ([starved()], True)])
+def test_pause_before_waits_for_what_may_pass_at_the_end_of_a_step(failures, waits):
+    assert bool(pause_before(Attempt(len(failures), tuple(failures)))) is waits
 
 
 @pytest.fixture
@@ -193,7 +223,7 @@ def test_a_long_history_stays_short(store):
     rank, attempt = rank_of(store, 0, budget=1000), Attempt()
     for number in range(1, 101):
         attempt = rank.next(attempt, failed(number, details="x" * 4000))
-    assert len(attempt.pack()) < 30_000
+    assert len(attempt.pack()) < 40_000
     assert attempt.failures[-1].details
     assert replace(attempt.failures[0], details="") == attempt.failures[0]
 

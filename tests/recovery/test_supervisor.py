@@ -188,6 +188,30 @@ def test_what_comes_from_outside_is_no_mistake_of_the_program(run, tmp_path, sig
     assert [event["verdict"] for event in events_of(tmp_path, "failure")] == verdicts
 
 
+ENDS_TWICE = {  # by what a worker does after its last step: its verdict at the second time
+    "raise OSError(28, 'No space left on device')": "it failed twice in the same place (ending)",
+    "threading.stack_size(1 << 46)\n    threading.Thread(target=print).start()":
+        "threads, open files or memory have run out twice (`ulimit -u`, `ulimit -n`, `pids.max`), and each start needs "
+        "as many",
+}
+
+
+@pytest.mark.parametrize("does", ENDS_TWICE)
+def test_a_failure_at_the_end_of_a_run_is_tried_twice_and_the_command_that_finishes_it_is_named(run, tmp_path, does):
+    (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000003/progress.json").write_text('{"step": 3, "files": {}}')
+    code, said = run("from distflow.recovery import restarts\nrestarts._PAUSE = 0.2\n\ndef work(context):\n"
+                     "    if not context.attempt.number:\n        lived(context, 3)\n"
+                     f"    context.heartbeat.enter('ending')\n    {does}\n")
+    failures = events_of(tmp_path, "failure")
+    assert [event["verdict"] for event in failures] == ["starts again", ENDS_TWICE[does]]
+    assert failures[1]["time"] - failures[0]["time"] > 0.2
+    assert code == 1
+    assert said.splitlines()[-1] == (
+        f"{tmp_path}: all steps are done, and its checkpoint of step 3 is kept. Write its models:  distflow resume "
+        f"{tmp_path}   or to another place:  distflow export {tmp_path} FOLDER")
+
+
 def test_a_group_without_which_the_run_goes_on_is_left_out(run, tmp_path):
     """Its supervisor stays until the run is over, and ends well."""
     code, said = run("def is_obsolete():\n    return (folder / 'over').exists()\n\ndef leave_out():\n"

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import struct
+import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,10 @@ import torch
 
 from distflow.data.row_copies import ScatteredRuns
 from distflow.dock import DockClient, StorageShardServer
+from distflow.dock.errors import DockFull
 from distflow.rpc import connection as module
 from distflow.rpc.connection import Connection, connect
-from distflow.rpc.errors import Refused, RpcError, Unreachable
+from distflow.rpc.errors import NoThread, Refused, RpcError, Unreachable
 from distflow.rpc.messages import MACHINE_MEMORY
 
 LOG = "distflow.dock"
@@ -123,6 +125,33 @@ def test_a_token_that_could_be_guessed_is_refused(token):
     for make in (lambda: StorageShardServer(b"secret"), lambda: connect(("127.0.0.1", 1), b"secret", 1.0)):
         with pytest.raises(RpcError, match="at least 16"):
             make()
+
+
+@pytest.fixture
+def no_threads():
+    """Thread starts fail, since no address space has room for their stacks; returns the function that ends it."""
+    threading.stack_size(1 << 46)
+    yield lambda: threading.stack_size(0)
+    threading.stack_size(0)
+
+
+def test_a_server_without_threads_names_the_reason_once_and_serves_when_it_can(service, token, no_threads, caplog):
+    client = DockClient([service.address], token, "rollout 0", timeout=0.5)
+    with caplog.at_level(logging.WARNING, LOG), pytest.raises(NoThread, match=r"has no thread left .*`ulimit -u`"):
+        client.configure([])
+    assert sum("has no thread for" in record.getMessage() for record in caplog.records) == 1
+    no_threads()
+    client.configure([])
+
+
+def test_a_dock_without_memory_names_the_reason_once(service, token, caplog):
+    service.actions["status"] = lambda request: numpy.empty(1 << 60, numpy.uint8)
+    client = DockClient([service.address], token, "rollout 0")
+    with caplog.at_level(logging.ERROR, LOG):
+        for _ in range(3):
+            with pytest.raises(DockFull, match=r"no memory left for `status` .* dock_gib"):
+                client.pool.ask(service.address, {"op": "status"})
+    assert len(caplog.records) == 1
 
 
 def test_nobody_there():

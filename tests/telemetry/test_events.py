@@ -7,10 +7,9 @@ import re
 import subprocess
 import sys
 
-import pytest
 from harness import ROOT
 
-from distflow.telemetry.events import Events, write_atomically
+from distflow.telemetry.events import Events
 
 
 def test_a_line_for_each_event(tmp_path):
@@ -45,15 +44,3 @@ def test_lines_of_several_processes_do_not_mix(tmp_path):
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     for rank in range(3):
         assert [event["number"] for event in events if event["rank"] == rank] == list(range(200))
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "token.json"
-    write_atomically(file, "one", mode=0o600)
-    with pytest.raises(TypeError):
-        write_atomically(file, None, mode=0o600)  # pyright: ignore[reportArgumentType]
-    assert file.read_text() == "one"
-    write_atomically(file, "zwölf \ud800", mode=0o600)
-    assert file.read_text(encoding="utf-8") == "zwölf ?"
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert [*tmp_path.iterdir()] == [file]

@@ -116,6 +116,16 @@ def test_a_start_that_fails_takes_away_what_it_made(tmp_path, before):
     assert sorted(tmp_path.rglob("*")) == there
 
 
+def test_an_unfinished_folder_is_removed_if_this_torchrun_has_left_it(tmp_path):
+    folder = tmp_path / "a"
+    for owner, removed in (("torchrun 1", True), ("torchrun 2", False)):
+        folder.mkdir()
+        (folder / "launch.json").write_text(json.dumps({"search": [], "torchrun": owner}))
+        assert not RunFolder.is_made(folder)
+        RunFolder.remove_unfinished(folder, "torchrun 1")
+        assert folder.exists() is not removed
+
+
 def test_lines_are_valid_whatever_they_hold(tmp_path):
     folder = RunFolder(tmp_path)
     folder.write_metrics(1, {"loss": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})

@@ -220,13 +220,13 @@ def test_a_run_that_was_told_to_end_has_no_failure_as_its_cause(tmp_path: Path) 
     """Failures that it has survived are not what ended it; one after its resumption is."""
     failure = {"event": "failure", "rank": 1, "time": 0, "group": "rollout 0", "failed_step": 3, "phase": "generating",
                "what": "it was ended by SIGKILL", "verdict": "starts again"}
-    rows = [failure, {"event": "worker_started"}, {"event": "run_stopped", "after_step": 4},
-            {"event": "worker_ended"}]
+    rows = [{"time": 0.0, "step": 4, "rank": 0, **event} for event in (
+        failure, {"event": "worker_started"}, {"event": "run_stopped", "after_step": 4}, {"event": "worker_ended"})]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = "\n".join(dead(RunReader(tmp_path), complete_checkpoints))
     assert "It was told to end (Ctrl-C or SIGTERM), and did so after step 4." in said
     assert "SIGKILL" not in said
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1], failure]))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[1], rows[0]]))
     said = "\n".join(dead(RunReader(tmp_path), complete_checkpoints))
     assert "told to end" not in said
     assert "it was ended by SIGKILL" in said

@@ -7,12 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3ForSequenceClassification,
+    Qwen3ForTokenClassification,
+)
 
-from distflow.config.run import Model
+from distflow.config.run import Data, Lora, Model, RoleRun
 from distflow.errors import EngineError, InvalidInput
+from distflow.plan import Layout
 from workers.engines.embedded import build_tokenizer
-from workers.engines.role_engines import RoleEngines, load_model
+from workers.engines.role_engines import Meshes, RoleEngines, load_model
 from workers.engines.value import ValueModel
 
 
@@ -31,6 +37,15 @@ def folder(tmp_path, model):
 
 def load(folder, head="lm"):
     return load_model(SimpleNamespace(folder=folder), Model(path=str(folder)), head)
+
+
+def role_of(source, lora) -> RoleEngines:
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
+    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    return RoleEngines("actor", *load(source), RoleRun(lora=lora, learning_rate=1e-3), Meshes(mesh, None, Layout(1)),
+                       spec, stream=None)
 
 
 @pytest.mark.parametrize("end", [2, [2, 4]])
@@ -86,3 +101,35 @@ def test_no_end_is_proposed_where_none_is_named(folder):
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     with pytest.raises(InvalidInput, match='Add to it:  "eos_token": "TOKEN"   with the token that ends an answer'):
         load(folder)
+
+
+@pytest.mark.parametrize(("config", "generation"), [
+    ({}, '{"do_sample": false, "temperature": 0.6, "top_p": 0.9}\r\n'), ({}, '{"early_stopping": true}'),
+    ({}, '{"eos_token_id": [2, 4], "own": {"kept": 1}}'), ({}, '{"pad_token_id": -1}'), ({"temperature": 0.6}, None),
+    ({"own": {"kept": [1]}, "torch_dtype": "float16"}, None)])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_save_pretrained_writes_a_generation_config_that_transformers_refuses(alone, tmp_path, model, config,
+                                                                              generation, lora):
+    source, saved = tmp_path / "source", tmp_path / "run/model"
+    model.save_pretrained(source)
+    build_tokenizer(["one"]).save_pretrained(source)
+    written = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(written | config))
+    (source / "generation_config.json").unlink()
+    if generation:
+        (source / "generation_config.json").write_bytes(generation.encode())
+    role = role_of(source, lora)
+    (saved / "older").mkdir(parents=True)
+    role.save_pretrained(saved)
+    if generation:
+        assert (saved / "generation_config.json").read_bytes() == generation.encode()
+    else:
+        before, after = (GenerationConfig.from_pretrained(source, config_file_name="config.json"),
+                         GenerationConfig.from_pretrained(saved))
+        assert (after.temperature, after.do_sample) == (before.temperature, before.do_sample)
+    own = json.loads((saved / "config.json").read_text())
+    assert own.get("own") == config.get("own")
+    assert AutoModelForCausalLM.from_pretrained(saved).config.vocab_size == model.config.vocab_size
+    assert load(saved)[1].eos_token_id == 2
+    assert not (saved / "older").exists()
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["adapter", "model"][lora is None:]

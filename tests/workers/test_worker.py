@@ -26,6 +26,43 @@ def build_roles(*_):
 if os.environ["RANK"] == "1":
     workers.train_context.build_roles = build_roles
 """
+DIES_AT_ONCE = """
+import os, signal, time
+from pathlib import Path
+import workers.train_context
+from distflow.recovery import hooks
+from distflow.telemetry.run_folder import RunFolder
+
+died, looked = Path("died"), Path("looked")
+build, registered, describe = workers.train_context.build_roles, hooks.registered_mask, RunFolder.describe
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+def build_roles(*given):
+    if not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    looked.touch()
+    return build(*given)
+
+def registered_mask():
+    if died.exists():
+        wait_until(lambda: [*Path("runs").glob("*/launch.json")])
+    return registered()
+
+def describe_late(*given):
+    if died.exists():
+        wait_until(looked.exists)
+    describe(*given)
+
+if os.environ["RANK"] == "1":
+    workers.train_context.build_roles, hooks.registered_mask = build_roles, registered_mask
+else:
+    RunFolder.describe = staticmethod(describe_late)
+"""
+"""The worker of rank 1 is killed in its first start. In the next one it comes while rank 0 is making the run folder."""
 
 
 def _in_force(folder: Path) -> tuple[dict, dict, dict]:
@@ -64,6 +101,15 @@ def test_a_start_that_fails_on_one_rank_leaves_no_folder(launch, workspace):
     assert done.returncode != 0
     assert "RuntimeError: out of memory" in done.stderr
     assert not (workspace / "runs").exists()
+
+
+def test_a_worker_killed_in_its_first_start_leaves_the_folder_to_rank_0(launch, workspace):
+    (workspace / "dies.py").write_text(DIES_AT_ONCE)
+    (workspace / "dies.yaml").write_text((workspace / "grpo.yaml").read_text().replace("[brevity]", "[brevity, dies]"))
+    launch(2, "--dag", "dies.yaml", "--run-file", "tiny.yaml", "--name", "again", "--set", "steps=1")
+    events = [json.loads(line) for line in (workspace / "runs/again/events.jsonl").read_text().splitlines()]
+    assert {event["attempt"] for event in events if event["event"] == "worker_ready"} == {1}
+    assert (workspace / "runs/again/summary.json").is_file()
 
 
 def test_gpus_are_counted_in_another_process(monkeypatch):

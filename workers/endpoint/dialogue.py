@@ -22,7 +22,7 @@ from workers.endpoint.messages import (
     ServedTurn,
     find_tool_calls,
 )
-from workers.engines.chat import TurnTemplate, prompt_tokens, tokenizer_lock
+from workers.engines.chat import TurnTemplate, continued_tokens, prompt_tokens, sampled_text, text_tokens
 
 _UNRENDERED = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What a template raises for messages or tools that it does not expect."""
@@ -84,7 +84,7 @@ class Dialogue:
         before = [*self.tokens, *addition.tokens]
         self.tokens, self.turns = [*before, *turn.tokens], self.turns + 1
         self.ended = bool(turn.tokens) and turn.tokens[-1] in self.between.end_tokens
-        text = str(self.tokenizer.decode(turn.tokens, skip_special_tokens=True))
+        text = sampled_text(self.tokenizer, turn.tokens, self.between.end_tokens)
         name = f"{self.name}-{self.turns}"
         if isinstance(request, CompletionRequest):
             self.text = request.prompt + text if isinstance(request.prompt, str) else ""
@@ -143,8 +143,7 @@ class Dialogue:
         if not prompt.startswith(self.text) or self.messages or (self.turns and not self.text) or not prompt:
             raise self._other_prompt("text")
         rest = prompt[len(self.text) :]
-        with tokenizer_lock:
-            return self.tokenizer(rest, add_special_tokens=not self.turns)["input_ids"], rest
+        return (continued_tokens if self.turns else text_tokens)(self.tokenizer, rest), rest
 
     @staticmethod
     def _other_prompt(what: str) -> RequestRefused:

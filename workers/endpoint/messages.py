@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from distflow.errors import DistflowError
+from distflow.telemetry.run_folder import finite
 
 MAX_MESSAGES = 1000
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -193,7 +194,7 @@ def find_tool_calls(text: str, name: str) -> tuple[str, list[ToolCall]]:
         arguments = called.get("arguments", {}) if isinstance(called, dict) else None
         if not isinstance(arguments, dict) or not isinstance(called.get("name"), str):
             return text, []
-        function = CalledFunction(name=called["name"], arguments=json.dumps(arguments))
+        function = CalledFunction(name=called["name"], arguments=json.dumps(finite(arguments)))
         calls.append(ToolCall(id=f"call-{name}-{number}", function=function))
     return (text.partition("<tool_call>")[0].strip() if calls else text), calls
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+from distflow.telemetry.run_folder import finite
 from workers.endpoint.dialogue import Addition, AnsweredTurn, Dialogue
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import (
@@ -154,7 +155,11 @@ def endpoint() -> EndpointServer:
 
 
 def _json(status: int, body: dict[str, Any]) -> Reply:
-    return status, "application/json", json.dumps(body).encode()
+    return status, "application/json", _dumped(body).encode()
+
+
+def _dumped(content: dict[str, Any]) -> str:
+    return json.dumps(finite(content), allow_nan=False)
 
 
 def _success(request: ChatRequest | CompletionRequest, turn: ServedTurn, dialogue: Dialogue) -> Reply:
@@ -165,4 +170,4 @@ def _success(request: ChatRequest | CompletionRequest, turn: ServedTurn, dialogu
 
 
 def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"]).encode()
+    return "".join(f"data: {text}\n\n" for text in [*map(_dumped, chunks), "[DONE]"]).encode()

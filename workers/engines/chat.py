@@ -1,39 +1,150 @@
-"""Converts the turns of a conversation to tokens by the tokenizer's chat template."""
+"""Converts text to tokens and sampled tokens to text, for every caller.
+
+A conversation is rendered by the tokenizer's chat template and encoded whole: what stands in the tokens of a row is what
+`apply_chat_template` gives. A part that is encoded later (an observation, an answer) is encoded behind what precedes it,
+since a tokenizer may write a text otherwise at the beginning than within.
+"""
 
 from __future__ import annotations
 
+import bisect
+import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.models import lack_of, template_options
 from distflow.config.run import Data
-from distflow.data.problems import content_text
+from distflow.data.problems import Message, mend_text
 from distflow.errors import InvalidInput
 
-_ANSWER, _OBSERVATION = "\ue001answer\ue001", "\ue002observation\ue002"  # markers that no template contains
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ANSWER = "\ue001answer\ue001"  # marker that no template contains
+_LINES = ("{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+          "{% elif message['content'] %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+          "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}")
+"""Template of tokenizers that have none: each message is a line."""
+_BEFORE = "a"  # stands before a text that is encoded as one that does not begin there
+_OPENING_TAG = re.compile(r"<\w+>\s*\Z")
+
+Tools = list[dict[str, Any]] | None
 tokenizer_lock = threading.Lock()  # a tokenizer keeps state between calls: threads must not interleave
+
+
+class ImitatedTokens(NamedTuple):
+    """Conversation from which a model learns. `mask`: which tokens of `target` it learns."""
+
+    prompt: list[int]
+    target: list[int]
+    mask: list[bool]
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return cast(int, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[dict[str, Any]],
-                  tools: list[dict[str, Any]] | None = None, **options: Any) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, plain: bool = False) -> list[int]:
+    """Return the tokens of a text, without any that a tokenizer puts around it. `plain`: special tokens in it are mere
+    letters."""
+    with tokenizer_lock:
+        return tokenizer(mend_text(text), add_special_tokens=False, split_special_tokens=plain)["input_ids"]
+
+
+def encode_behind(tokenizer: PreTrainedTokenizerBase, before: str, text: str, plain: bool = False) -> list[int]:
+    """Return the tokens of a text as they stand behind another one; those of the text alone where the two merge."""
+    known, whole = (encode(tokenizer, each, plain) for each in (before, before + text))
+    return whole[len(known) :] if whole[: len(known)] == known else encode(tokenizer, text, plain)
+
+
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that begins a row: behind the token with which the tokenizer begins texts, unless the
+    text has it, and without the one with which it may end them."""
+    tokens, first = encode(tokenizer, text), _first_tokens(tokenizer)
+    return tokens if tokens[: len(first)] == first else [*first, *tokens]
+
+
+def continued_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text behind a row's tokens."""
+    return encode_behind(tokenizer, _BEFORE, text)
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, question: str | list[Message], tools: Tools = None,
+                  **options: Any) -> list[int]:
     """Return the tokens of a question (text or chat messages). A final message of the assistant is continued. The
     `options` are variables of the chat template."""
     messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    with tokenizer_lock:
-        if not tokenizer.chat_template:
-            return tokenizer("".join(f"{content_text(message.get('content'))}\n" for message in messages))["input_ids"]
-        continues, render = messages[-1]["role"] == "assistant", cast(Any, tokenizer.apply_chat_template)
-        return render(messages, tools=tools, add_generation_prompt=not continues, continue_final_message=continues,
-                      return_dict=False, **options)
+    return _tokens(tokenizer, render_prompt(tokenizer, messages, tools, **options))
+
+
+def whole_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
+                 **options: Any) -> list[int]:
+    """Return the tokens of a whole conversation, as the chat template renders it."""
+    return _tokens(tokenizer, _render(tokenizer, messages, tools, options))
+
+
+def sampled_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Collection[int] = ()) -> str:
+    """Return the text of sampled tokens: all of them but ends and padding. Tags that are special tokens stay."""
+    silent = {*ends, template_end(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id}
+    return _decoded(tokenizer, [token for token in tokens if token not in silent])
+
+
+def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
+                    turns: Literal["last", "all"] = "last", **options: Any) -> ImitatedTokens:
+    """Return the tokens of a conversation as a model learns from it: what precedes the last message of the assistant,
+    or with `turns="all"` the first one, and what follows up to the end of the last one. Each message of the assistant
+    is learned with the end of its turn, which is `eos_token` where the template writes none."""
+    text = _render(tokenizer, messages, tools, options)
+    tokens, stop_of = _with_stops(tokenizer, text)
+    ends, spans = _remembered(tokenizer, "ends", options, _find_ends), []
+    said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place in said if turns == "all" else said[-1:]:
+        start, stop = _learned_text(tokenizer, text, messages, place, tools, options)
+        first = bisect.bisect_right(range(len(tokens)), start, key=stop_of)
+        last = bisect.bisect_left(range(len(tokens)), stop, key=stop_of) + 1 if stop > start else first
+        behind = [index for index in range(max(first, last - 1), len(tokens)) if tokens[index] == ends[place != said[-1]]]
+        spans.append((first, behind[-1 if place == said[-1] else 0] + 1 if behind else last))
+    begin, until = spans[0][0], spans[-1][1]
+    target = tokens[begin:until]
+    mask = [any(first <= index < last for first, last in spans) for index in range(begin, until)]
+    if not target or target[-1] not in (ends[0], tokenizer.eos_token_id):
+        target, mask = [*target, cast(int, tokenizer.eos_token_id)], [*mask, True]
+    return ImitatedTokens(tokens[:begin], target, mask)
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase, answer: str, **options: Any) -> list[int]:
+    """Return the tokens of an answer to a question that is not at hand, as `imitated_tokens` returns the target."""
+    return imitated_tokens(tokenizer, [_asked("?"), _said(answer)], **options).target
+
+
+def template_end(tokenizer: PreTrainedTokenizerBase, **options: Any) -> int | None:
+    """Return the token by which the chat template ends a turn of the assistant; None if it writes none."""
+    return _remembered(tokenizer, "ends", options, _find_ends)[0]
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, known: Iterable[int] = (), **options: Any) -> list[int]:
+    """Return the tokens that end an answer: the template's, the tokenizer's and those `known` beside them."""
+    ends = {*known, template_end(tokenizer, **options), tokenizer.eos_token_id}
+    return sorted(int(end) for end in ends if end is not None)
+
+
+def prompt_opening(tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:
+    """Return the tag with which the template's prompt begins an answer, such as "<think>"; "" if there is none."""
+    return _remembered(tokenizer, "opening", options, _find_opening)
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools = None,
+                  **options: Any) -> str:
+    """Return the text of a prompt by the chat template."""
+    continues = messages[-1]["role"] == "assistant"
+    return _render(tokenizer, messages, tools, options, add_generation_prompt=not continues,
+                   continue_final_message=continues)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
@@ -45,8 +156,8 @@ def require_template(tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
 
 
 class TurnTemplate:
-    """Tokens between a sampled answer and the next one: the template's text around messages by others, derived once
-    from a known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
+    """Tokens between a sampled answer and the next one: the template's text around messages by others, rendered behind a
+    known conversation, so that no sampled token is encoded again. Special tokens of messages are plain text.
     `options`: variables of the template, as the prompt had them. Raises InvalidInput: the template cannot render such a
     conversation."""
 
@@ -54,8 +165,9 @@ class TurnTemplate:
                  role: Literal["user", "tool"] = "user", options: Mapping[str, Any] | None = None):
         self.tokenizer, self.end_tokens, self.options = tokenizer, set(end_tokens), options or {}
         self.role: Literal["user", "tool"] = role
-        self.around: dict[tuple[str, ...], list[list[int]]] = {}  # by the roles of the messages
-        self._around((role,))
+        self.special = _SpecialTexts(tokenizer)
+        self.rendered: set[tuple[str, ...]] = set()  # roles of messages that the template renders
+        self._require(role)
 
     def with_options(self, **options: Any) -> TurnTemplate:
         """Return the same with further variables of the template."""
@@ -72,57 +184,184 @@ class TurnTemplate:
 
     def of_messages(self, messages: Sequence[tuple[str, str]], ended: bool) -> list[int]:
         """Return the tokens of (role, text) messages and around them, as `tokens` does for one."""
-        before, *after = self._around(tuple(role for role, _ in messages))
-        ends = [place for place, token in enumerate(before) if token in self.end_tokens] if ended else []
-        found = before[ends[0] + 1 :] if ends else list(before)
-        for (_, text), behind in zip(messages, after):
-            with tokenizer_lock:
-                found += self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            found += behind
-        return found
+        self._require(*(role for role, _ in messages))
+        text = self._behind_answer([{"role": role, "content": self.special.mark(text)} for role, text in messages])
+        tokens = self.special.encode_behind(_BEFORE, text)
+        ends = [place for place, token in enumerate(tokens) if token in self.end_tokens] if ended else []
+        return tokens[ends[0] + 1 :] if ends else tokens
 
     def into_prompt(self, prompt: Tensor, text: str) -> list[int]:
         """Return the tokens of a prompt with `text` behind its last message. Raises InvalidInput: it has no end there,
         as when the template writes one that no message of a user has."""
-        with tokenizer_lock:
-            text = f"\n{text}" if text else ""
-            added = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        tokens, end = prompt.tolist(), self._around(("user",))[-1]
-        if not self.tokenizer.chat_template:
-            return [*tokens, *added, *end]
+        self._require("user")
+        tokens, added = prompt.tolist(), self.special.mark(f"\n{text}" if text else "")
+        rest = self._behind_answer([_asked(_ANSWER)]).rpartition(_ANSWER)[2]
+        end = continued_tokens(self.tokenizer, rest)
         places = [place for place in range(len(tokens)) if tokens[place : place + len(end)] == end]
-        if not end or not places:
+        if end and places:
+            known = tokens[: places[-1]]
+            return [*(self._extended(known, added) or [*known, *self.special.encode_behind(_BEFORE, added)]), *end]
+        extended = self._extended(tokens, added, rest) if rest else []
+        if not extended:
             raise InvalidInput("a prompt does not end as the chat template ends a user's message, so that nothing can "
                                "be put behind its question: the last message of the data must be the user's")
-        return [*tokens[: places[-1]], *added, *tokens[places[-1] :]]
+        return extended
 
-    def _around(self, roles: tuple[str, ...]) -> list[list[int]]:
-        if roles not in self.around:
-            texts = _texts_around(self.tokenizer, roles, self.options) if self.tokenizer.chat_template else \
-                ["\n"] * (len(roles) + 1)
-            with tokenizer_lock:
-                self.around[roles] = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        return self.around[roles]
+    def _extended(self, tokens: list[int], added: str, rest: str = "") -> list[int]:
+        """Return the tokens with a text before their `rest`, encoded together with the text behind the last special
+        token; [] if these tokens are not what that text is encoded as."""
+        named = self.tokenizer.added_tokens_decoder
+        start = max((place for place, token in enumerate(tokens) if token in named), default=-1) + 1
+        before, last = (_decoded(self.tokenizer, part) for part in (tokens[max(start - 1, 0) : start], tokens[start:]))
+        if not last.endswith(rest) or encode_behind(self.tokenizer, before, last) != tokens[start:]:
+            return []
+        known = last.removesuffix(rest)
+        return [*tokens[:start], *self.special.encode_behind(before, f"{known}{added}{rest}")]
+
+    def _behind_answer(self, messages: list[Message]) -> str:
+        text = _render(self.tokenizer, [_asked("?"), _said(_ANSWER), *messages], None, self.options,
+                       add_generation_prompt=True)
+        return text.partition(_ANSWER)[2]
+
+    def _require(self, *roles: str) -> None:
+        if roles in self.rendered:
+            return
+        marks, why = [f"\ue002{number}\ue002" for number in range(len(roles))], ""
+        try:
+            rest = self._behind_answer([{"role": role, "content": mark} for role, mark in zip(roles, marks)])
+        except TemplateError as error:
+            rest, why = "", f": {error}"
+        for role, mark in zip(roles, marks):
+            _, there, rest = rest.partition(mark)
+            if not there:
+                other = "user" if role == "tool" else "tool"
+                raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`"
+                                   f"{why}. Instead:  with: {{observation_role: {other}}}   or give the tokenizer "
+                                   "another template")
+        self.rendered.add(roles)
 
 
-def _texts_around(tokenizer: PreTrainedTokenizerBase, roles: tuple[str, ...], options: Mapping[str, Any]) -> list[str]:
-    marks = [f"{_OBSERVATION}{number}\ue003" for number in range(len(roles))]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER},
-                *({"role": role, "content": mark} for role, mark in zip(roles, marks))]
-    why = ""
+class _SpecialTexts:
+    """Special tokens in texts by others, which are marked before the template renders them and encoded as letters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        self.texts = [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        longest_first = sorted(self.texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def mark(self, text: str) -> str:
+        return self.pattern.sub(lambda found: f"\ue003{self.texts.index(found[0])}\ue004", text)
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        first, *rest = re.split("\ue003(\\d+)\ue004", text)
+        tokens = encode_behind(self.tokenizer, before, first)
+        for special, following in zip(rest[::2], rest[1::2]):
+            tokens += encode_behind(self.tokenizer, _BEFORE, self.texts[int(special)], plain=True)
+            tokens += encode_behind(self.tokenizer, _BEFORE, following)
+        return tokens
+
+
+def _asked(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: Tools, options: Mapping[str, Any],
+            **how: bool) -> str:
+    template = None if tokenizer.chat_template else _LINES
+    with tokenizer_lock:
+        render = cast(Any, tokenizer.apply_chat_template)
+        return str(render(messages, tools=tools, chat_template=template, tokenize=False, **how, **options))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return encode(tokenizer, text) if tokenizer.chat_template else text_tokens(tokenizer, text)
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    with tokenizer_lock:
+        return str(tokenizer.decode([*tokens], clean_up_tokenization_spaces=False))
+
+
+def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text."""
+    plain = encode(tokenizer, _BEFORE)
+    with tokenizer_lock:
+        whole = tokenizer(_BEFORE)["input_ids"]
+    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(plain)] == plain), [])
+
+
+def _with_stops(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], Callable[[int], int]]:
+    """Return the tokens of a rendered conversation, and a function that says where one of them stops in the text."""
+    text, tokens = mend_text(text), _tokens(tokenizer, text)
+    if not tokenizer.is_fast:
+        return tokens, lambda place: len(_decoded(tokenizer, tokens[: place + 1]))
+    with tokenizer_lock:
+        found = tokenizer(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+    stops = [*[0] * (len(tokens) - len(found["input_ids"])), *(stop for _, stop in found["offset_mapping"])]
+    return tokens, stops.__getitem__
+
+
+def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], place: int, tools: Tools,
+                  options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a message of the assistant starts and stops in the text of its conversation, from what the template
+    writes about another one in its place. It starts where a prompt would end."""
     try:
-        with tokenizer_lock:
-            render = cast(Any, tokenizer.apply_chat_template)
-            text = str(render(messages, add_generation_prompt=True, tokenize=False, **options))
-    except TemplateError as error:
-        text, why = "", f": {error}"
-    found, rest = [], text.partition(_ANSWER)[2]
-    for role, mark in zip(roles, marks):
-        before, there, rest = rest.partition(mark)
-        if not there:
-            other = "user" if role == "tool" else "tool"
-            raise InvalidInput(f"the tokenizer's chat template writes no turn of `{role}` after one of `assistant`{why}"
-                               f". Instead:  with: {{observation_role: {other}}}   or give the tokenizer another "
-                               "template")
-        found.append(before)
-    return [*found, rest]
+        other = _render(tokenizer, [*messages[:place], _said(_ANSWER), *messages[place + 1 :]], tools, options)
+    except TemplateError:  # a result needs its call before it
+        marked = {**messages[place], "content": _ANSWER}
+        other = _render(tokenizer, [*messages[:place], marked, *messages[place + 1 :]], tools, options)
+    start = len(os.path.commonprefix([text, other]))
+    stop = len(text) - len(os.path.commonprefix([text[start:][::-1], other[::-1]]))
+    header, own = _remembered(tokenizer, "header", options, _find_header)
+    begin = text.rfind(header, 0, start + len(header)) if header else -1
+    if begin >= max(start - len(header) - len(own), 0):
+        start = begin + len(header)
+    elif not header and text[:start].endswith(own):
+        start -= len(own)
+    return start, max(stop, start)
+
+
+def _find_header(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a prompt and a conversation both write before an answer, and what the conversation alone writes."""
+    asked = _render(tokenizer, [_asked("?")], None, options)
+    prompt = _render(tokenizer, [_asked("?")], None, options, add_generation_prompt=True)
+    before = _render(tokenizer, [_asked("?"), _said(_ANSWER)], None, options).partition(_ANSWER)[0]
+    common = os.path.commonprefix([prompt, before])
+    return (common[len(asked) :], before[len(common) :]) if common.startswith(asked) else ("", "")
+
+
+def _find_opening(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    prompt = _render(tokenizer, [_asked("?")], None, options, add_generation_prompt=True)
+    before = _render(tokenizer, [_asked("?"), _said(_ANSWER)], None, options).partition(_ANSWER)[0]
+    tag = _OPENING_TAG.search(prompt)
+    return tag[0] if tag and prompt != before else ""
+
+
+def _find_ends(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the tokens that end the assistant's last message and those before it; None where the template has none."""
+    talk = [_asked("?"), _said(_ANSWER)]
+    last, inner = (encode_behind(tokenizer, _BEFORE, _render(tokenizer, messages, None, options).partition(_ANSWER)[2])
+                   for messages in (talk, [*talk, _asked("?")]))
+    named = set(tokenizer.added_tokens_decoder)
+    if always := [token for token in os.path.commonprefix([last, inner]) if token in named]:
+        end = cast(int, tokenizer.eos_token_id if tokenizer.eos_token_id in always else always[-1])
+        return end, end
+    first = [next((token for token in tokens if token in named), None) for tokens in (last, inner)]
+    return first[0], first[1] if first[0] is not None else None
+
+
+_FOUND: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _remembered(tokenizer: PreTrainedTokenizerBase, name: str, options: Mapping[str, Any], find: Any) -> Any:
+    """Return what is found from a tokenizer's template, each once."""
+    found = _FOUND.setdefault(tokenizer, {})
+    key = (name, str(tokenizer.chat_template), tokenizer.eos_token_id, repr(sorted(options.items())))
+    if key not in found:
+        found[key] = find(tokenizer, options)
+    return found[key]

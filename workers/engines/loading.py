@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -17,9 +18,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
 from distflow.config.load import Spec
+from distflow.config.model_code import code_of, refusal
 from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.data.checks import training_fields
@@ -29,6 +32,8 @@ from distflow.errors import Diagnostic, InvalidInput, Location, shown
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.value import with_value_head
 from workers.engines.vision import ImageProcessor, attach_images
+
+_WEIGHTS = {"dtype": "auto", "weights_only": True}  # the latter: a .bin file is pickled, and may hold tensors alone
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -51,9 +56,19 @@ def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     if not model.path:
         return _embedded_tokenizer(spec, model.takes_images)
     folder = _existing(find(model.path, "models", spec.folder), model.path)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _read(AutoTokenizer, folder)
     _require_end(tokenizer, folder)
     return tokenizer
+
+
+def generation_config_of(spec: Spec, model: Model | None, loaded: PreTrainedModel) -> bytes:
+    """Return the `generation_config.json` that is saved with a model: that of its folder as it is, since transformers
+    reads some that it refuses to write."""
+    folder = find(model.path, "models", spec.folder) if model and model.path else None
+    if folder and (folder / GENERATION_CONFIG_NAME).is_file():
+        return (folder / GENERATION_CONFIG_NAME).read_bytes()
+    config = loaded.generation_config
+    return config.to_json_string(keys_to_pop=["compile_config"]).encode() if config else b""
 
 
 def _existing(path: Path | None, name: str) -> Path:
@@ -64,15 +79,26 @@ def _existing(path: Path | None, name: str) -> Path:
 
 def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     """Load a model; token classifiers count as value models too, since some libraries save critics as such."""
-    kind = (AutoConfig.from_pretrained(folder).architectures or [""])[0]
+    config = _read(AutoConfig, folder)
+    kind = (config.architectures or [""])[0]
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
-        return classifier.from_pretrained(folder, dtype="auto")
-    vision = type(AutoConfig.from_pretrained(folder)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype="auto")
+        return _read(classifier, folder, **_WEIGHTS)
+    vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model = _read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS)
     return with_value_head(model) if head == "value" else model
+
+
+def _read(kind: Any, folder: Path, **options: Any) -> Any:
+    """Read a part of a model's folder, without running code that is in it. Raises InvalidInput: it needs that."""
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False, **options)
+    except ValueError as error:
+        if not code_of(folder):
+            raise
+        what, hint = refusal(folder, f"`{shown(folder)}`")
+        raise InvalidInput(Diagnostic(what, None, hint)) from error
 
 
 def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -80,9 +106,9 @@ def _require_end(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     model's configuration is only proposed, since the chat template may end a turn with another."""
     if tokenizer.eos_token_id is not None:
         return
-    named = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
-    if (folder / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(folder).eos_token_id or named
+    named = GenerationConfig.from_model_config(_read(AutoConfig, folder)).eos_token_id
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        named = _read(GenerationConfig, folder).eos_token_id or named
     first = next(iter(named), None) if isinstance(named, list) else named
     token = tokenizer.convert_ids_to_tokens(first) if first is not None else None
     what = "the tokenizer has no end-of-sequence token, so that no answer could end or learn to"

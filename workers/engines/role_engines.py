@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.config.dag import Head
@@ -24,11 +25,12 @@ from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
+from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
 from workers.engines import attention, engine_class
-from workers.engines.chat import pad_token, tokenizer_lock
+from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
-from workers.engines.loading import load_model
+from workers.engines.loading import generation_config_of, load_model
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, key_of
@@ -58,13 +60,13 @@ class RoleEngines:
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
         self.kind, self.config = type(model), model.config
         self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
-        self.generation_config = model.generation_config if self.head == "lm" else None
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
         self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
         self.max_target_tokens, self.template_options = spec.run.data.max_target_tokens, spec.run.data.for_template
         self.source = spec.model_of(name)
+        self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
         self._load = functools.partial(load_model, spec, head=self.head)
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
@@ -76,7 +78,7 @@ class RoleEngines:
         rollout = None if stream is None else engine_class(ROLLOUTS[settings.rollout])
         shares = rollout is not None and rollout.shares_base
         frozen = _adapted(model, self.lora, spec.run.seed, settings, device, shares) if self.lora and here else []
-        self.end_tokens = [] if stream is None else _end_tokens(model, tokenizer)
+        self.end_tokens = [] if stream is None else end_tokens(tokenizer, _known_ends(model), **self.template_options)
         self.routing = Routing.of(model) if settings.generation.routing_replay and stream is not None else None
         self.rollout = rollout and (rollout.build(
             model, tokenizer, settings, meshes.rollout, spec.run.seed, self.end_tokens, frozen)
@@ -232,15 +234,16 @@ class RoleEngines:
 
     def encode(self, answers: list[str]) -> Ragged:
         """Return the tokens of each answer with an end token, cut and counted like the targets of the data."""
-        return encode_targets(self.tokenizer, self.max_target_tokens, answers)
+        return encode_targets(self.tokenizer, self.max_target_tokens, answers, **self.template_options)
 
     def decode(self, tokens: Ragged) -> list[str]:
-        return [str(self.tokenizer.decode(row.tolist(), skip_special_tokens=True)) for row in tokens.rows
+        """Return the text of sampled tokens: see `sampled_text`."""
+        return [sampled_text(self.tokenizer, row.tolist(), self.end_tokens) for row in tokens.rows
                 if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, and adapters alone beside it. Collective; the first rank with the engine
-        writes."""
+        """Write a Hugging Face model folder, and adapters alone next to it, each whole or not at all. Collective; the
+        first rank with the engine writes."""
         if not self.has_engine:
             return
         first, weights = dist.get_rank() == self.writer, {}
@@ -249,14 +252,17 @@ class RoleEngines:
                 weights[name] = tensor.cpu().clone()
         if not first:
             return
-        model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
-        if self.generation_config:
-            model.generation_config = self.generation_config
-        model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
-        model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        if self.image_processor:
-            self.image_processor.save(folder)
+        with replacing_folder(folder) as partial:
+            model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
+            if self.generation_config:
+                model.generation_config = GenerationConfig()  # transformers refuses to write some that it reads
+            model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
+            model.save_pretrained(partial)
+            if self.generation_config:
+                (partial / GENERATION_CONFIG_NAME).write_bytes(self.generation_config)
+            self.tokenizer.save_pretrained(partial)
+            if self.image_processor:
+                self.image_processor.save(partial)
 
     def _filled(self, weights: dict[str, Tensor]) -> PreTrainedModel:
         model = self.kind(self.config).float()
@@ -272,14 +278,14 @@ class RoleEngines:
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
-        return merge_adapters(self._load(self.source)[0].float(), lora, weights, beside)
+        with replacing_folder(beside) as partial:
+            return merge_adapters(self._load(self.source)[0].float(), lora, weights, partial)
 
 
-def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str]) -> Ragged:
-    """Return the answers' tokens with an end token. One longer than `longest` is cut, and the metrics count it."""
-    with tokenizer_lock:
-        targets = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-                   for answer in answers]
+def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str], **options: Any) -> Ragged:
+    """Return the answers' tokens with the end of their turn. One longer than `longest` is cut, and the metrics count
+    it. `options`: variables of the chat template."""
+    targets = [answer_tokens(tokenizer, answer, **options) for answer in answers]
     current().add("data/targets_cut", sum(len(row) > longest for row in targets))
     return Ragged.from_rows([torch.tensor(row[:longest], dtype=torch.int64) for row in targets])
 
@@ -297,6 +303,6 @@ def _adapted(model: PreTrainedModel, lora: Lora, seed: int, settings: RoleRun, d
     return frozen if shares else []
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _known_ends(model: PreTrainedModel) -> list[int]:
     ends: Any = model.generation_config.eos_token_id if model.generation_config else None
-    return sorted({int(end) for end in [*([ends] if isinstance(ends, int) else ends or ()), tokenizer.eos_token_id]})
+    return [ends] if isinstance(ends, int) else [*(ends or ())]

@@ -26,6 +26,7 @@ from distflow.contracts.decorators import Turn
 from distflow.data.batch import Batch, Ragged
 from distflow.telemetry import timeline
 from distflow.telemetry.trajectories import trajectories
+from workers.engines.chat import sampled_text
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import EVENTS, LOGPROBS, TOKENS, VERSIONS, SampledRow
 from workers.isolation.env_pool import EnvFailure
@@ -234,4 +235,4 @@ def recorded_in(rows: Batch) -> dict[int, Recorded]:
 
 
 def text_of(engine: RoleEngines, tokens: Tensor) -> str:
-    return str(engine.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    return sampled_text(engine.tokenizer, tokens.tolist(), engine.end_tokens)

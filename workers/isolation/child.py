@@ -33,8 +33,9 @@ from typing import Any
 import msgpack
 
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
+from distflow.telemetry.screen import prepare
 from distflow.telemetry.stack_file import StackFile, ignore_dumps, location_in
-from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse
+from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, family, files_in_memory
 from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
@@ -151,6 +152,7 @@ def main() -> None:
     ignore_dumps()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an inherited "ignore" would hide how children end
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    prepare()
 
     def failed(_: BaseException) -> None:
         connection.sendall(packed({"failed": traceback.format_exc()[-_MAX_TEXT:]}))
@@ -216,10 +218,10 @@ class _ForkServer:
 
     def _fork(self, file: int) -> int:
         limits = {resource.RLIMIT_DATA: self.limit, resource.RLIMIT_CORE: 0}
-        stack = StackFile()
+        stack, earlier = StackFile(), files_in_memory()
         child = spawn(partial(self._run_child, file, stack), session=True, limits=limits, oom_score=1000)
         os.close(file)
-        self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit), stack
+        self.children[child.pid] = child, SharedMemoryUse(child.pid, self.limit, earlier), stack
         return child.pid
 
     def _run_child(self, file: int, stack: StackFile) -> None:
@@ -243,11 +245,17 @@ class _ForkServer:
         """Kill these children and everything that does not descend from a living child, orphans among it."""
         living = {pid for pid, (child, _, _) in self.children.items() if child.poll() is None}.difference(ended)
         killed = [self.children.pop(pid) for pid in ended if pid in self.children]
+        for _, memory, _ in killed:
+            memory.note_files()
         if children(os.getpid()) - living:
             kill_descendants(os.getpid(), living)
         for child, _, stack in killed:
             child.wait()
             stack.close()
+        if killed:
+            others = [os.getpid(), *(process for pid in living for process in family(pid))]
+            for _, memory, _ in killed:
+                memory.unlink_files(others)
         for orphan in children(os.getpid()) - living:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(orphan, os.WNOHANG)

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import select
 import selectors
 import signal
 import socket
@@ -30,13 +31,15 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from distflow.errors import EngineError
-from distflow.telemetry.processes import Child, kill_marked, spawn
+from distflow.telemetry.processes import Child, kill_marked, spawn, stopped
 from workers.isolation.child import Channel, Message, packed
 from workers.isolation.sandbox.variables import without_secrets
 
 LOAD_TIMEOUT = 120.0  # seconds to import a module of users' code
 EXIT_GRACE = 1.0  # seconds from the end of a child's connection to its own end
 _END_TIMEOUT = 10.0  # seconds for a fork server to kill its children and to end
+_LOOK, _MOST_STOPS = 0.25, 8
+"""Seconds between two looks at a fork server that has not answered, and how often it may be found stopped meanwhile."""
 _KILL_AT = 64  # idle children that have been ended before the fork server is asked to kill them
 MALFORMED = (msgpack.UnpackException, ValueError, LookupError, TypeError)
 """What reading a message raises that users' code has written, or that is damaged."""
@@ -179,7 +182,10 @@ class ChildPool(Generic[C]):
         """Wait until `until` or `wake` for messages; yield each child that has sent some, what these say, and what is
         wrong with the child ("" if nothing is). Raises ForkServerLost: so do its children end."""
         self.woken = False
-        for key, events in self.selector.select(max(0.0, until - time.monotonic())):
+        ready = self.selector.select(max(0.0, until - time.monotonic()))
+        if not ready:
+            self._resume()
+        for key, events in ready:
             child = key.data
             if child is None:
                 self.woken = bool(os.eventfd_read(self.wakeup))
@@ -236,12 +242,32 @@ class ChildPool(Generic[C]):
     def _request(self, request: list[Any], *files: int, answers: bool = True) -> Any:
         try:
             socket.send_fds(self.connection, [packed(request)], files)
-            reply = self.connection.recv(1 << 12) if answers else packed(None)
+            reply = self._answer() if answers else packed(None)
         except OSError:
             reply = b""
         if not reply:
             raise self._lost()
         return msgpack.unpackb(reply)
+
+    def _answer(self) -> bytes:
+        """Return the fork server's answer to a request; b"" if it gives none, such as one that is stopped for ever."""
+        until, stops = time.monotonic() + LOAD_TIMEOUT, 0
+        answers = select.poll()
+        answers.register(self.connection, select.POLLIN)
+        while not answers.poll(1000 * _LOOK):
+            stops += self._resume()
+            if stops > _MOST_STOPS or time.monotonic() > until:
+                if self.server:
+                    self.server.signal(signal.SIGKILL)
+                return b""
+        return self.connection.recv(1 << 12)
+
+    def _resume(self) -> bool:
+        """Let the fork server continue if users' code has stopped it; return whether it was."""
+        was_stopped = self.server is not None and stopped(self.server.pid)
+        if self.server and was_stopped:
+            self.server.signal(signal.SIGCONT)
+        return was_stopped
 
     def _lost(self) -> ForkServerLost:
         code = self.server and self.server.poll(EXIT_GRACE)  # its connection may close a moment before it ends

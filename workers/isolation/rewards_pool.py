@@ -133,7 +133,7 @@ def _first_to_report(reward: str) -> bool:
     """Return whether no other rank has reported a reward as slow before this one."""
     path = events.current().path
     lines = RunReader(path.parent).rows("events") if path else ()
-    first = next((event for event in lines if event["event"] == _EVENT and event["reward"] == reward), None)
+    first = next((event for event in lines if event["event"] == _EVENT and event.get("reward") == reward), None)
     return first is None or first["rank"] == events.current().rank
 
 

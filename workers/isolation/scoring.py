@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
-from distflow.contracts.rewards import SHIPPED, KeyPath, Recipe, RewardContract, Term, read_recipe, reward_contract
+from distflow.contracts.rewards import (
+    PER_SAMPLE,
+    SHIPPED,
+    KeyPath,
+    Recipe,
+    RewardContract,
+    Term,
+    read_recipe,
+    reward_contract,
+)
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.tracebacks import users_line, users_part
@@ -38,6 +47,15 @@ class Scores:
     timeouts: int = 0
     seconds: float = 0.0
     metrics: list[Reported] = field(default_factory=list)  # values that rewards have reported by `metric`
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Completion that must earn full pay for a record; None if there is none, or none is known. `problem` says why no
+    completion of this record can be judged."""
+
+    completion: str | None
+    problem: str = ""
 
 
 class Scorer:
@@ -76,6 +94,18 @@ class Scorer:
         scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
         scores.seconds = time.perf_counter() - start
         return scores
+
+    def references(self, columns: Columns, rows: Sequence[int], opening: str = "") -> dict[str, list[Reference]]:
+        """Return the reference completion of each row for each reward that declares one, by the reward's name.
+
+        `opening` is the text with which the chat template begins the answer.
+        """
+        own = {name: [column[row] for row in rows] for name, column in columns.items()}
+        terms = _terms_of_rows(self.recipe, own, len(rows), rows)
+        declared = {name: function for name, function in self.functions.items()
+                    if function.__distflow_reward__.reference is not None}
+        return {name: [_reference(function, [term for term in terms[row] if term.name == name], own, row, opening)
+                       for row in range(len(rows))] for name, function in declared.items()}
 
     def _score_in_rank(self, call: int, rows: list[int], columns: Columns, results: CallResults,
                  reported: list[Reported]) -> list[int]:
@@ -166,6 +196,20 @@ def _terms_of_rows(recipe: Recipe, columns: Columns, rows: int, names: Sequence[
             raise InvalidInput(f"`{recipe.by}` of row {names[row]} is {source!r}, for which no reward is given. "
                                f"{did_you_mean(source, recipe.branches, 'There are rewards for')}")
     return [recipe.branches[source] for source in sources]
+
+
+def _reference(reward: Any, terms: list[Term], columns: Columns, row: int, opening: str) -> Reference:
+    """Return the reference completion of a row by what its reward declares; `terms`: those of the row that name it."""
+    if not terms:
+        return Reference(None)
+    function = reward.__distflow_reward__.reference
+    names = inspect.signature(function).parameters
+    record = {name: columns[PER_SAMPLE.get(name, name)][row] for name in names if PER_SAMPLE.get(name, name) in columns}
+    given = {**record, "opening": opening, **terms[0].settings}
+    try:
+        return Reference(function(**{name: given[name] for name in names if name in given}))
+    except ValueError as error:
+        return Reference(None, str(error))
 
 
 def _distinct_calls(terms: list[Term]) -> tuple[list[Term], dict[KeyPath, int]]:

@@ -22,7 +22,8 @@ from typing import Any
 import msgpack
 
 from distflow.config.training_api import TrainingApi
-from distflow.telemetry.events import write_atomically
+from distflow.telemetry.files import write_atomically
+from distflow.telemetry.run_folder import finite
 from workers.endpoint.http_server import HttpServer, ReadBody, Reply
 from workers.endpoint.messages import RequestRefused
 from workers.training_api.requests import PACKED, OutOfStep, Request, read_call
@@ -159,9 +160,11 @@ class TrainingServer(HttpServer):
 
 
 def _encoded(status: int, body: Any, packed: bool) -> Reply:
+    """Return an answer. JSON has no numbers that are not finite, which are null there; MessagePack has no halves of
+    surrogate pairs."""
     if packed:
-        return status, PACKED, msgpack.packb(body) or b""
-    return status, "application/json", json.dumps(body).encode()
+        return status, PACKED, msgpack.packb(body, unicode_errors="replace") or b""
+    return status, "application/json", json.dumps(finite(body), allow_nan=False).encode()
 
 
 def _read(path: Path) -> dict[str, Any]:

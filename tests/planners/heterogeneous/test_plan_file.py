@@ -125,7 +125,7 @@ def embedded(capsys: pytest.CaptureFixture[str], cluster: str, *more: str) -> st
 def test_a_toy_on_a_data_centre_is_called_one_and_takes_no_time_that_is_zero(
         capsys: pytest.CaptureFixture[str], tiny: Callable, tmp_path: Path) -> None:
     said = embedded(capsys, tiny(1))
-    assert "This plan is a toy: `actor` is the embedded model of " in said
+    assert "This plan is a toy: `actor` is a tiny model of " in said
     assert "Name yours:  --set roles.actor.model=FOLDER" in said
     assert " 0.00 s" not in said
     slow = tmp_path / "slow.yaml"

@@ -15,7 +15,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from workers.engines import fsdp
 from workers.engines.fsdp import FSDPEngine
-from workers.engines.trainer import schedule
+from workers.engines.trainer import schedule, schedule_jump
 
 
 @pytest.fixture
@@ -106,15 +106,33 @@ def test_a_frozen_role_refuses_to_train(model, mesh, batch):
                                                 ("cosine", [0.5, 1.0, 1.0, 0.5])])
 def test_the_learning_rate_follows_its_schedule(kind, expected):
     settings = RoleRun(schedule=kind, warmup_steps=2)
-    assert [schedule(settings, step, 10) for step in (0, 1, 2, 6)] == pytest.approx(expected)
+    assert [schedule(settings, step, 11) for step in (0, 1, 2, 6)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("linear", [0.5, 1.0, 0.775, 0.55, 0.1]),
                                                 ("cosine", [0.5, 1.0, 0.8682, 0.55, 0.1])])
 def test_the_learning_rate_falls_to_its_minimum(kind, expected):
-    """Halfway down it is in the middle between both; the last value is that after the last step."""
+    """Halfway down it is in the middle between both."""
     settings = RoleRun(schedule=kind, warmup_steps=2, learning_rate=1e-5, min_learning_rate=1e-6)
-    assert [schedule(settings, step, 10) for step in (0, 2, 4, 6, 10)] == pytest.approx(expected, abs=1e-4)
+    assert [schedule(settings, step, 11) for step in (0, 2, 4, 6, 10)] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("steps", "warmup", "expected"), [(1, 0, [1.0]), (2, 0, [1.0, 0.1]), (3, 2, [0.5, 1.0, 1.0]),
+                                                           (2, 5, [0.2, 0.4]), (4, 1, [1.0, 1.0, 0.55, 0.1])])
+def test_schedule_reaches_its_minimum_in_the_last_step_of_any_run_that_falls(steps, warmup, expected):
+    settings = RoleRun(schedule="linear", warmup_steps=warmup, learning_rate=1e-5, min_learning_rate=1e-6)
+    assert [schedule(settings, step, steps) for step in range(steps)] == pytest.approx(expected)
+
+
+def test_schedule_jump_says_what_more_steps_do_to_the_learning_rate():
+    cosine = RoleRun(schedule="cosine", learning_rate=1e-5, min_learning_rate=1e-6)
+    assert schedule_jump("actor", cosine, cosine, 4, (4, 9)) == (
+        "the learning rate of role `actor` was 1e-06 in step 4 and is 5.5e-06 in step 5: its cosine schedule now lasts "
+        "9 steps, where it lasted 4. To keep it as it was:  --set roles.actor.schedule=constant "
+        "--set roles.actor.min_learning_rate=0 --set roles.actor.learning_rate=1e-06")
+    assert "To keep" not in schedule_jump("actor", RoleRun(schedule="linear"), RoleRun(schedule="linear"), 4, (4, 9))
+    assert schedule_jump("actor", cosine, cosine, 4, (9, 9)) == ""
+    assert schedule_jump("actor", RoleRun(), RoleRun(), 4, (4, 9)) == ""
 
 
 def test_state_goes_through_a_dictionary(model, mesh, batch):

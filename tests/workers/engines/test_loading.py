@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distflow.config.load import load
+from distflow.config.model_code import needs_code
 from distflow.config.run import RoleRun
+from distflow.errors import InvalidInput
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.hf import HFRollout
-from workers.engines.loading import _load_folder
+from workers.engines.loading import _load_folder, _read
 
 
 @pytest.fixture
@@ -58,3 +64,57 @@ def test_engines_convert_what_they_keep(folder, mesh):
             assert found[name].dtype == torch.float32
             assert torch.equal(found[name], weight), name
     assert rollout.model.lm_head.weight is rollout.model.model.embed_tokens.weight
+
+
+@pytest.fixture
+def hostile(tmp_path, capfd):
+    """A whole model folder with code that would leave a file, and the path of that file."""
+    tokenizer = build_tokenizer(["one two"])
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
+    build_model(len(tokenizer), 0, **ids).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    left = tmp_path / "was_run"
+    for name in ("modeling_own.py", "custom_generate/generate.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"open({str(left)!r}, 'w')\n")
+    yield tmp_path
+    assert not left.exists()
+    assert "[y/N]" not in capfd.readouterr().out
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+_MAPPED = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+def test_code_in_a_folder_is_not_run_and_not_needed(hostile):
+    change(hostile / "config.json", auto_map=_MAPPED)
+    change(hostile / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling_own.OwnTokenizer", None]})
+    assert not needs_code(hostile)
+    assert type(_load_folder(hostile, "lm")).__module__.startswith("transformers.")
+    assert _read(AutoTokenizer, hostile)("one")
+
+
+def test_code_in_a_folder_is_refused_where_it_is_needed(hostile):
+    change(hostile / "config.json", auto_map=_MAPPED, model_type="own")
+    assert needs_code(hostile)
+    with pytest.raises(InvalidInput, match=r"code of its own \(`auto_map`: modeling_own.OwnConfig, .*never run"):
+        _load_folder(hostile, "lm")
+    with pytest.raises(InvalidInput, match=r"modeling_own.OwnForCausalLM\), and code in a model's folder is never run"):
+        load("grpo", None, [f"roles.actor.model={hostile}"])
+
+
+def test_pickled_weights_hold_tensors_alone(hostile):
+    class Runs:
+        def __reduce__(self):
+            return (open, (str(hostile / "was_run"), "w"))
+
+    weights = load_file(hostile / "model.safetensors")
+    (hostile / "model.safetensors").unlink()
+    torch.save(weights, hostile / "pytorch_model.bin")
+    assert _load_folder(hostile, "lm")
+    torch.save({**weights, "more": Runs()}, hostile / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        _load_folder(hostile, "lm")

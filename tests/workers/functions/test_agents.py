@@ -18,7 +18,7 @@ from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import Trajectories
 from workers.endpoint.dialogue import Dialogue, DialogueLimits
 from workers.endpoint.server import ServedRow
-from workers.engines.chat import TurnTemplate
+from workers.engines.chat import TurnTemplate, sampled_text
 from workers.engines.embedded import build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.rollout import SampledRow
@@ -79,7 +79,7 @@ def run(role, folder, fates, **settings):
     """Rows of the trajectories by column; two for each prompt."""
     role.converse = lambda prompts, ids, repeats, limit: contextlib.nullcontext((
         role.sampler.session(3, keep_cache=True), role.sampler.rows(prompts, repeats, ids, limit)))
-    role.decode = lambda tokens: [role.tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows]
+    role.decode = lambda tokens: [sampled_text(role.tokenizer, row.tolist(), role.end_tokens) for row in tokens.rows]
     questions = ["one", "three", "fifteen", "seven", "eleven"][: len(fates)]
     prompts = Ragged.from_rows([torch.tensor([5, 6, 7])] * len(fates))
     settings = {"agent": f"python {folder}/agent.py {{questions}} {{fate}} {folder}", "group_size": 2, "seconds": 30.0,

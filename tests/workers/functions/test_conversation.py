@@ -20,7 +20,7 @@ from distflow.telemetry import heartbeat
 from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import current
 from distflow.telemetry.trajectories import trajectories
-from workers.engines.chat import TurnTemplate
+from workers.engines.chat import TurnTemplate, sampled_text
 from workers.engines.embedded import ASSISTANT, build_model, build_tokenizer
 from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
@@ -107,7 +107,7 @@ def role(tmp_path, monkeypatch):
         template_options={}, end_tokens=rollout.end_tokens.tolist(), routed_experts=lambda *_: (),
         converse=lambda prompts, ids, repeats, limit: contextlib.nullcontext((
             rollout.session(3, keep_cache=True), rollout.rows(prompts, repeats, ids, limit))),
-        decode=lambda tokens: [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows])
+        decode=lambda tokens: [sampled_text(tokenizer, row.tolist(), rollout.end_tokens.tolist()) for row in tokens.rows])
     current().collect(lambda mine: [mine])
     env_service.close_all()
     user_code._streaks.clear()
@@ -138,7 +138,7 @@ def test_what_is_written_fits_together(role, prompts):
         turns = _runs(tokens.tolist(), mask.tolist())
         assert len(turns) == 5
         for sampled, observed in zip(turns[::2], turns[1::2]):
-            text = role.tokenizer.decode(sampled, skip_special_tokens=True)
+            text = sampled_text(role.tokenizer, sampled, role.end_tokens)
             ended = sampled[-1] in role.rollout.end_tokens.tolist()
             assert observed == between.tokens(f"{('one', 'two', 'three')[row // 2]}: {len(text)}", ended)
     assert role.decode(found.responses) == found.completions

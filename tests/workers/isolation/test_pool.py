@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +152,38 @@ def test_shared_memory_is_measured_while_children_come_and_go(pool):
         pool.kill_ended()
         assert time.monotonic() < deadline
     assert found == [(child, [], "its process was killed by SIGKILL (out of memory?)")]
+
+
+LEAVES_FILES = """
+import mmap
+opened = open({0!r}, "wb")
+with open({1!r}, "w+b") as file:
+    file.write(bytes(4096))
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 4096)
+for name in {2!r}:
+    open(name, "ab").write(b"row")
+kept = [open(name, "ab") for name in {2!r}]
+send({{"call": call["call"]}})
+time.sleep(3600)
+"""
+
+
+def test_files_of_a_killed_child_in_shared_memory_are_removed_and_those_of_others_stay(pool):
+    names = [f"/dev/shm/distflow-test-{uuid.uuid4().hex}" for _ in range(4)]
+    opened, mapped, earlier, shared = map(Path, names)
+    try:
+        earlier.write_bytes(b"of another process")
+        child, other = pool.fork(), pool.fork()
+        ask(child, LEAVES_FILES.format(names[0], names[1], names[2:]), hides=False)
+        assert next_of(pool)[1] == ""
+        ask(other, f"kept = open({names[3]!r}, 'ab'); send({{'call': call['call']}}); time.sleep(3600)", hides=False)
+        assert next_of(pool)[1] == ""
+        for ended, left in ((child, [earlier, shared]), (other, [earlier])):
+            pool.end(ended)
+            pool.kill_ended()
+            pool.fork()  # is answered after that
+            assert [path for path in (opened, mapped, earlier, shared) if path.exists()] == left
+    finally:
+        for name in names:
+            Path(name).unlink(missing_ok=True)

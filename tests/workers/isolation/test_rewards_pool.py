@@ -59,6 +59,11 @@ def hostile(completion, answer):
     if completion == "kills its parent":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
+    if completion == "stops its parent":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(600)
+    while completion == "stops it for ever":
+        os.kill(os.getppid(), signal.SIGSTOP)
     if completion == "closes":
         os.closerange(3, 4096)
     if completion.startswith("["):
@@ -414,6 +419,14 @@ def test_a_call_that_kills_the_fork_server_fails_alone(run):
     assert [results.values[row] for row in range(16) if row % 4 != 2] == [1.0] * 12
     assert {reason(results.values[row]) for row in range(2, 16, 4)} == {
         "its process was killed together with the one that had started it"}
+
+
+def test_a_call_that_stops_the_fork_server_costs_its_own_time(run):
+    results = run("hostile", ["good", "stops its parent", "stops it for ever", "is killed"] + ["good"] * 8)
+    assert [results.values[row] for row in (0, *range(4, 12))] == [1.0] * 9
+    assert reason(results.values[1]) == "took longer than 4 s"
+    assert reason(results.values[3]) == "its process was killed by SIGKILL (out of memory?)"
+    assert results.values[2] != 1.0
 
 
 def test_what_hangs_does_not_outlive_the_rank(module, tmp_path):

@@ -12,7 +12,7 @@ from distflow.contracts.rewards import Term
 from distflow.errors import EngineError, InvalidInput, RewardsFailed
 from distflow.telemetry.metrics import Metrics, current
 from workers.isolation.rewards_pool import FailedSample
-from workers.isolation.scoring import Scorer, _combine, find_reward, report
+from workers.isolation.scoring import Reference, Scorer, _combine, find_reward, report
 
 MODULE = '''
 from distflow import reward
@@ -49,6 +49,15 @@ async def not_at_once(completion):
 @reward(shortcut=lambda completion: 1 / (len(completion) - 1))
 def after_shortcut(completion):
     return 7.0
+
+def solved(answer, opening="", *, unit=1.0):
+    if not answer:
+        raise ValueError("there is no answer")
+    return f"{opening}{answer} of {unit:g}"
+
+@reward(reference=solved)
+def declared(completion, answer, *, unit: float = 1.0, other: int = 0):
+    return float(completion == solved(answer, unit=unit))
 
 @reward
 def never(completion):
@@ -101,6 +110,17 @@ def test_columns_go_to_the_parameters_that_name_them(score):
     assert score("passed", extra=[3.0, 4.0], **columns).rewards == [3.0, 0.0]
     assert score("asked", **columns).rewards == [3.0, 6.0]
     assert score("together", completions=["a", "b"], scores=[1.0, 2.0]).rewards == [-0.5, 0.5]
+
+
+def test_references_are_what_rewards_declare_for_their_rows(score):
+    recipe = {"by": "source", "rewards": {"a": {"declared": {"unit": 2.0, "other": 3}}, "b": ["declared", "number"]}}
+    columns = {"answers": ["7", "", "9", "8"], "source": ["a", "a", "a", "b"]}
+    found = Scorer(recipe).references(columns, [0, 1, 3], opening="<think>")
+    assert found == {"declared": [Reference("<think>7 of 2"), Reference(None, "there is no answer"),
+                                  Reference("<think>8 of 1")]}
+    assert Scorer({"by": "source", "rewards": {"a": "declared", "b": "number"}}).references(columns, [3]) == {
+        "declared": [Reference(None)]}
+    assert Scorer("number").references(columns, [0]) == {}
 
 
 def test_what_fails_in_the_rank_costs_its_row_alone(score):

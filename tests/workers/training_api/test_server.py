@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import resource
+import socket
 import threading
 from concurrent.futures import wait
 
@@ -26,6 +30,7 @@ class Scripted:
 
     def __init__(self, folder, step=0):
         self.server = TrainingServer(TrainingApi(max_body_mib=0.01), folder, step, {"steps": 100})
+        self.logprobs = [[-0.25]]
         self.step, self.seen, self.drawn, self.release = step, [], [], threading.Event()
         self.release.set()
         threading.Thread(target=self.run, daemon=True).start()
@@ -45,7 +50,7 @@ class Scripted:
                 call.answer([{"prompt": prompt, "sequences": [SAMPLED] * call.request.num_samples}
                              for prompt in call.request.prompts])
             else:
-                call.answer({"logprobs": [[-0.25]], "metrics": {"loss:sum": 0.25}})
+                call.answer({"logprobs": self.logprobs, "metrics": {"loss:sum": 0.25}})
 
     def die(self):
         """Answer nothing any more. The next one has another port, which its client finds in the run folder."""
@@ -110,6 +115,27 @@ def test_retries_share_the_answer_of_a_call_under_way(run):
 def test_what_is_wrong_is_named(run, name, body, words):
     assert words in post(run, name, **body).json()["error"]["message"]
     assert not run.seen
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(run, client):
+    run.logprobs = [[-0.5, math.nan, -math.inf]]
+    answer = json.loads(post(run, "forward", data=[ROW]).text, parse_constant=pytest.fail)
+    assert answer["logprobs"] == [[-0.5, None, None]]
+    assert client.forward([ROW]).result()[0][2] == -math.inf, "MessagePack has them"
+
+
+def test_memory_of_an_announced_body_is_taken_as_it_comes(tmp_path):
+    training = TrainingServer(TrainingApi(max_body_mib=1024), tmp_path, 0, {})
+    head = f"POST /v1/forward HTTP/1.1\r\nAuthorization: Bearer {training.token}\r\nContent-Length: {1 << 30}\r\n" \
+           "Expect: 100-continue\r\n\r\n"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            sender = stack.enter_context(socket.create_connection(("127.0.0.1", training.port)))
+            sender.sendall(head.encode())
+            assert sender.recv(100).startswith(b"HTTP/1.1 100"), "the body is being read"
+            sender.sendall(bytes(1 << 16))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 def test_a_token_is_needed_and_only_the_owner_reads_it(run, tmp_path):

@@ -66,8 +66,8 @@ def start(model: PreTrainedModel, generation: Generation, dtype: torch.dtype, de
 
         config, adapters = _write_model(model, device, lora, folder)
         engine = LLMEngine.from_engine_args(EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="auto" if lora else "dummy", generation_config="vllm",
-            dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
+            model=folder, skip_tokenizer_init=True, trust_remote_code=False, generation_config="vllm",
+            load_format="auto" if lora else "dummy", dtype=str(dtype).removeprefix("torch."), seed=seed % 2**32,
             max_num_seqs=generation.batch_rows, max_num_batched_tokens=max(8192, generation.batch_rows),
             enable_prefix_caching=True, logprobs_mode=MODE, logits_processors=[SamplingProcessor],
             async_scheduling=False, disable_log_stats=True, tensor_parallel_size=tp,

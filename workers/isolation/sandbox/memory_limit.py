@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from distflow.telemetry.processes import children
@@ -22,17 +22,39 @@ Inode = tuple[int, int]
 
 
 class SharedMemoryUse:
-    def __init__(self, process: int, limit: int):
-        self.process, self.limit = process, limit
+    """Shared memory of a process and its descendants. earlier: files of /dev/shm that were there before the process."""
+
+    def __init__(self, process: int, limit: int, earlier: Collection[str] = ()):
+        self.process, self.limit, self.earlier = process, limit, earlier
         self.left: dict[str, Inode] = {}  # files of /dev/shm that the processes have opened for writing
 
     def exceeded(self) -> bool:
-        processes = list(_family(self.process))
+        processes = list(family(self.process))
         files = self._files(processes)
         total = sum(files.values())
         if total + sum(map(_resident, processes)) <= self.limit:  # counts shared pages more than once, and is cheap
             return False
         return total + sum(_mapped(process, files) for process in processes) > self.limit
+
+    def note_files(self) -> None:
+        """Note the files of /dev/shm that the processes have open or mapped for writing, before they are killed."""
+        processes = list(family(self.process))
+        self._files(processes)
+        self.left |= dict(_mapped_files(processes))
+
+    def unlink_files(self, others: Iterable[int]) -> list[str]:
+        """Remove what the processes have left in /dev/shm and none of `others` uses; return the paths."""
+        used, removed = {inode for _, inode in _mapped_files(others)}, []
+        for _, open_file in _open_files(others):
+            with contextlib.suppress(OSError):
+                used.add((os.stat(open_file).st_dev, os.stat(open_file).st_ino))
+        for path, inode in self.left.items():
+            with contextlib.suppress(OSError):
+                file = os.stat(path)
+                if (file.st_dev, file.st_ino) == inode and inode not in used and path not in self.earlier:
+                    os.unlink(path)
+                    removed.append(path)
+        return removed
 
     def _files(self, processes: list[int]) -> dict[Inode, int]:
         found: dict[Inode, int] = {}
@@ -52,6 +74,13 @@ class SharedMemoryUse:
         return found
 
 
+def files_in_memory() -> set[str]:
+    """Return the paths of the files that are in /dev/shm now."""
+    with contextlib.suppress(OSError):
+        return {_FILES[0] + name for name in os.listdir(_FILES[0])}
+    return set()
+
+
 class PollSchedule:
     """Time of the next poll, which keeps polling below 5% of the time."""
 
@@ -66,10 +95,10 @@ class PollSchedule:
         self.next = now + max(_INTERVAL, _RATIO * (now - began))
 
 
-def _family(process: int) -> Iterator[int]:
+def family(process: int) -> Iterator[int]:
     yield process
     for child in children(process):
-        yield from _family(child)
+        yield from family(child)
 
 
 def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
@@ -84,6 +113,17 @@ def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
                     written = os.lstat(f"{folder}/{number}").st_mode & stat.S_IWUSR
                     if path.startswith(_FILES) and (written or not path.startswith(_FILES[0])):
                         yield path, f"{folder}/{number}"
+
+
+def _mapped_files(processes: Iterable[int]) -> Iterator[tuple[str, Inode]]:
+    """Yield the files of /dev/shm that processes have mapped for writing."""
+    for process in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as lines:
+            for line in lines:
+                _, rights, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
+                if path and path[0].startswith(_FILES[0]) and "w" in rights and "s" in rights:
+                    major, minor = (int(part, 16) for part in device.split(":"))
+                    yield path[0], (os.makedev(major, minor), int(inode))
 
 
 def _resident(process: int) -> int:

@@ -14,11 +14,12 @@ Linux only, on x86_64 and aarch64. `isolation()` tries once which kind works on 
         owner, mode, times or attributes and `truncate` are refused, for own files too.
     other processes: signals are refused, to its own children too.
     descendants: found as orphans of the launcher and killed; if the caller is root, by their user id too.
-    disk: `disk_mib` for each file, without a limit on their number. Shared memory and queues are refused.
+    disk: `disk_mib` for each file, without a limit on their number.
 
 Both: a session of its own; no environment but PYTHONHASHSEED and PYTHONUTF8; no capabilities; no input but `stdin`; no
-open files of the caller; kernel limits on memory, CPU time, processes, open files and file size. If the caller is root,
-each program has a user id of its own.
+open files of the caller; kernel limits on memory, CPU time, processes, open files and file size; no memory outside the
+address space (System V and POSIX shared memory, semaphores and queues, memfd). If the caller is root, each program has
+a user id of its own.
 
 Not guaranteed: the memory limit applies to each of up to `processes` processes. CPU cores are shared. Unless the caller
 is root, `processes` counts this program alone only from Linux 5.14 on. A hole in the kernel is a hole in the sandbox.
@@ -207,9 +208,10 @@ class _ProgramWatch:
 
 
 def _in_memory(text: str) -> IO[bytes]:
-    file = os.fdopen(os.memfd_create("text"), "r+b")
+    file = os.fdopen(os.memfd_create("text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW)  # a program keeps no memory in it
     return file
 
 

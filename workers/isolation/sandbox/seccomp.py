@@ -18,8 +18,15 @@ _ALWAYS: Numbers = {
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "unshare": (272, 97),
     "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "open_tree": (428, 428),
     "move_mount": (429, 429), "fsopen": (430, 430), "mount_setattr": (442, 442), "keyctl": (250, 219),
-    "add_key": (248, 217), "request_key": (249, 218), "memfd_create": (319, 279)}
-"""io_uring can open sockets; memfd_create is memory without limit."""
+    "add_key": (248, 217), "request_key": (249, 218)}
+"""io_uring can open sockets."""
+_MEMORY: Numbers = {
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "mq_unlink": (241, 181), "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262)}
+"""Calls that take memory outside the address space, which no resource limit covers. IPC objects also outlive the
+program and can be guessed by other programs of the user. The limit on open files bounds pipes and pairs of sockets."""
 _SOCKET: Numbers = {"socket": (41, 198)}
 _OTHERS: Numbers = {
     "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
@@ -34,11 +41,6 @@ _FILES: Numbers = {
     "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
     "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)}
 """Calls that change files without opening them, which Landlock or its first versions do not restrict."""
-_PERSISTENT: Numbers = {
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)}
-"""IPC objects, which outlive the program and can be guessed by other programs of the user."""
 _OWNED = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
 """fcntl and ioctl by second argument: these make the kernel signal another process when a file is ready."""
 _CLONE, _CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
@@ -67,7 +69,7 @@ def _program(network: bool, self_id: int | None) -> list[Instruction]:
     lines = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, _ARCHITECTURE[machine]), _end(_KILL), (_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         lines += [(_AT_LEAST, 0, 1, _X32), _end(_KILL)]
-    refused = _ALWAYS | ({} if network else _SOCKET) | ({} if self_id is None else _OTHERS | _FILES | _PERSISTENT)
+    refused = _ALWAYS | _MEMORY | ({} if network else _SOCKET) | ({} if self_id is None else _OTHERS | _FILES)
     for number in filter(None, (numbers[_INDEX[machine]] for numbers in refused.values())):
         lines += [(_EQUAL, 0, 1, number), _end(_REFUSE | errno.EPERM)]
     lines += [(_EQUAL, 0, 1, _CLONE3), _end(_REFUSE | errno.ENOSYS)]  # its flags are unreadable; libc falls back

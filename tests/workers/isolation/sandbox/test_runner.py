@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import platform
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ import pytest
 from harness import ROOT
 
 from distflow.errors import EngineError
-from workers.isolation.sandbox import runner
+from workers.isolation.sandbox import runner, seccomp
 from workers.isolation.sandbox.runner import KINDS, Outcome, isolation, run_python
 
 SYSTEM = Path("/usr/bin/python3")
@@ -302,14 +303,26 @@ def test_it_changes_files_that_it_cannot_open(run, tmp_path):
         getattr(before, name) for name in ("st_mode", "st_mtime_ns", "st_uid", "st_gid", "st_nlink")]
 
 
-def test_shared_memory_does_not_outlive_it(run):
-    def segments() -> list[str]:
-        """Those of its key: other tests make theirs."""
-        return [line for line in Path("/proc/sysvipc/shm").read_text().splitlines() if line.split()[0] == "4711"]
-
-    before = segments()
-    run("import ctypes\nctypes.CDLL(None).shmget(4711, 4096, 0o1666)")
-    assert segments() == before
+def test_memory_outside_the_address_space_is_refused(run):
+    """Such memory is not counted by `memory_mib`, and some of it outlives the program."""
+    numbers = seccomp._MEMORY["memfd_secret"], seccomp._MEMORY["inotify_init1"]
+    secret, inotify = (pair[seccomp._INDEX[platform.machine()]] for pair in numbers)
+    outcome = run(f"""
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.shmget(4711, 256 << 20, 0o1666), libc.semget(4711, 1, 0o1666), libc.msgget(4711, 0o1666),
+              libc.mq_open(b'/queue', os.O_CREAT | os.O_RDWR, 0o600, None), libc.memfd_create(b'', 0),
+              libc.syscall({secret}, 0), libc.syscall({inotify}, 0), ctypes.get_errno())
+        for write in (lambda: os.write(0, bytes(1 << 20)), lambda: open('/dev/shm/kept', 'wb')):
+            try:
+                write()
+            except OSError as error:
+                print(type(error).__name__)
+    """, "input", memory_mib=128)
+    counts, standard_input, shm = outcome.stdout.splitlines()
+    assert counts == "-1 -1 -1 -1 -1 -1 -1 1"
+    assert standard_input == "PermissionError"
+    assert shm in ("FileNotFoundError", "PermissionError")
 
 
 def test_it_looks_at_its_caller(run, monkeypatch):

@@ -1,0 +1,53 @@
+"""Code in a model's folder, which is never run: it would run with the user's rights, on every machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+_FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+_REMEDY = ("Take a model whose architecture transformers has itself, without `auto_map`, or a newer transformers that "
+           "has this one.")
+
+
+def code_of(folder: Path) -> list[str]:
+    """Return the classes and functions of its own that a model's folder names, as `modeling_own.OwnForCausalLM`."""
+    found: set[str] = set()
+    for mapped in (_read(folder / name).get("auto_map") for name in _FILES):
+        values = mapped.values() if isinstance(mapped, dict) else ()
+        found |= {name for value in values for name in (value if isinstance(value, list) else [value]) if name}
+    return sorted(map(str, found))
+
+
+def refusal(folder: Path, name: str) -> tuple[str, str]:
+    """Return why a model that needs code in its folder is refused, and the remedy."""
+    named = ", ".join(code_of(folder)[:4])
+    return f"{name} asks for code of its own (`auto_map`: {named}), and code in a model's folder is never run", _REMEDY
+
+
+def needs_code(folder: Path) -> bool:
+    """Return whether a model is of no kind that transformers has. Does not import transformers."""
+    kind = _read(folder / "config.json").get("model_type")
+    return bool(code_of(folder)) and (not kind or f'"{kind}"' not in _known_types())
+
+
+@functools.cache
+def _known_types() -> str:
+    """Return the tables of transformers in which the names of kinds of models stand."""
+    package = importlib.util.find_spec("transformers")
+    assert package
+    assert package.submodule_search_locations
+    tables = Path(package.submodule_search_locations[0], "models/auto")
+    names = ("auto_mappings.py", "configuration_auto.py")
+    return "\n".join(file.read_text(encoding="utf-8") for name in names if (file := tables / name).is_file())
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # which another check reports
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,110 @@
+"""A conversation has the tokens that its template gives for the whole of it, however it is put together."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+
+from tokenizers_of_kinds import KINDS
+from workers.engines.chat import (
+    TurnTemplate,
+    answer_tokens,
+    end_tokens,
+    imitated_tokens,
+    prompt_tokens,
+    sampled_text,
+    template_end,
+    whole_tokens,
+)
+
+THINKS = {"opens_think", "strips_thinking"}  # their prompts, or last answers, have what the whole does not always have
+WORDS = ["What", "is", "3", "+", "The answer", "7.", "é", "日本", "🙂", "\n", "\n\n", " ", "  ", "<b>", "?", "user:"]
+MERGES = {"no_end"}  # its text behind an answer may be one token with the answer's last sign, which stays as it was sampled
+kinds = pytest.mark.parametrize("kind", KINDS)
+build = functools.cache(lambda kind: KINDS[kind]())
+
+
+def conversations(kind: str, begin: bool = True) -> list[list[str]]:
+    """Return texts of some conversations. `begin`: each begins with a word, since a template's last token may be one
+    with the first of a text that begins with a line's end."""
+    drawn = random.Random(kind)
+    return [[drawn.choice(WORDS[:7]) * begin + " ".join(drawn.choices(WORDS, k=5)) + "." for _ in range(4)]
+            for _ in range(12)]
+
+
+def talk(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+@kinds
+def test_imitated_tokens_are_those_of_the_whole(kind):
+    tokenizer = build(kind)
+    for texts in conversations(kind, begin=False):
+        messages = talk(*texts)
+        whole = whole_tokens(tokenizer, messages)
+        if tokenizer.chat_template:
+            assert whole == tokenizer.apply_chat_template(messages, return_dict=False)
+        for turns in ("last", "all"):
+            found = imitated_tokens(tokenizer, messages, turns=turns)
+            row, end = [*found.prompt, *found.target], template_end(tokenizer)
+            learned = row if end is not None else row[:-1]
+            assert whole[: len(learned)] == learned
+            assert row[-1] == (tokenizer.eos_token_id if end is None else end)
+            assert len(found.mask) == len(found.target)
+            rest = tokenizer.decode(whole[len(learned) :], clean_up_tokenization_spaces=False)
+            assert rest.replace("<|endoftext|>", "").strip() == ""
+        assert texts[-1].strip() in tokenizer.decode(imitated_tokens(tokenizer, messages).target)
+
+
+@kinds
+def test_all_turns_learn_what_the_assistant_said_and_no_more(kind):
+    tokenizer = build(kind)
+    for texts in conversations(kind):
+        found = imitated_tokens(tokenizer, talk(*texts), turns="all")
+        learned = [token for token, kept in zip(found.target, found.mask) if kept]
+        text = tokenizer.decode([token for token in learned if token not in end_tokens(tokenizer)])
+        empty = "<think>\n\n</think>\n\n" if kind == "strips_thinking" else ""
+        assert "".join(text.split()) == "".join(f"{texts[1]} {empty}{texts[3]}".split())
+        assert sum(token in end_tokens(tokenizer) for token in learned) == (1 if kind == "no_end" else 2)
+
+
+@kinds
+def test_turn_by_turn_gives_the_tokens_of_the_whole(kind):
+    tokenizer = build(kind)
+    template = TurnTemplate(tokenizer, end_tokens(tokenizer))
+    for asked, said, more, _ in conversations(kind):
+        between, whole = template.tokens(more, ended=True), prompt_tokens(tokenizer, talk(asked, said, more))
+        assert tokenizer.decode(whole).endswith(tokenizer.decode(between))
+        if kind not in THINKS | MERGES:
+            begun = imitated_tokens(tokenizer, talk(asked, said))
+            target = begun.target if template_end(tokenizer) is not None else begun.target[:-1]
+            assert begun.prompt == prompt_tokens(tokenizer, asked)
+            assert [*begun.prompt, *target, *between] == whole
+
+
+@kinds
+def test_pairs_have_the_tokens_of_their_conversations(kind):
+    tokenizer = build(kind)
+    for _, better, _, worse in conversations(kind):
+        for said in (better, worse):
+            assert answer_tokens(tokenizer, said) == imitated_tokens(tokenizer, talk("What?", said)).target
+
+
+@kinds
+def test_first_observations_are_part_of_the_question(kind):
+    tokenizer = build(kind)
+    template = TurnTemplate(tokenizer, end_tokens(tokenizer))
+    for asked, shown, *_ in conversations(kind):
+        found = template.into_prompt(torch.tensor(prompt_tokens(tokenizer, asked)), shown)
+        assert found == prompt_tokens(tokenizer, f"{asked}\n{shown}")
+
+
+@kinds
+def test_sampled_text_is_all_but_the_end(kind):
+    tokenizer = build(kind)
+    said = "<think>3 + 4 is 7.</think> <tool_call>7</tool_call>"
+    tokens = [*tokenizer(said, add_special_tokens=False)["input_ids"], *end_tokens(tokenizer)]
+    assert sampled_text(tokenizer, tokens, end_tokens(tokenizer)) == said

@@ -1,0 +1,90 @@
+"""Tasks with one fault each are refused or noted before torch is loaded, and good ones start without a word."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from preflight_tasks import ANSWERED, CALLED, CHOICES, PAIRS, SUMS, Task, changed, check_fault, proved
+
+
+def reward(body: str, name: str = "mine", arguments: str = "completion: str, answer: str") -> str:
+    return f"@reward\ndef paid({arguments}):\n    {body}\n"
+
+
+MINE = partial(Task, SUMS, "mine:paid")
+FAULTY: dict[str, tuple[Task, bool, str]] = {
+    "answers are all alike": (Task([{**each, "level": "hard"} for each in SUMS], data={"answer": "level"}), False,
+                              "has the answer `hard`, whatever its question is"),
+    "answers count the records": (Task([{**each, "index": index} for index, each in enumerate(SUMS)],
+                                       data={"answer": "index"}), False, "has its own number as its answer"),
+    "answers are the questions": (Task(SUMS, data={"answer": "question"}), False, "has its question as its answer"),
+    "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
+                                               for each in ANSWERED]), False, "ends with its answer"),
+    "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), True,
+                                "offers the choices A B C, and its answer is `a`"),
+    "choices by number": (Task([{**each, "answer": "ABC".index(each["answer"])} for each in CHOICES], "math"), True,
+                          "its answer is `0`, which is none of them"),
+    "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",
+                                data={"columns": ["chosen", "rejected"]}), True, "has the same answer as `chosen`"),
+    "chosen is rejected once": (Task([*PAIRS, {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], dag="dpo",
+                                     data={"columns": ["chosen", "rejected"]}), False, "1 of the first 13 records has"),
+    "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED],
+                                             data={"tools": "tools"}), True, "arguments are not a JSON object: `x=1`"),
+    "a tool that is not listed": (Task([changed(each, name="plus") for each in CALLED], data={"tools": "tools"}), True,
+                                  "calls the tool `plus`"),
+    "held-out questions are trained on": (Task(SUMS, held_out=SUMS), False, "questions of heldout.jsonl are in the "
+                                          "training set"),
+    "a reward that raises": (MINE(reward("return answer.score")), True, "raised AttributeError: 'str' object has no "
+                             "attribute 'score', at"),
+    "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
+                                                    False, "raised ValueError: invalid literal for int()"),
+    "a reward that compares the wrong way round": (MINE(reward("return float(completion in answer)")), False,
+                                                   "pays an empty answer no less than the answer of each"),
+    "a constant reward": (MINE(reward("return 0.5")), False, "pays 0.5 for all that was tried"),
+    "a reward without a return": (MINE(reward("completion == answer")), True, "returned None, not a finite number"),
+    "a reward that is not a number": (MINE(reward("return 'right' if completion == answer else 'wrong'")), True,
+                                      "not a finite number"),
+    "a reward of nan": (MINE(reward("return float('nan')")), True, "returned nan"),
+    "a list that is too short": (MINE(reward("return [1.0]", arguments="completions: list[str], answers: list[str]")),
+                                 True, "it returned a list of 1 for"),
+    "a module that exits": (MINE("raise SystemExit(3)\n" + reward("return 0.0")), True, "ended with code"),
+    "a service that does not answer": (MINE(reward("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')"
+                                                   )), False, "raised URLError"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_fault(*FAULTY[name], tmp_path, f"faulty_{[*FAULTY].index(name)}")
+
+
+GOOD = {
+    "numbers that are no text": Task([{**each, "answer": int(each["answer"])} for each in SUMS], "math"),
+    "choices": Task(CHOICES, "math"),
+    "yes and no": Task([{"question": f"Is {a} even?", "answer": ["yes", "no"][a % 2]} for a in range(12)],
+                       "mine:paid", reward("return float(completion.strip().lower() == answer)")),
+    "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
+    "a reward of lists": MINE(reward("return [float(c.strip() == a) for c, a in zip(completions, answers)]",
+                                     arguments="completions: list[str], answers: list[str]")),
+    "a coroutine": MINE(reward("return float(completion.strip() == answer)").replace("def", "async def")),
+    "a reward of tags": MINE(reward("return float(f'<answer>{answer}</answer>' in completion)")),
+    "a reward of tokens": MINE(reward("return float(completion == answer) - 0.001 * len(response)",
+                                      arguments="completion: str, answer: str, response: list[int]")),
+    "a reward of a field": Task([{**each, "source": "sums"} for each in SUMS],
+                                {"by": "source", "rewards": {"sums": "math", "other": "format"}},
+                                data={"columns": ["source"]}),
+    "several rewards": Task(SUMS, {"math": 1.0, "format": {"weight": 0.1}, "length": {"weight": 0.1, "cap": 100}}),
+    "programs": Task([{"question": f"Write f that adds {a}.", "answer": f"```python\ndef f(x): return x + {a}\n```",
+                       "tests": f"assert f(1) == {a + 1}"} for a in range(3)], "code", data={"columns": ["tests"]}),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    account = proved(GOOD[name], tmp_path, f"good_{[*GOOD].index(name)}")
+    assert account.doubts == []
+    assert {"data", "rewards"} <= account.proved.keys()

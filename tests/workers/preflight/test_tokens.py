@@ -1,0 +1,112 @@
+"""Tasks with one fault each in tokens or templates are refused or noted, and good ones start without a word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, Task, check_fault, proved
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from workers.engines.embedded import ASSISTANT, CHAT_TEMPLATE, EOS, USER, build_tokenizer
+
+
+def tokenizer(template: str = CHAT_TEMPLATE, *more: str, start: bool = False):
+    made = build_tokenizer([f"{each['question']} {each['answer']}" for each in ANSWERED])
+    made.chat_template = template
+    made.add_tokens([*more])
+    if start:
+        made.add_bos_token = True
+    return made
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer that knows words, and no digits."""
+    names = ["<unk>", EOS, USER, ASSISTANT, "What", "is", "+", "?", "Let", "me", "add", "."]
+    inner = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token=EOS,
+                                   extra_special_tokens=[USER, ASSISTANT], chat_template=CHAT_TEMPLATE)
+
+
+WITHOUT_LAST = CHAT_TEMPLATE.replace("in messages %}", "in messages[:-1] %}", 1)
+WITHOUT_SYSTEM = CHAT_TEMPLATE.replace("{% for message in messages %}", "{% for message in messages if message['role'] "
+                                       "!= 'system' %}", 1)
+WITHOUT_PROMPT = CHAT_TEMPLATE.partition("{% if add_generation_prompt")[0]
+WITHOUT_THOUGHT = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS,
+                                        "{{ message['content'].split('</think>')[-1] }}" + EOS)
+BEGINS = "<bos>" + CHAT_TEMPLATE
+THINKS = CHAT_TEMPLATE.replace(ASSISTANT + "{% endif %}", ASSISTANT + "<think>\n{% endif %}")
+REFUSES = "{{ raise_exception('Only user and assistant roles are supported!') if messages[0].role == 'system' }}" + \
+    CHAT_TEMPLATE
+
+HELLO = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi!"}]
+ASKED = [{**each, "question": [{"role": "user", "content": each["question"]}]} for each in SUMS]
+THOUGHT = [{**each, "answer": f"<think>add</think>{each['answer']}"} for each in SUMS]
+FAULTY: dict[str, tuple[Task, bool, str]] = {
+    "a template without the last message": (Task(SUMS, "math", tokenizer=partial(tokenizer, WITHOUT_LAST)), True,
+                                            "leaves out the message of `user`"),
+    "a template without system messages": (Task(SUMS, "math", data={"system_prompt": "Add."},
+                                                tokenizer=partial(tokenizer, WITHOUT_SYSTEM)), True,
+                                           "leaves out the message of `system`"),
+    "a template that refuses system messages": (Task(SUMS, "math", data={"system_prompt": "Add."},
+                                                     tokenizer=partial(tokenizer, REFUSES)), True,
+                                                "Only user and assistant roles are supported!"),
+    "a template without a generation prompt": (Task(SUMS, "math", tokenizer=partial(tokenizer, WITHOUT_PROMPT)), True,
+                                               "does not begin an answer at the end of the prompt"),
+    "a template that opens a thought": (Task(SUMS, tokenizer=partial(tokenizer, THINKS)), False,
+                                        "ends with `<think>`, and its answer lacks that"),
+    "thoughts that the template strips": (Task(THOUGHT, tokenizer=partial(tokenizer, WITHOUT_THOUGHT)), True,
+                                          "the chat template changes the answer of"),
+    "a tokenizer without digits": (Task(SUMS, tokenizer=words), True, "has no tokens for characters of each"),
+    "tokens beyond the embedding": (Task([{**each, "answer": "<extra>"} for each in SUMS], rows=500,
+                                         tokenizer=partial(tokenizer, CHAT_TEMPLATE, "<extra>")), True,
+                                    "('<extra>'), and the embedding of the model has 500 rows"),
+    "a beginning twice": (Task(SUMS, tokenizer=partial(tokenizer, BEGINS + "", start=True),
+                               data={"system_prompt": "<bos>"}), True, "begins with '<bos>' twice"),
+    "targets beyond the limit": (Task(ANSWERED, data={"max_target_tokens": 4}, tokenizer=tokenizer), True,
+                                 "has a target of more than 4 tokens"),
+    "a few prompts beyond the limit": (Task([*SUMS, {"question": "What is 1 + 1? " * 20, "answer": "2"}], "math",
+                                            data={"max_prompt_tokens": 40}, tokenizer=tokenizer), False,
+                                       "1 of the first 13 records has a prompt of more than 40 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_fault(*FAULTY[name], tmp_path, f"faulty_{[*FAULTY].index(name)}")
+
+
+GOOD = {
+    "numbers": Task(SUMS, "math"),
+    "answers behind ####": Task(ANSWERED, "math", held_out=[{"question": "2 + 2?", "answer": "#### 4"}]),
+    "expressions": Task([{"question": "Solve x^2=2.", "answer": r"\sqrt{2}"},
+                         {"question": "Half?", "answer": r"\frac{1}{2}"}], "math"),
+    "messages": Task([{**each, "question": [{"role": "system", "content": "Add."}, *each["question"]]}
+                      for each in ASKED], "math"),
+    "a conversation": Task([{**each, "question": [*HELLO, *each["question"]]} for each in ASKED]),
+    "tool calls": Task(CALLED, data={"tools": "tools"}),
+    "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
+    "answers to imitate": Task(ANSWERED),
+    "thoughts that the template keeps": Task(THOUGHT),
+    "a thought that the template opens": Task(SUMS, "math", tokenizer=partial(tokenizer, THINKS)),
+    "a system prompt": Task(SUMS, "math", data={"system_prompt": "Add.", "prompt_suffix": " Show your work."}),
+    "other scripts": Task([{"question": f"{a} 加 {a} 是多少？", "answer": f"答案是 {2 * a}。🙂"} for a in range(12)]),
+    "an environment": Task(SUMS, dag="grpo_tools"),
+    "a teacher": Task(SUMS, dag="distill"),
+    "long documents": Task([{"question": "Sum up: " + "word " * 5000 + str(a), "answer": f"It is {a}."}
+                            for a in range(9)], data={"max_prompt_tokens": 50_000}),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = replace(GOOD[name], tokenizer=GOOD[name].tokenizer or tokenizer)
+    account = proved(task, tmp_path, f"good_{[*GOOD].index(name)}")
+    assert account.doubts == []
+    assert account.proved.keys() == {"data", "rewards", "tokens"}

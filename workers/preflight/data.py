@@ -1,0 +1,125 @@
+"""Proves that the first records can be learned from: fields that are probably not the ones that were meant.
+
+    answers      are not all the same, not the question, not a count of the records, and do not end the question
+    choices      a question that offers letters has one of them as its answer
+    pairs        the chosen and the rejected answer of a record differ
+    tool calls   have arguments that are JSON, and name a tool of the record
+
+The form of each record, duplicates and what is validated on: `distflow.data.checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from distflow.data.problems import Message, Record, answer_text, tools_of
+from workers.preflight.proofs import FailedProof, FirstRecords, shortened
+
+_ENOUGH = 8
+"""Records from which on it is no accident that all of them have something in common."""
+_LONG = 4
+"""Characters of an answer from which on a question hardly ends with it by accident."""
+_OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
+
+
+def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
+    for proof in _PROOFS:
+        yield from proof(records)
+
+
+def _answers_differ(records: FirstRecords) -> Iterator[FailedProof]:
+    same = set(records.answers)
+    if len(records) >= _ENOUGH and len(same) == 1 and len(set(records.questions)) > 1:
+        yield from records.failed(range(len(records)), f" has the answer {shortened(same.pop())}, whatever its "
+                                  "question is", _other_field(records), doubt=True)
+
+
+def _answers_are_not_counted(records: FirstRecords) -> Iterator[FailedProof]:
+    numbers = [int(answer) if re.fullmatch(r"\d{1,9}", answer) else -1 for answer in records.answers]
+    counted = [range(first, first + len(numbers)) for first in (0, 1)]
+    if len(records) >= _ENOUGH and any(numbers == [*count] for count in counted):
+        yield from records.failed(range(len(records)), " has its own number as its answer", _other_field(records),
+                                  doubt=True)
+
+
+def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof]:
+    pairs = [(question.strip(), answer.strip()) for question, answer in zip(records.questions, records.answers)]
+    same = [index for index, (question, answer) in enumerate(pairs) if question == answer]
+    yield from records.failed(same, " has its question as its answer, too", _other_field(records), doubt=True)
+    ends = [index for index, (question, answer) in enumerate(pairs)
+            if question != answer and _ends_with(question, answer)]
+    if 2 * len(ends) > len(records):
+        yield from records.failed(ends, " ends with its answer, which the model then only repeats", "Take the answers "
+                                  "out of the questions, or name another field:  --set data.question=FIELD", doubt=True)
+
+
+def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
+    offers = [set(_OFFER.findall(question)) for question in records.questions]
+    offered = [index for index, letters in enumerate(offers) if {"A", "B"} <= letters or {"a", "b"} <= letters]
+    odd = [index for index in offered if re.fullmatch(r"\d|[A-Za-z]", records.answers[index].strip())
+           and records.answers[index].strip() not in offers[index]]
+    if odd:
+        letters, answer = " ".join(sorted(offers[odd[0]])), records.answers[odd[0]].strip()
+        yield from records.failed(odd, f" offers the choices {letters}, and its answer is `{answer}`, which is none of "
+                                  "them", "Write each answer as the question writes its choice.")
+
+
+def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:
+    if records.training and {"chosen", "rejected"} <= {*records.data.columns}:
+        same = [index for index, row in enumerate(records.rows)
+                if answer_text(row["chosen"]).strip() == answer_text(row["rejected"]).strip()]
+        yield from records.failed(same, " has the same answer as `chosen` and as `rejected`, of which nothing can be "
+                                  "learned", "Take such records out:  --set data.filter='chosen != rejected'")
+
+
+def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
+    broken, unknown = {}, {}
+    for index, row in enumerate(records.rows):
+        tools = {_name(tool.get("function", tool)) for tool in tools_of(row, records.data) or ()}
+        for call in _calls(row[records.data.question]):
+            if wrong := _wrong_arguments(call.get("arguments")):
+                broken[index] = wrong
+            elif tools and _name(call) not in tools:
+                unknown[index] = _name(call)
+    yield from records.failed([*broken], " has a tool call whose arguments are not a JSON object: "
+                              f"{next(iter(broken.values()), '')}", 'Write them as {"x": 1}, or as JSON text of that.')
+    yield from records.failed([*unknown], f" calls the tool `{next(iter(unknown.values()), '')}`, which it does not "
+                              f"list in `{records.data.tools}`", "Name each tool as the list does.")
+
+
+_PROOFS: tuple[Callable[[FirstRecords], Iterator[FailedProof]], ...] = (
+    _answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered, _pairs_differ,
+    _tool_calls_can_be_read)
+
+
+def _other_field(records: FirstRecords) -> str:
+    taken = {records.data.question, records.data.answer}
+    free = [name for name in records.rows[0] if name not in taken and name != "source"]
+    return f"Is another field meant?  --set data.answer={free[0] if len(free) == 1 else 'FIELD'}" + \
+        (f"   (it has: {', '.join(free)})" if len(free) > 1 else "")
+
+
+def _ends_with(question: str, answer: str) -> bool:
+    return len(answer) >= _LONG and question.endswith(answer)
+
+
+def _calls(asked: str | list[Message]) -> Iterator[dict[str, Any]]:
+    for message in asked if isinstance(asked, list) else ():
+        for call in message.get("tool_calls") or ():
+            if isinstance(call, dict):
+                yield call.get("function") or call
+
+
+def _wrong_arguments(arguments: Any) -> str:
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        read = arguments
+    return "" if read is None or isinstance(read, dict) else shortened(str(arguments))
+
+
+def _name(function: Record) -> str:
+    return str(function.get("name", ""))

@@ -1,0 +1,152 @@
+"""Vocabulary of preflight: the records that it looks at, a proof that has failed, and the account of all of them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from distflow.config.load import Spec
+from distflow.config.run import Data
+from distflow.contracts.rewards import validation_fields
+from distflow.data.checks import open_validation_sets
+from distflow.data.dataset import Records, RequiredFields, fields_of, open_training_sets, read_blocks
+from distflow.data.problems import Record, answer_text, question_text
+from distflow.errors import Diagnostic, InvalidInput, Location
+from distflow.telemetry import events
+
+FIRST = 64
+"""Records of each data set that are looked at."""
+_QUOTED = 60  # characters of a text in a message
+
+
+@dataclass(frozen=True)
+class FailedProof:
+    """A proof that has failed. A run with one starts only if it is a doubt."""
+
+    mistake: Diagnostic
+    is_doubt: bool = False
+
+    @property
+    def note(self) -> str:
+        """Its text in one line."""
+        where = f"{self.mistake.where}: " if self.mistake.where else ""
+        return " ".join(f"{where}{self.mistake.what}. {self.mistake.hint}".split())
+
+
+@dataclass(frozen=True)
+class FirstRecords:
+    """The first usable records of a data set: `rows` are those at `indices`. `training`: not held out."""
+
+    records: Records
+    indices: Sequence[int]
+    rows: Sequence[Record]
+    data: Data
+    fields: RequiredFields
+    training: bool
+    only_where: tuple[str, str] | None = None
+    """Field and value that its records have, where a recipe of rewards chooses by that field."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def questions(self) -> list[str]:
+        return [question_text(row[self.data.question]) for row in self.rows]
+
+    @property
+    def answers(self) -> list[str]:
+        return [answer_text(row[self.data.answer]) for row in self.rows]
+
+    def only(self, chosen: Sequence[int]) -> FirstRecords:
+        """Return these of the records, by their positions in `rows`."""
+        return replace(self, indices=[self.indices[each] for each in chosen], rows=[self.rows[each] for each in chosen])
+
+    def whole_set(self) -> Iterator[tuple[int, Record]]:
+        """Yield each usable record of the whole set with its index."""
+        return ((index, record) for index, record in read_blocks(self.records)
+                if _is_usable(record, self.fields) and self.holds(record))
+
+    def holds(self, record: Record) -> bool:
+        return self.only_where is None or answer_text(record[self.only_where[0]]) == self.only_where[1]
+
+    def of_pairs(self, pairs: Sequence[tuple[int, Record]]) -> FirstRecords:
+        """Return these of the set's records, each with its index."""
+        return replace(self, indices=[index for index, _ in pairs], rows=[record for _, record in pairs])
+
+    def location(self, position: int) -> Location:
+        return self.records.location(self.indices[position])
+
+    def failed(self, bad: Sequence[int], what: str = "", hint: str = "", doubt: bool | None = None,
+               before: str = "") -> Iterator[FailedProof]:
+        """Yield the failed proof if there are `bad` records, by their positions. Unless `doubt` says so, it is a doubt
+        where some records are good. `before` and `what` stand around how many they are, in a sentence."""
+        if not bad:
+            return
+        count, whole = len(bad), len(self)
+        some = f"{count} of the first {whole} records" if whole > 1 else "the first record"
+        who = f"each of the first {whole} records" if count == whole > 1 else some
+        mistake = Diagnostic(f"{before}{who}{what}", self.location(bad[0]), hint)
+        yield FailedProof(mistake, count < whole if doubt is None else doubt)
+
+
+def first_records(spec: Spec, count: int = FIRST) -> list[FirstRecords]:
+    """Return the first usable records of each set that a run trains or validates on."""
+    data, columns = spec.run.data, {True: spec.run.data.columns, False: validation_fields(spec)}
+    sets = [(records, True) for records in open_training_sets(data, spec.data_path).values()]
+    sets += [(records, False) for records in open_validation_sets(spec).values()]
+    found = []
+    for records, training in sets:
+        first = FirstRecords(records, [], [], data, fields_of(data, columns[training]), training)
+        found.append(first.of_pairs([*itertools.islice(first.whole_set(), count)]))
+    return [each for each in found if len(each)]
+
+
+def _is_usable(record: Record, fields: RequiredFields) -> bool:
+    return all(name in record for name in fields.all) and not fields.empty(record)
+
+
+def shortened(text: str) -> str:
+    """Return a text as a message quotes it, in one line."""
+    line = " ".join(text.split())
+    return f"`{line if len(line) <= _QUOTED else f'{line[: _QUOTED - 1]}…'}`"
+
+
+@dataclass
+class Preflight:
+    """Account of what a run has proved: numbers of records and seconds by family of proofs, and what has failed."""
+
+    proved: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+    mistakes: list[Diagnostic] = field(default_factory=list)
+
+    def prove(self, family: str, records: int, failed: Callable[[], Iterable[FailedProof]]) -> None:
+        """Run the proofs of a family, and print the doubts."""
+        began = time.perf_counter()
+        found = [*dict.fromkeys(failed())]
+        self.proved[family], self.seconds[family] = records, round(time.perf_counter() - began, 3)
+        self.mistakes += [each.mistake for each in found if not each.is_doubt]
+        self.note(each.note for each in found if each.is_doubt)
+
+    def note(self, doubts: Iterable[str]) -> None:
+        """Add doubts to the account, and print them."""
+        for doubt in doubts:
+            self.doubts.append(doubt)
+            events.show(f"note: {doubt}")
+
+    def require(self) -> None:
+        """Raise InvalidInput if a proof has failed that is no doubt."""
+        if self.mistakes:
+            error = InvalidInput(self.mistakes)
+            error.add_note("The first records of the data show this. If it is meant:  --set preflight=false")
+            raise error
+
+    def describe(self) -> str:
+        return ", ".join(f"{family} ({count} records, {self.seconds[family]:.1f} s)"
+                         for family, count in self.proved.items())
+
+    def record(self) -> None:
+        """Record the account as an event of the run."""
+        events.record("preflight", proved=self.proved, seconds=self.seconds, doubts=self.doubts)

@@ -1,0 +1,275 @@
+"""Proves that rewards pay for right answers alone, on the first records, before torch is loaded.
+
+    calls        a reward returns a finite number for ordinary text, in time; else its line is shown
+    matched      each record has an answer that the reward can pay, in as much of the data as is read in `_SCAN` seconds
+    reference    the record's own answer, in the form that the reward asks for, earns full pay
+    others       another record's answer, an empty one and the question repeated do not
+    spread       a reward that does not say what it asks for does not pay the same for all of these
+
+A fork of this process proves all of it: users' modules are imported there, and the calls are made by a pool of its own,
+with the limits that they have in a run. What is not proved within `_LIMIT` seconds is a doubt.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TextIO
+
+from distflow.config.load import Spec
+from distflow.contracts.rewards import (
+    SHIPPED,
+    RewardContract,
+    RewardSetting,
+    Term,
+    read_recipe,
+    reward_settings,
+)
+from distflow.data.problems import answer_text
+from distflow.errors import Diagnostic, DistflowError, InvalidInput, Location, shown
+from distflow.plan import FINISHED
+from distflow.telemetry.processes import spawn
+from distflow.telemetry.tracebacks import users_line
+from workers.isolation.rewards_pool import FailedSample
+from workers.isolation.scoring import Columns, Reference, Scorer
+from workers.preflight.proofs import FailedProof, FirstRecords, shortened
+
+_LIMIT, _CALLS_LIMIT, _CALL_LIMIT, _SCAN = 20.0, 10.0, 3.0, 1.5
+"""Seconds for all rewards of a run, for the calls of one of them with the import of its module, for one call of a
+user's own, and for the look at references of the whole data."""
+_FEW, _SEVERAL = 3, 16
+"""Records on which a reward is called; several, where the rank computes it itself in microseconds."""
+_BLOCK = 64
+_NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)")
+_SLOW = ("took longer", "was not done", "its module")
+_FORMS = ("{}", r"\boxed{{{}}}", "#### {}", "<think>\n?\n</think>\n<answer>{}</answer>", "```python\n{}\n```")
+"""Forms in which a reward that does not say so may ask for an answer."""
+_OWN, _SWAPPED, _EMPTY, _QUESTION, _OTHER = "own", "swapped", "an empty answer", "the repeated question", \
+    "another record's answer"
+_MODULES_HINT = "The module of a reward must not end the process that imports it. What it printed stands above."
+
+
+def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]:
+    """Prove the rewards of a run, in a fork."""
+    settings = [*reward_settings(spec)]
+    if not settings:
+        return []
+    with os.fdopen(os.memfd_create(__name__), "w+", encoding="utf-8", errors="surrogatepass") as lines:
+        process = spawn(partial(_write, spec, settings, sets, lines), session=True)
+        status = process.poll(_LIMIT)
+        if status is None:
+            process.end()
+        lines.seek(0)
+        found = [_read(line) for line in lines if line.endswith("\n")]
+    where = settings[0].location(())
+    if status is None:
+        what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow"
+        found.append(FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True))
+    elif status:
+        code = f"by signal {-status}" if status < 0 else f"with code {status}"
+        found.append(FailedProof(Diagnostic(f"a process that tried the rewards ended {code}", where, _MODULES_HINT)))
+    return found
+
+
+def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords], lines: TextIO) -> None:
+    """Write each failed proof as a line of JSON, and a DistflowError as such."""
+    try:
+        for failed in (each for setting in settings for records in sets
+                       if records.training != (setting.source is spec.run_source)
+                       for trial in _trials(spec, setting, records) for each in trial.proofs()):
+            print(json.dumps(asdict(failed)), file=lines, flush=True)
+    except DistflowError as error:
+        mistakes = error.mistakes if isinstance(error, InvalidInput) else [Diagnostic(str(error))]
+        print(*(json.dumps(asdict(FailedProof(each))) for each in mistakes), sep="\n", file=lines, flush=True)
+
+
+def _read(line: str) -> FailedProof:
+    fields = json.loads(line)
+    mistake = fields["mistake"]
+    where = Location(**mistake["where"]) if mistake["where"] else None
+    lines = tuple(Location(**each) for each in mistake["lines"])
+    return FailedProof(Diagnostic(**{**mistake, "where": where, "lines": lines}), fields["is_doubt"])
+
+
+def prove_behind(spec: Spec, records: FirstRecords, opening: str) -> Iterator[FailedProof]:
+    """Prove that records have answers which the shipped rewards pay behind the `opening` that the chat template has
+    written."""
+    for setting in reward_settings(spec):
+        if records.training != (setting.source is spec.run_source):
+            for trial in _trials(spec, setting, records, opening):
+                yield from trial.unmatched() if trial.shipped and trial.reads_opening else ()
+
+
+def _trials(spec: Spec, setting: RewardSetting, records: FirstRecords, opening: str = "") -> Iterator[_RewardTrial]:
+    """Yield each reward of a recipe whose columns the data has, with the records that it is for."""
+    recipe, _ = read_recipe(setting.value)
+    known = {"completions", "answers", "questions", "responses", "row", FINISHED, *records.data.columns}
+    if recipe.by and recipe.by not in records.data.columns:
+        return
+    for value, terms in recipe.branches.items():
+        own = replace(records, only_where=(recipe.by, value) if recipe.by else None)
+        chosen = own.only([index for index, row in enumerate(own.rows) if own.holds(row)])
+        for term in terms if len(chosen) else ():
+            contract = spec.rewards[term.name]
+            if all(read.optional or read.name in known for read in contract.columns.values()):
+                yield _RewardTrial(term, contract, chosen, opening)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A completion that is judged as an answer to the record `judge`, to see what the reward makes of `record`."""
+
+    record: int
+    kind: str
+    completion: str
+    judge: int
+
+
+@dataclass
+class _Paid:
+    """What a reward has paid for the tries on one record, by their kind."""
+
+    values: dict[str, list[float | FailedSample]] = field(default_factory=dict)
+
+    def most(self, kind: str) -> float | None:
+        return max((each for each in self.values.get(kind, ()) if isinstance(each, float)), default=None)
+
+    def pays(self, kind: str, enough: float) -> bool:
+        most = self.most(kind)
+        return most is not None and most >= enough
+
+
+class _RewardTrial:
+    """One reward of a recipe, tried on some records with answers that are right and others that are not."""
+
+    def __init__(self, term: Term, contract: RewardContract, records: FirstRecords, opening: str):
+        self.name, self.contract, self.whole, self.opening = f"reward `{term.name}`", contract, records, opening
+        self.shipped = contract.module in SHIPPED
+        limits = {} if self.shipped else {"timeout": min(term.timeout or _CALL_LIMIT, _CALL_LIMIT), "retries": 0}
+        name = term.name if self.shipped else f"{contract.module}:{term.name}"
+        self.scorer = Scorer({name: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT)
+        marks = self.scorer.functions[term.name].__distflow_reward__
+        several = self.shipped and (marks.shortcut or marks.in_rank)
+        self.records = records.only(range(min(_SEVERAL if several else _FEW, len(records))))
+        self.declared = marks.reference is not None
+        self.reads_opening = self.declared and "opening" in inspect.signature(marks.reference).parameters
+        self.references = self._references(self.records)
+        self.reads_answer = any(read.name in ("answers", *records.data.columns) for read in contract.columns.values())
+
+    def proofs(self) -> Iterator[FailedProof]:
+        if self.shipped and not self.declared:
+            return  # a judge, or a form that has no one right answer
+        yield from self.unmatched()
+        paid = self._pay([each for row in range(len(self.records)) for each in self._tries(row)])
+        yield from self._calls(paid)
+        yield from self._right_and_wrong(paid) if self.declared else self._spread(paid)
+
+    def _references(self, records: FirstRecords) -> list[Reference]:
+        if not self.declared:
+            return [Reference(None)] * len(records)
+        found = self.scorer.references(_columns(records), range(len(records)), self.opening)
+        return next(iter(found.values()))
+
+    def unmatched(self) -> Iterator[FailedProof]:
+        """Yield the records of which no completion can be paid."""
+        until, read, problems = time.monotonic() + _SCAN, [*zip(self.whole.indices, self.whole.rows)], []
+        more = (pair for pair in self.whole.whole_set() if pair[0] > read[-1][0]) if self.declared else iter(())
+        block = replace(self.whole)
+        while len(block):
+            problems += [each.problem for each in self._references(block)]
+            block = self.whole.of_pairs([*itertools.islice(more, _BLOCK)] if time.monotonic() < until else [])
+            read += zip(block.indices, block.rows)
+        bad = [row for row, problem in enumerate(problems) if problem]
+        what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
+        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, before=f"{self.name} can pay no answer to ")
+
+    def _tries(self, row: int) -> Iterator[_Try]:
+        own, answers = self.references[row].completion, self.records.answers
+        texts = [own] if own is not None else [] if self.declared else [form.format(answers[row]) for form in _FORMS]
+        yield from (_Try(row, _OWN, text, row) for text in texts)
+        yield _Try(row, _EMPTY, "", row)
+        yield _Try(row, _QUESTION, self.records.questions[row], row)
+        count = len(self.records)
+        other = next((each for each in ((row + step) % count for step in range(1, count))
+                      if answers[each].strip() != answers[row].strip()), None)
+        if other is None or not self.reads_answer:
+            return
+        theirs = self.references[other].completion if self.declared else answers[other]
+        if theirs is not None:
+            yield _Try(row, _OTHER, theirs, row)
+            yield from (_Try(row, _SWAPPED, text, other) for text in texts[:1])
+
+    def _pay(self, tries: Sequence[_Try]) -> list[_Paid]:
+        """Return what is paid for each record. A reward whose first call is slow gets no other one."""
+        paid = [_Paid() for _ in range(len(self.records))]
+        for some in (tries[:1], tries[1:]):
+            texts = [each.completion for each in some]
+            columns = _columns(self.records.only([each.judge for each in some]))
+            columns |= {"completions": texts, "responses": [[*text.encode(errors="replace")] for text in texts]}
+            scores = self.scorer.score(columns, range(len(some)))
+            failed = {row: reason for _, row, reason in scores.failures}
+            for row, (each, parts) in enumerate(zip(some, scores.parts)):
+                value = failed[row] if row in failed else next(iter(parts.values()))
+                paid[each.record].values.setdefault(each.kind, []).append(value)
+            if any(each.reason.startswith(_SLOW) for each in failed.values()):
+                break
+        return paid
+
+    def _calls(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
+        """Yield what keeps the reward from returning a number: a doubt, if some calls do, or time and network may."""
+        values = [(row, value) for row, each in enumerate(paid) for some in each.values.values() for value in some]
+        failures = [(row, value) for row, value in values if isinstance(value, FailedSample)]
+        if not failures:
+            return
+        reason = Counter(each.reason for _, each in failures).most_common(1)[0][0]
+        row, failed = next((row, each) for row, each in failures if each.reason == reason)
+        slow, line, where = reason.startswith(_SLOW), users_line(failed.trace), self.contract.where
+        which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
+        call = "is slow: its first call " * slow
+        what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
+        doubt = slow or len(failures) < len(values) or bool(_NETWORK.match(reason))
+        hint = "The run starts without that proof." if slow else "Samples without a reward leave the step."
+        yield FailedProof(Diagnostic(what, Location(shown(where.file), where.line), hint), doubt)
+
+    def _right_and_wrong(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
+        own = [each.most(_OWN) for each in paid]
+        full = [1.0 if self.shipped else value or 0.0 for value in own]
+        unpaid = [row for row, value in enumerate(own) if value is not None and value < full[row]]
+        if unpaid:
+            text = shortened(self.references[unpaid[0]].completion or "")
+            yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}",
+                                           before=f"{self.name} does not pay in full for the answer of ")
+        for kind in (_EMPTY, _QUESTION, _OTHER):
+            wrong = [row for row, each in enumerate(paid) if own[row] is not None and each.pays(kind, full[row])
+                     and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
+            yield from self.records.failed(wrong, before=f"{self.name} pays {kind} as much as the answer of ")
+
+    def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
+        values = [value for each in paid for some in each.values.values() for value in some]
+        numbers = {value for value in values if isinstance(value, float)}
+        pairs = [(each.most(_OWN), each.most(_EMPTY)) for each in paid]
+        if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
+            yield from self.records.failed(
+                range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
+                "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
+                doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
+        elif self.reads_answer and all(None not in (own, empty) and empty >= own for own, empty in pairs):
+            yield from self.records.failed(
+                range(len(paid)), f": {pairs[0][1]:g}, and {pairs[0][0]:g}", "A model learns from it to say nothing.",
+                doubt=True, before=f"{self.name} pays an empty answer no less than the answer of ")
+
+
+def _columns(records: FirstRecords) -> Columns:
+    """Return the columns that rewards read of these records, one row for each."""
+    own = {name: [answer_text(row[name]) if name in row else "" for row in records.rows]
+           for name in records.data.columns}
+    return {"answers": records.answers, "questions": records.questions, "row": [*range(len(records))],
+            FINISHED: [True] * len(records), **own}

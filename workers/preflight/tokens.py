@@ -1,0 +1,236 @@
+"""Proves that the first records become the tokens that were meant, in the first worker, whose tokenizer is loaded.
+
+    rendered     the chat template renders each record, with the text of each of its messages
+    prompts      end where an answer begins: the template writes nothing more in front of an answer
+    targets      are, behind their prompt, the template's own rendering of the whole, with the answer's text in it
+    turns        what stands between two answers of a conversation is the template's own rendering, too
+    vocabulary   each token is one of the embedding; no text loses characters, and none begins twice
+    lengths      prompts and targets fit their limits
+    openings     rewards of an answer's form can be earned behind the tag with which the template begins it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config.load import Spec
+from distflow.data.problems import Message, content_text, mend_text, messages_of, tools_of
+from distflow.errors import InvalidInput
+from distflow.plan import SOURCE, Plan
+from workers.engines.chat import (
+    ImitatedTokens,
+    TurnTemplate,
+    end_tokens,
+    imitated_tokens,
+    prompt_opening,
+    prompt_tokens,
+    render_prompt,
+)
+from workers.preflight.proofs import FailedProof, FirstRecords, shortened
+from workers.preflight.rewards import prove_behind
+
+_CHARACTERS = 400_000
+"""Characters of a set's records that are encoded: about a second."""
+_EMPTY_TAGS = re.compile(r"<(\w+)>\s*</\1>")  # thoughts that an answer does not have
+_OBSERVATION = "Go on: 7 + 5?"
+
+
+def prove_tokens(spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+                 sets: Sequence[FirstRecords]) -> Iterator[FailedProof]:
+    for records in sets:
+        if spec.run.data.images is None:  # images take tokens of their own
+            yield from _TokenTrial(spec, plan, tokenizer, vocabulary, _bounded(records)).proofs()
+
+
+def _bounded(records: FirstRecords) -> FirstRecords:
+    """Return the records that have `_CHARACTERS` together, at least one."""
+    total, kept = 0, 0
+    for row in records.rows:
+        total += sum(len(str(value)) for value in row.values())
+        kept += not kept or total <= _CHARACTERS
+    return records.only(range(kept))
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """One record by the chat template: the text and the tokens of its prompt, and those with its answer behind it."""
+
+    messages: list[Message]
+    answer: str
+    text: str
+    prompt: list[int]
+    answered: str
+    learned: ImitatedTokens
+
+    @property
+    def header(self) -> str:
+        """What the template writes between the prompt and the answer."""
+        between = self.answered[len(self.text) : self.answered.rfind(self.answer.strip())]
+        return _EMPTY_TAGS.sub("", between).strip() if self.answered.startswith(self.text) else ""
+
+    @property
+    def opened(self) -> str:
+        """What the template writes at the end of the prompt, and not in front of the answer of a whole conversation."""
+        return self.text[len(os.path.commonprefix([self.text, self.answered])) :].strip()
+
+
+class _TokenTrial:
+    """The first records of one data set as a tokenizer and its chat template encode them."""
+
+    def __init__(self, spec: Spec, plan: Plan, tokenizer: PreTrainedTokenizerBase, vocabulary: int | None,
+                 records: FirstRecords):
+        self.spec, self.tokenizer, self.vocabulary, self.data = spec, tokenizer, vocabulary, spec.run.data
+        self.options, self.given = self.data.for_template, records
+        read = {column.name for task in plan.tasks for column in task.reads if column.producer == SOURCE}
+        self.imitates = records.training and "targets" in read
+        self.refused: dict[int, str] = {}
+        found = [self._render(index) for index in range(len(records))]
+        self.records = records.only([index for index, each in enumerate(found) if each])
+        self.rendered = [each for each in found if each]
+
+    def _render(self, index: int) -> _Rendered | None:
+        row, answer, options = self.given.rows[index], self.given.answers[index], self.options
+        tools = tools_of(row, self.data)
+        try:
+            messages = messages_of(row, self.data)
+            whole = [*messages, {"role": "assistant", "content": answer}]
+            return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
+                             prompt_tokens(self.tokenizer, messages, tools, **options),
+                             render_prompt(self.tokenizer, whole, tools, **options),
+                             imitated_tokens(self.tokenizer, whole, tools, **options))
+        except (TemplateError, TypeError, InvalidInput) as error:
+            self.refused[index] = " ".join(str(error).split())
+            return None
+
+    def proofs(self) -> Iterator[FailedProof]:
+        why = next(iter(self.refused.values()), "")
+        yield from self.given.failed([*self.refused], f" is refused by the chat template: {why}", doubt=False)
+        for proof in (self._messages, self._prompts, self._targets, self._turns, self._vocabulary, self._characters,
+                      self._lengths, self._openings) if self.rendered else ():
+            yield from proof()
+
+    def _failed(self, holds: Callable[[_Rendered], Any], what: Callable[[_Rendered], str] = lambda _: "",
+                hint: str = "", before: str = "", doubt: bool | None = None) -> Iterator[FailedProof]:
+        """Yield the failed proof for the records of which `holds` is true; `what` says what is wrong with the first."""
+        bad = [index for index, each in enumerate(self.rendered) if holds(each)]
+        if bad:
+            yield from self.records.failed(bad, what(self.rendered[bad[0]]), hint, doubt, before)
+
+    def _messages(self) -> Iterator[FailedProof]:
+        for role in dict.fromkeys(message["role"] for each in self.rendered for message in each.messages):
+            missing = partial(_missing, role)
+            yield from self._failed(missing, lambda each, missing=missing: f": {shortened(missing(each))}",
+                                    "Take `system_prompt` out, or put it into the questions." if role == "system" else
+                                    "Take a template that writes it, or name the role as the template does.",
+                                    before=f"the chat template leaves out the message of `{role}` of ")
+
+    def _prompts(self) -> Iterator[FailedProof]:
+        yield from self._failed(lambda each: each.header, lambda each: f": it writes {shortened(each.header)} there",
+                                "The template lacks  {% if add_generation_prompt %}…{% endif %}  at its end.",
+                                "the chat template does not begin an answer at the end of the prompt of ")
+        yield from self._failed(lambda each: self.imitates and each.opened and each.opened not in each.answer,
+                                lambda each: f" ends with {shortened(each.opened)}, and its answer lacks that",
+                                "Answers are sampled behind it, and learned without. Write it into them.",
+                                "the prompt of ", doubt=True)
+
+    def _targets(self) -> Iterator[FailedProof]:
+        if not self.imitates:
+            return
+
+        def kept(each: _Rendered) -> str:
+            return self._text(each.learned.target)
+
+        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(kept(each)),
+                                lambda each: f": of {shortened(each.answer)} it keeps {shortened(kept(each))}",
+                                "What it leaves out is not learned. Take a template that keeps it.",
+                                "the chat template changes the answer of ")
+        ends = end_tokens(self.tokenizer, **self.options)
+        yield from self._failed(lambda each: each.learned.target[-1] not in ends,
+                                lambda _: " has a target without an end")
+        yield from self._failed(lambda each: not (each.header or each.opened) and each.prompt != each.learned.prompt,
+                                lambda _: " has a prompt of other tokens where it is sampled than where it is learned")
+
+    def _turns(self) -> Iterator[FailedProof]:
+        """Prove the tokens between two answers, for nodes that converse."""
+        for role in {self.spec.dag.nodes[node].settings.get("observation_role", "user")
+                     for node in self.spec.environments}:
+            between = TurnTemplate(self.tokenizer, end_tokens(self.tokenizer, **self.options), role, self.options)
+            yield from self._failed(partial(self._other_turn, between), lambda _: " is followed by a turn of other "
+                                    "tokens than the chat template writes")
+
+    def _other_turn(self, between: TurnTemplate, each: _Rendered) -> bool:
+        messages = [*each.messages, {"role": "assistant", "content": each.answer},
+                    {"role": between.role, "content": _OBSERVATION}]
+        tokens = between.tokens(_OBSERVATION, ended=True)
+        return prompt_tokens(self.tokenizer, messages, **self.options)[-len(tokens) :] != tokens
+
+    def _vocabulary(self) -> Iterator[FailedProof]:
+        def largest(each: _Rendered) -> int:
+            return max(each.prompt + each.learned.target)
+
+        rows = self.vocabulary or len(self.tokenizer)
+        yield from self._failed(lambda each: largest(each) >= rows, lambda each: f" has the token {largest(each):,} "
+                                f"({self.tokenizer.convert_ids_to_tokens(largest(each))!r}), and the embedding of the "
+                                f"model has {rows:,} rows", "Take the tokenizer of this "
+                                "model, or add rows to its embedding (`resize_token_embeddings`).", doubt=False)
+        first = self.tokenizer.bos_token_id
+        yield from self._failed(lambda each: first is not None and each.prompt[:2] == [first, first],
+                                lambda _: f" begins with {self.tokenizer.bos_token!r} twice", "Take it out of the chat "
+                                "template, or out of the text.")
+
+    def _characters(self) -> Iterator[FailedProof]:
+        def lost(each: _Rendered) -> str:
+            return _lost(each.answered, self._text(each.learned.prompt + each.learned.target))
+
+        yield from self._failed(lost, lambda each: f": {shortened(' '.join(dict.fromkeys(lost(each))))}",
+                                "Take a tokenizer that was trained with them.",
+                                "the tokenizer has no tokens for characters of ")
+
+    def _lengths(self) -> Iterator[FailedProof]:
+        drops = self.data.long_prompts == "drop" and self.records.training
+        yield from self._too_long(lambda each: each.prompt, "prompt", "max_prompt_tokens",
+                                  "another takes its place" if drops else "it loses its beginning")
+        if self.imitates:
+            yield from self._too_long(lambda each: each.learned.target, "target", "max_target_tokens",
+                                      "it loses its end")
+
+    def _too_long(self, tokens: Callable[[_Rendered], list[int]], kind: str, key: str,
+                  fate: str) -> Iterator[FailedProof]:
+        most, longest = getattr(self.data, key), max(len(tokens(each)) for each in self.rendered)
+        yield from self._failed(lambda each: len(tokens(each)) > most, lambda _: f" has a {kind} of more than {most:,} "
+                                f"tokens, up to {longest:,}: {fate}", f"To keep them:  --set data.{key}={longest}")
+
+    def _openings(self) -> Iterator[FailedProof]:
+        if opening := prompt_opening(self.tokenizer, **self.options):
+            yield from prove_behind(self.spec, self.records, opening)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def _missing(role: str, each: _Rendered) -> str:
+    """Return the text of a message of this role that is not in the rendered prompt; "" if all are. What a template
+    leaves out of earlier answers is its own."""
+    texts = [content_text(message.get("content")) for message in each.messages
+             if message["role"] == role != "assistant"]
+    return next((text for text in texts if _dense(mend_text(text)) not in _dense(each.text)), "")
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def _lost(text: str, decoded: str) -> str:
+    """Return the characters of a text that are missing after encoding and decoding it; compatible forms are equal."""
+    counts = [Counter(_dense(unicodedata.normalize("NFKC", each))) for each in (text, decoded)]
+    return "".join(counts[0] - counts[1])
