@@ -191,11 +191,13 @@ def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
         rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
     wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
-    mine = list(found.values())
-    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,
-                                          image_encoder_of(role, spec.run.data, path))
+    encoder = image_encoder_of(role, spec.run.data, path)
+    usable = {row: record for row, record in found.items()
+              if not (encoder and encoder.too_long(role.tokenizer, spec.run.data, record))}
+    mine, left_out = list(usable.values()), len(found) - len(usable)
+    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, encoder)
     fields = {"answers": spec.run.data.answer, "questions": spec.run.data.question}
     fields |= {name: name for name in validation_fields(spec)}
     columns = {name: [text(record.get(field, "")) for record in mine] for name, field in fields.items()
                for text in [question_text if name == "questions" else answer_text]}
-    return _Share(list(found), prompts, images, columns, cut)
+    return _Share(list(usable), prompts, images, columns, cut + left_out)

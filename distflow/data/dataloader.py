@@ -77,7 +77,8 @@ class UsableRecords:
                     return record
             current().add("data/records_skipped", 1)
         field, reason = self.unusable[index]
-        remedy = "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else ""
+        remedy = "Raise data.max_prompt_tokens. Without images prompts can be cut:  data: {long_prompts: cut}" \
+            if reason == _TOO_LONG else ""
         what = f"no record can be used: field `{field}` of this one {reason}"
         raise InvalidInput(Diagnostic(what, self.records.location(index), remedy))
 

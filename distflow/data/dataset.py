@@ -61,16 +61,24 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
     try:
         image = Image.open(source)
         image.load()
+    except Image.DecompressionBombError as error:
+        raise OversizedImage(f"field `{field}`: an image is too large: {error}") from None
     except (OSError, UnidentifiedImageError) as error:
         shown = f"`{value}`" if isinstance(value, str) else f"{len(value)} bytes"
         raise InvalidInput(f"field `{field}`: {shown} cannot be read as an image: {error}") from None
     return image
 
 
+class OversizedImage(InvalidInput):
+    """An image has more pixels than may be unpacked. Its record is passed over, as one with too long a prompt."""
+
+
 def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
     for index in indices:
         try:
             open_images(records.get([index])[0], field, folder)
+        except OversizedImage:
+            continue
         except InvalidInput as error:
             raise InvalidInput(Diagnostic(error.mistakes[0].what, records.location(index),
                                           error.mistakes[0].hint)) from None
@@ -397,8 +405,8 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
         value = "" if is_empty(answer) or answer_error(answer) else answer_text(answer)
         if value and value not in values and (name, value) not in known:
             known.add((name, value))
-            yield Diagnostic(f"field `{name}` is {abbreviated(value)}, for which no reward is given", records.location(index),
-                             did_you_mean(value, values, "There are rewards for"))
+            yield Diagnostic(f"field `{name}` is {abbreviated(value)}, for which no reward is given",
+                             records.location(index), did_you_mean(value, values, "There are rewards for"))
 
 
 def _requirement(record: Record, name: str, fields: RequiredFields) -> str:

@@ -39,7 +39,7 @@ def test_a_replaced_file_is_known(tmp_path: Path, count: int, sign: str, resized
 
 def test_other_filters_are_other_data(tmp_path: Path) -> None:
     written(tmp_path / "train.jsonl", 8)
-    one, other = (files_of(tmp_path, f"data.filter={text}") for text in ("question != '1 + 1?'", "question != '2 + 1?'"))
+    one, other = (files_of(tmp_path, f"data.filter=question != '{number} + 1?'") for number in (1, 2))
     assert [resized for _, resized, _ in changes(one, other)] == [False]
 
 
@@ -57,7 +57,8 @@ def files_of_size(folder: Path, size: int) -> DataFiles:
 
 
 @pytest.mark.parametrize(("now", "position", "said"), [
-    ([8, "a"], 12, ""), ([8, "b"], 12, "8 records as before, with other content. Training continues at record 5 of pass 2"),
+    ([8, "a"], 12, ""),
+    ([8, "b"], 12, "8 records as before, with other content. Training continues at record 5 of pass 2"),
     ([5, "b"], 15, "5 records, and 8 before. Training continues at record 1 of pass 4 over it")])
 def test_a_loader_continues_in_a_replaced_file(now: list, position: int, said: str, capsys) -> None:
     records = [{}] * 8
@@ -67,5 +68,6 @@ def test_a_loader_continues_in_a_replaced_file(now: list, position: int, said: s
     new.load_state_dict(old.state_dict())
     assert new.position == position
     out = capsys.readouterr().out
-    assert said in out and bool(out) == bool(said)
+    assert said in out
+    assert bool(out) == bool(said)
     assert not re.search("cannot be compared", out)

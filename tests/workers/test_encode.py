@@ -92,3 +92,19 @@ def test_paths_are_relative_to_the_data(tokenizer, tmp_path):
     for value in ("some/one.png", ["some/one.png"], {"bytes": None, "path": "some/one.png"}):
         assert seen(tokenizer, "after", value, tmp_path)[1].lengths.tolist() == [1]
     assert open_images({"picture": Image.new("L", (3, 4))}, "picture", tmp_path)[0].size == (3, 4)
+
+
+@pytest.mark.parametrize(("value", "too_long"), [
+    ([], False), ([png(64, 64)], False), ([png(64, 64)] * 2, True), ([png(640, 640)], True)])
+def test_a_record_with_too_large_a_picture_is_passed_over(tokenizer, value, too_long):
+    encoder = ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path())
+    record = {"question": "after", "picture": value}
+    assert encoder.too_long(tokenizer, DATA, record) == too_long
+    if not too_long:
+        assert len(encoder.prompts(tokenizer, DATA, [record])[0].values) <= DATA.max_prompt_tokens
+
+
+def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    record = {"question": "after", "picture": png(64, 64)}
+    assert ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()).too_long(tokenizer, DATA, record)
