@@ -18,14 +18,15 @@ from distflow.data.dataset import Records, filters_of
 _WHOLE, _SAMPLES, _SAMPLE = 2**24, 64, 2**16
 """Bytes up to which a file is read whole; of a longer one, how many samples of how many bytes are read."""
 DataFiles = dict[str, list]
-"""By name in the run file, [records, digest]; held-out sets are called `validation NAME`."""
+"""By path, [records, digest]; held-out sets are called `validation NAME`."""
 
 
 def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
     found: DataFiles = {}
     for name, records in training.items():
         filters = filters_of(records)
-        found[name] = [len(records), _digest(spec, name, filters.kept.tobytes() if filters else b"")]
+        path = (spec.data_path(name) or Path(name)).absolute()  # a resumed run names it so, whatever the first one did
+        found[str(path)] = [len(records), _digest(spec, name, filters.kept.tobytes() if filters else b"")]
     names = spec.run.validation.data if spec.run.validation else {}
     for name, records in open_validation_sets(spec).items():
         own = next(key for key, path in names.items() if path == name)

@@ -37,6 +37,12 @@ def test_a_replaced_file_is_known(tmp_path: Path, count: int, sign: str, resized
     assert found == ([] if resized is None else [(str(train), resized, how), ("validation mine", resized, how)])
 
 
+def test_a_resumed_run_that_names_the_whole_path_means_the_same_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "train.jsonl", 8)
+    assert files_of(Path()) == files_of(tmp_path)
+
+
 def test_other_filters_are_other_data(tmp_path: Path) -> None:
     written(tmp_path / "train.jsonl", 8)
     one, other = (files_of(tmp_path, f"data.filter=question != '{number} + 1?'") for number in (1, 2))
