@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from distflow.config.dag import Dag, Node, Role
 from distflow.config.run import RoleRun, Run
-from distflow.config.yaml_source import YamlSource, parse_value
+from distflow.config.yaml_source import Document, YamlSource, parse_value, type_at
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, nearest
 
 _OF_DAG = ("nodes", "imports")
 _WIDTH = 120  # of an override in messages, which may be a whole file's content
 _MOST_NESTED = 16  # names in a key; the longest of ours has seven
+_QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
 _OF_NODE = [field.alias or name for name, field in Node.model_fields.items()]
 
 
@@ -40,7 +42,21 @@ def override(dag: YamlSource, run: YamlSource, text: str) -> None:
     if wrong := _misplaced(dag.data, path, given):
         raise InvalidInput(wrong)
     in_dag = path[0] in _OF_DAG or (path[0] == "roles" and len(path) > 2 and path[2] in Role.model_fields)
-    (dag if in_dag else run).override(path, parse_value(value, f"--set {text}"), text)
+    value = value.removeprefix(" ") if key.endswith(" ") else value
+    (dag if in_dag else run).override(path, given_value(Dag if in_dag else Run, path, value, f"--set {text}"), text)
+
+
+def given_value(kind: type[Document], path: tuple[str, ...], text: str, shown: str) -> Any:
+    """Return the value of a key of a document, as written after the `=` of `--set`. For a key that takes text it is
+    this text with its blanks, unless it stands in quotes; for any other it is YAML without comments."""
+    expected, optional = type_at(kind, path)
+    bare = text.strip()
+    if _QUOTED.fullmatch(bare) or (optional or expected is not str) and text in ("", "null", "~"):
+        return parse_value(text, shown)
+    if expected is str or (expected == list[str] and not bare.startswith(("[", "- "))):
+        return text
+    value = parse_value(text, shown) if not bare.startswith("#") else bare
+    return bare if isinstance(value, str) else value
 
 
 def _misplaced(dag: dict[str, Any], path: Sequence[str], text: str) -> Diagnostic | None:

@@ -390,6 +390,14 @@ def _kind_at(kind: Any, path: tuple) -> Any:
     return kind
 
 
+def type_at(kind: type[Document], path: tuple[str, ...]) -> tuple[Any, bool]:
+    """Return the type of a key's value, None for what is no key, and whether the value may be null."""
+    above = _kind_at(kind, path[:-1])
+    fields = above.model_fields.items() if _is_document(above) else ()
+    annotation = next((field.annotation for name, field in fields if path[-1] in (name, field.alias)), None)
+    return _kind_at(kind, path), type(None) in typing.get_args(annotation)
+
+
 def _inner(kind: Any, part: Any) -> Any:
     if _is_document(kind):
         for name, field in kind.model_fields.items():
