@@ -12,7 +12,7 @@ from distflow.cli import main
 from distflow.config.load import load
 from distflow.data.checks import check_data
 from distflow.data.dataset import open_records
-from distflow.data.duplicates import overlaps, repeated
+from distflow.data.duplicates import normalized, overlaps, repeated
 
 WORDS = """train leaves city river apple market farmer seven nine twice half price sells buys travels hours bottle paint
 garden window ladder castle barrel copper silver""".split()  # noqa: SIM905
@@ -86,3 +86,11 @@ def test_questions_that_come_again_are_noted(tmp_path: Path, records: list[tuple
     assert [note for note in notes if "come again" in note or "earlier one" in note] == \
         [note for note in notes if said and note.startswith(said)]
     assert bool(said) == any(f"{path}:" in note for note in notes)
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [
+    ("What is 1 + 1?", "what is 1+1", True), ("What is 1 + 1?", "What is 1 - 1?", False),
+    ("Is 1.5 large?", "Is 15 large?", False), ("A well-known man.", "A well known man", True),
+    ("Say \u201cno\u201d!", "say no", True), ("2 * 3", "2 / 3", False)])
+def test_normalized_keeps_what_changes_a_question(one, other, same):
+    assert (normalized(one) == normalized(other)) is same

@@ -29,7 +29,7 @@ def rows(count: int, first: int = 40) -> torch.Tensor:
 
 
 def test_it_keeps_the_order_of_rows(numbers):
-    rewards, keep, _ = score(["#### 1", "#### 2", ""], ["#### 1", "#### 3", "#### 0"], rows(3))
+    rewards, keep, _ = score(["#### 1", "#### 2", ""], rows(3), ["#### 1", "#### 3", "#### 0"])
     assert (rewards.tolist(), keep.tolist()) == ([1.0, 0.0, 0.0], [True] * 3)
     assert (rewards.dtype, keep.dtype) == (torch.float32, torch.bool)
     values = numbers()
@@ -39,7 +39,7 @@ def test_it_keeps_the_order_of_rows(numbers):
 
 def test_the_spread_of_rewards_and_groups_that_are_all_alike(numbers):
     completions = ["#### 1", "#### 1", "#### 1", "#### 2", "#### 2", "#### 2"]
-    _, _, parts = score(completions, ["#### 1"] * 6, rows(6), torch.tensor([9, 3, 9, 3, 4, 4]),
+    _, _, parts = score(completions, rows(6), ["#### 1"] * 6, torch.tensor([9, 3, 9, 3, 4, 4]),
                         reward={"math": 2.0, "format": {"weight": 0.5, "pattern": "#### 2"}})
     values = numbers()
     assert values["reward/mean"] == pytest.approx(1.25)
@@ -52,7 +52,7 @@ def test_the_spread_of_rewards_and_groups_that_are_all_alike(numbers):
 def test_failures_are_left_out_counted_said_and_recorded(numbers, tmp_path, capfd):
     recipe = {"math": 1.0, "format": {"pattern": "#+ (\\d+)+", "timeout": 4.0, "retries": 1}}
     completions = ["#### 1", "#### " + "1" * 60 + "x", "#### 2"]
-    rewards, keep, _ = score(completions, ["#### 1"] * 3, rows(3), reward=recipe)
+    rewards, keep, _ = score(completions, rows(3), ["#### 1"] * 3, reward=recipe)
     assert (rewards.tolist(), keep.tolist()) == ([2.0, 0.0, 1.0], [True, False, True])
     values = numbers()
     assert (values["reward/mean"], values["reward/format"]) == (1.5, 1.0)
@@ -70,20 +70,20 @@ def test_steps_without_any_reward_end_the_run():
     recipe = {"code": {"retries": 0}}
     for step in range(2):
         current().step = step
-        rewards, keep, _ = score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
+        rewards, keep, _ = score(["x"], rows(1), ["x"], reward=recipe, patience=3, tests=encode_text(["[]"]))
         assert not keep.any()
     current().step = 2
     with pytest.raises(RewardsFailed, match="ValueError: tests in JSON"):
-        score(["x"], ["x"], rows(1), reward=recipe, patience=3, tests=encode_text(["[]"]))
+        score(["x"], rows(1), ["x"], reward=recipe, patience=3, tests=encode_text(["[]"]))
 
 
 def test_rewards_by_source():
     recipe = {"by": "source", "rewards": {"sums": "math", "forms": {"format": {"tags": ["a"]}}}}
-    rewards, *_ = score(["#### 1", "<a></a>", "<a></a>"], ["#### 1"] * 3, rows(3), reward=recipe,
+    rewards, *_ = score(["#### 1", "<a></a>", "<a></a>"], rows(3), ["#### 1"] * 3, reward=recipe,
                         source=["sums", "forms", "sums"])
     assert rewards.tolist() == [1.0, 1.0, 0.0]
     with pytest.raises(InvalidInput, match="`source` of row 41 is 'sum'"):
-        score(["", ""], ["", ""], rows(2), reward=recipe, source=["sums", "sum"])
+        score(["", ""], rows(2), ["", ""], reward=recipe, source=["sums", "sum"])
 
 
 def test_columns_as_reward_functions_get_them():

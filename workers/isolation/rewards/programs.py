@@ -55,10 +55,10 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
     The program is the completion's last Python block (see `program_of`). It runs with the packages of this environment.
     The metric `code/missing_module` is the share of programs that import one that is not there.
 
-    The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, which runs
-    after the program with its names and counts as one test; or JSON, a list of {"input": text, "output": text} for the
-    standard streams, where space at the ends of lines and of the text does not count. A program that does not compile,
-    raises or exceeds a limit fails.
+    The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
+    such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
+    "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines and
+    of the text does not count. A program that does not compile, raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -88,7 +88,7 @@ def _graded(program: str, tests: str, run: Callable[[str, str], Outcome], partia
         return outcome
 
     results: list[bool] = []
-    for right in _run_tests(program, tests, watched):
+    for right in _run_tests(program, tests, watched, partial):
         results.append(right)
         if not (right or partial):
             break
@@ -122,29 +122,39 @@ def _blocks(text: str) -> list[tuple[str, str]]:
             if token.type == "fence" and token.content.strip()]
 
 
-def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome]) -> Iterator[bool]:
+def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], apart: bool) -> Iterator[bool]:
+    """Yield the result of each test. Python tests run together in one process, unless `apart`."""
     cases = _cases(tests)
-    if cases is None:
+    python = [case for case in cases if isinstance(case, str)]
+    for text in python if apart else filter(None, ["\n".join(python)]):
         token = secrets.token_hex(16)
-        outcome = run(_HARNESS.format(program=program, tests=tests), f"{token}\n")
+        outcome = run(_HARNESS.format(program=program, tests=text), f"{token}\n")
         yield outcome.ok and outcome.stdout.splitlines()[-1:] == [token]
-        return
     for case in cases:
-        outcome = run(program, case["input"])
-        yield outcome.ok and _lines(outcome.stdout) == _lines(case["output"])
+        if not isinstance(case, str):
+            outcome = run(program, case["input"])
+            yield outcome.ok and _lines(outcome.stdout) == _lines(case["output"])
 
 
-def _cases(tests: str) -> list[dict[str, str]] | None:
-    """Return inputs and outputs; None if the tests are Python."""
+def _cases(tests: str) -> list[str] | list[dict[str, str]]:
+    """Return the tests: texts in Python, or inputs and outputs."""
     if not tests.strip():
         raise ValueError("there are no tests: whatever runs would pass")
     try:
         found: Any = json.loads(tests)
     except json.JSONDecodeError:
-        return None
-    if not (isinstance(found, list) and found and all(map(_is_case, found))):
-        raise ValueError(f"tests in JSON must be a list of {{\"input\": text, \"output\": text}}, not {tests[:100]!r}")
+        return [tests]
+    if isinstance(found, dict) and _are_texts(found.get("inputs")) and _are_texts(found.get("outputs")) \
+            and len(found["inputs"]) == len(found["outputs"]) and not found.get("fn_name"):
+        found = [{"input": given, "output": wanted} for given, wanted in zip(found["inputs"], found["outputs"])]
+    if not _are_texts(found) and not (isinstance(found, list) and found and all(map(_is_case, found))):
+        raise ValueError("tests in JSON must be a list of texts in Python, or of {\"input\": text, \"output\": text}, "
+                         f"not {tests[:100]!r}")
     return found
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) and each.strip() for each in value)
 
 
 def _is_case(case: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -237,8 +239,23 @@ _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
 
+def references_of(answer: str) -> list[str]:
+    """Return the references of a record, of which each is right: the texts of a JSON list, else the answer itself."""
+    if answer.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(answer)
+            if found and all(isinstance(each, str) for each in found):
+                return found
+    return [answer]
+
+
 def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:
     """Return what `math` gives where it has only numbers to compare; None where it must compute."""
+    verdicts = [_of_numbers(completion, reference, strict) for reference in references_of(answer)]
+    return 1.0 if 1.0 in verdicts else None if None in verdicts else 0.0
+
+
+def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
     wanted, given = _final_answers(completion, answer)
     expected = reference_number(wanted)
     if given is None:
@@ -261,7 +278,13 @@ def unmatched(references: Iterable[str]) -> Iterator[tuple[int, str]]:
             yield index, problem
 
 
-def _problem(reference: str) -> str:
+def _problem(answer: str) -> str:
+    """Return why nobody can match a record's answer; "" if one of its references is understood."""
+    problems = [_problem_of(reference) for reference in references_of(answer)]
+    return "" if "" in problems else problems[0]
+
+
+def _problem_of(reference: str) -> str:
     marked = marked_answer(reference)
     wanted = reference.strip() if marked is None else marked
     if not wanted:
@@ -275,8 +298,9 @@ def _boxed(answer: str, *, strict: bool = True) -> str:
     """Return a record's final answer in the form that `math` asks for."""
     if problem := _problem(answer):
         raise ValueError(problem)
-    wanted = _final_answers("", answer)[0]
-    return f"{MARK} {wanted}" if MARK in answer or _inside(f"{{{wanted}}}") != wanted else rf"\boxed{{{wanted}}}"
+    reference = next(each for each in references_of(answer) if not _problem_of(each))
+    wanted = _final_answers("", reference)[0]
+    return f"{MARK} {wanted}" if MARK in reference or _inside(f"{{{wanted}}}") != wanted else rf"\boxed{{{wanted}}}"
 
 
 @reward(timeout=10.0, shortcut=_without_a_process, reference=_boxed)
@@ -287,18 +311,23 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     either, and if the reference has no `####` too, it is the whole text, or its last sentence. Where the reference is a
     number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, `1/2` answers 0.5, but
     `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
-    both are understood whole (see `answers`); else only the same text is right. `answers.jsonl` and `references.jsonl`
-    in `tests/workers/isolation/rewards` list verdicts.
+    both are understood whole (see `answers`); else only the same text is right. A reference that is a list of texts, such
+    as `["4", "four"]`, has several right answers. `answers.jsonl` and `references.jsonl` in
+    `tests/workers/isolation/rewards` list verdicts.
 
     `strict: false` also accepts an expression that equals the number, as `13-7` for 6, and a completion's last number.
     """
     verdict = _without_a_process(completion, answer, strict=strict)
     if verdict is not None:
         return verdict
-    wanted, given = _final_answers(completion, answer)
+    return float(any(_is_right(completion, reference) for reference in references_of(answer)))
+
+
+def _is_right(completion: str, reference: str) -> bool:
+    wanted, given = _final_answers(completion, reference)
     texts = ["" if given is None else given]
     texts += [] if marked_answer(completion) is not None else spoken_answer(texts[0])
-    return float(any(_equal(wanted, text) for text in texts))
+    return any(_equal(wanted, text) for text in texts)
 
 
 def _wrong_form(pattern: str | None = None, tags: list[str] | None = None, opened: bool = False) -> str:

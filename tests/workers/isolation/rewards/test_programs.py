@@ -100,3 +100,12 @@ def test_a_sandbox_that_does_not_come_up_in_time_costs_a_sample_and_not_the_run(
     monkeypatch.setattr(runner, "_START_TIMEOUT", 0.0)
     with pytest.raises(OSError, match="a sandbox has not come up within 0 s"):
         code("print(1)", "assert True")
+
+
+def test_tests_may_be_a_list_of_asserts_or_lists_of_inputs_and_outputs():
+    asserts = json.dumps(TESTS.splitlines())
+    assert code(ADD, asserts) == 1.0
+    half = json.dumps([*TESTS.splitlines()[:1], "assert add(1, 1) == 3"])
+    assert (code(ADD, half), code(ADD, half, partial=True)) == (0.0, 0.5)
+    streams = json.dumps({"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4"]})
+    assert code("```\nprint(2 * int(input()))\n```", streams) == 1.0

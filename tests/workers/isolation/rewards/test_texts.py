@@ -232,3 +232,11 @@ def test_length_with_a_hard_cap_and_with_a_target():
     for wrong in ({}, {"cap": 1, "target": 1}):
         with pytest.raises(InvalidInput, match="needs a `cap` or a `target`"):
             length([1], **wrong)
+
+
+@pytest.mark.parametrize(("completion", "answer", "right"), [
+    (r"\boxed{4}", '["4", "four"]', 1.0), (r"\boxed{four}", '["4", "four"]', 1.0), (r"\boxed{5}", '["4", "four"]', 0.0),
+    (r"\boxed{\frac{1}{2}}", r'["\\frac{1}{2}"]', 1.0), ("#### 7", '["#### 7", "#### 8"]', 1.0),
+    (r"\boxed{2}", "[2, 5]", 0.0), (r"\boxed{[2,5]}", "[2, 5]", 1.0)])
+def test_math_takes_any_text_of_a_list_as_right(completion, answer, right):
+    assert math(completion, answer) == right
