@@ -255,7 +255,8 @@ class _RewardTrial:
             yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}",
                                            before=f"{self.name} does not pay in full for the answer of ")
         for kind in (_EMPTY, _QUESTION, _OTHER):
-            wrong = [row for row, each in enumerate(paid) if own[row] is not None and each.pays(kind, full[row])
+            wrong = [row for row, each in enumerate(paid) if (own[row] is not None or self.shipped)
+                     and each.pays(kind, full[row])
                      and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
             yield from self.records.failed(wrong, before=f"{self.name} pays {kind} as much as the answer of ")
 

@@ -13,6 +13,8 @@ def reward(body: str, name: str = "mine", arguments: str = "completion: str, ans
     return f"@reward\ndef paid({arguments}):\n    {body}\n"
 
 
+PROGRAMS = [{"question": f"Write f that adds {a + 2}.", "answer": f"```python\ndef f(x): return x + {a + 2}\n```",
+             "tests": f"assert f(1) == {a + 3}"} for a in range(3)]
 MINE = partial(Task, SUMS, "mine:paid")
 FAULTY: dict[str, tuple[Task, bool, str]] = {
     "answers are all alike": (Task([{**each, "level": "hard"} for each in SUMS], data={"answer": "level"}), False,
@@ -38,6 +40,11 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                                  for each in SUMS], "math"), True, "reward `math` cannot judge"),
     "a reference that is not understood": (Task([*SUMS, {**SUMS[0], "answer": r"\foo{3} or ("}], "math"), False,
                                            "reward `math` cannot judge answers to 1 of the first 13 records"),
+    "tests that the solution fails": (Task([{**each, "tests": "assert f(1) == 1"} for each in PROGRAMS], "code",
+                                           data={"columns": ["tests"]}), True, "reward `code` does not pay in full"),
+    "tests that test nothing": (Task([{**each, "answer": "see the tests", "tests": "assert True"}
+                                      for each in PROGRAMS], "code", data={"columns": ["tests"]}), True,
+                                "reward `code` pays an empty answer as much as the answer of each of the first 3"),
     "a reward that raises": (MINE(reward("return answer.score")), True, "raised AttributeError: 'str' object has no "
                              "attribute 'score', at"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
@@ -79,8 +86,9 @@ GOOD = {
                                 {"by": "source", "rewards": {"sums": "math", "other": "format"}},
                                 data={"columns": ["source"]}),
     "several rewards": Task(SUMS, {"math": 1.0, "format": {"weight": 0.1}, "length": {"weight": 0.1, "cap": 100}}),
-    "programs": Task([{"question": f"Write f that adds {a}.", "answer": f"```python\ndef f(x): return x + {a}\n```",
-                       "tests": f"assert f(1) == {a + 1}"} for a in range(3)], "code", data={"columns": ["tests"]}),
+    "programs": Task(PROGRAMS, "code", data={"columns": ["tests"]}),
+    "programs without a solution": Task([{**each, "answer": "none"} for each in PROGRAMS], "code",
+                                        data={"columns": ["tests"]}),
 }
 
 

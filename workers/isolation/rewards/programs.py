@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
@@ -34,7 +35,17 @@ sys.__stdout__.write("\\n" + _token)
 """  # the token comes by standard input, so that a program that exits early or prints much does not pass
 
 
-@reward(timeout=120.0)
+def _solution(answer: str = "") -> str | None:
+    """Return a record's answer if it is a program, which must pass the record's tests."""
+    try:
+        parts = ast.walk(ast.parse(program_of(answer)))
+    except (SyntaxError, ValueError):
+        return None
+    return answer if any(isinstance(part, ast.FunctionDef | ast.ClassDef | ast.Import | ast.Call) for part in parts) \
+        else None
+
+
+@reward(timeout=120.0, reference=_solution)
 def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
          memory_mib: Annotated[int, Field(ge=32)] = 512,  # below it no interpreter starts
          partial: bool = False, network: Literal["deny", "allow"] = "deny",
