@@ -7,7 +7,7 @@ import decimal
 import json
 import math
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from distflow.config.run import Data
 
@@ -67,13 +67,13 @@ def conversation_of(record: Record, data: Data) -> list[Message]:
     return [*messages[:-1], {**messages[-1], **said, "content": begun}]
 
 
-def ends_with_answer(value: Any) -> bool:
+def ends_with_answer(value: Any) -> TypeGuard[list[Any]]:
     """Return whether a field has messages of which the last one is the assistant's."""
     return isinstance(value, list) and bool(value) and isinstance(value[-1], dict) and \
         value[-1].get("role") == "assistant"
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> TypeGuard[list[Any]]:
     """Return whether a field has a question and its answer, as messages."""
     return ends_with_answer(value) and len(value) > 1 and all(map(_is_message, value))
 

@@ -91,7 +91,7 @@ def whole_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], to
 
 def sampled_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], ends: Collection[int] = ()) -> str:
     """Return the text of sampled tokens: all of them but ends and padding. Tags that are special tokens stay."""
-    silent = {*ends, template_end(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id}
+    silent = {*end_tokens(tokenizer, ends), cast(Any, tokenizer.pad_token_id)}
     return _decoded(tokenizer, [token for token in tokens if token not in silent])
 
 
@@ -131,7 +131,7 @@ def template_end(tokenizer: PreTrainedTokenizerBase, **options: Any) -> int | No
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, known: Iterable[int] = (), **options: Any) -> list[int]:
     """Return the tokens that end an answer: the template's, the tokenizer's and those `known` beside them."""
-    ends = {*known, template_end(tokenizer, **options), tokenizer.eos_token_id}
+    ends = {*known, template_end(tokenizer, **options), cast(Any, tokenizer.eos_token_id)}
     return sorted(int(end) for end in ends if end is not None)
 
 
