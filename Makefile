@@ -25,6 +25,8 @@ install: $(VENV)/installed
 dev: $(VENV)/dev
 
 $(VENV)/installed: setup.cfg setup.py distflow/data/compiled_copies.c constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("distflow needs Python 3.11 or newer, and " \
+	  "$(PYTHON) is %d.%d. Name another one:  make install PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .

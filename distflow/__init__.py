@@ -52,6 +52,10 @@ __all__ = ["Alert", "Batch", "CallRefused", "DistflowError", "Ragged", "RunFaile
            "scaling", "source_weight", "training_client"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__") and name not in __all__)]
+
+
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         warnings.warn(f"distflow.{name} is now called distflow.{_RENAMED[name]}", FutureWarning, stacklevel=2)

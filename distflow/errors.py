@@ -27,7 +27,7 @@ from pathlib import Path
 _ALIKE = 0.6  # similarity (difflib's ratio) from which a word is proposed in place of another
 _CANDIDATES = 3  # words of which one with the same letters is preferred: two of its own are swapped
 _LISTED = 30
-_VALUE, _LINE, _COMMAND = 100, 600, 4000
+_VALUE, _LINE, _COMMAND = 100, 600, 900
 """Characters of a value, of a line of a message, and of a line to paste, from which the middle is left out."""
 
 
@@ -188,7 +188,8 @@ def listing(known: Iterable[str], label: str = "Known") -> str:
     """Return `Known: a, b, c.`; a long list is cut."""
     known = list(known)
     more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
-    return f"{label}: {', '.join(known[:_LISTED])}{more}." if known else ""
+    names = (_clipped(str(name), _VALUE) for name in known[:_LISTED])
+    return f"{label}: {', '.join(names)}{more}." if known else ""
 
 
 def quoted(path: Path | str) -> str:

@@ -36,6 +36,7 @@ os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to
 
 from distflow.config.command_line import command  # noqa: E402
 from distflow.config.load import Spec, load_for_planning, unbounded_faults  # noqa: E402
+from distflow.config.overrides import joined  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
@@ -114,7 +115,7 @@ def step_range(text: str) -> range:
 
 def main(arguments: list[str] | None = None) -> int:
     prepare()
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(joined(sys.argv[1:] if arguments is None else arguments))
     try:
         refuse_foreign_packages()
         if __name__ == "__main__":

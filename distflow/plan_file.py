@@ -123,6 +123,8 @@ class NodeTiming:
 
 
 ALIKE = 0.25
+CPU = "cpu"
+"""Name of a device that is a core."""
 _NEAR = 0.5  # machines are in one zone if their link has at least this part of the best one's bandwidth
 Ends = tuple[int, int]  # two ranks, the lower one first
 _OF_MEASURED = {"compute": 0.84, "memory": 1.0, "links": 1.0}
@@ -143,6 +145,8 @@ class DeviceProbe:
     host_gb_s: float
 
     def alike(self, other: DeviceProbe) -> bool:
+        if self.name == other.name == CPU and self.machine == other.machine:
+            return True  # cores of one machine: what they differ by is what else the machine did
         rates = [(self.tflops[dtype], other.tflops[dtype]) for dtype in self.tflops]
         rates += [(getattr(self, key), getattr(other, key)) for key in ("memory_gib", "memory_gb_s", "host_gb_s")]
         return self.name == other.name and all(max(pair) < (1 + ALIKE) * min(pair) for pair in rates)

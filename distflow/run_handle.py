@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.errors import DistflowError
-from distflow.telemetry.processes import Child, spawn
+from distflow.telemetry.processes import Child, python_environment, spawn
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.screen import fitting
 
@@ -74,8 +74,9 @@ def load(folder: str | os.PathLike[str]) -> RunHandle:
 
 def _start(arguments: list[str]) -> Child:
     # In a session of its own: an interrupt in a notebook is for the cell that waits, not for the run.
-    return spawn([sys.executable, "-u", "-m", "distflow.cli", *arguments], die_with_parent=signal.SIGTERM, session=True,
-                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    return spawn([sys.executable, "-u", "-P", "-m", "distflow.cli", *arguments], die_with_parent=signal.SIGTERM,
+                 session=True, env=python_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                 errors="replace")
 
 
 class RunHandle:

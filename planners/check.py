@@ -311,6 +311,16 @@ def _temperature(settings: RoleRun) -> float:
     return settings.generation.temperature or 1.0  # the likeliest tokens are judged at 1
 
 
+def check_profile(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield a mistake if the profiler would record no step of the run, or not all that it was asked to."""
+    steps, last = spec.run.profile, spec.run.steps
+    if steps and max(steps) > last:
+        first = min(*steps, last)
+        hint = f"Give steps up to {last}:  --profile {first}:{last}   or more steps:  --set steps={max(steps)}"
+        yield Diagnostic(f"`profile` asks for step {max(steps)}, and the run has {last}",
+                         spec.run_source.location(("profile",)), hint)
+
+
 def check_faults(spec: Spec, groups: Mapping[str, range], trainers: range = range(0)) -> list[Diagnostic]:
     """Return the mistakes of each fault, located in the run file. `groups`: the ranks of each; `trainers`: those of
     roles that train apart, which a fault of the trainer may name."""

@@ -12,6 +12,8 @@ from distflow.errors import Diagnostic
 from planners.columns import NodeColumns
 from planners.settings import setting_value
 
+_FAST = 0.02
+"""Learning rate that is probably a slip, also for a tiny model."""
 _COMPARE = ("group_advantage", "leave_one_out_advantage", "informative_groups", "best_and_worst")
 """Functions that compare the answers to a prompt: of answers that earn the same they make nothing to learn from."""
 
@@ -19,7 +21,7 @@ _COMPARE = ("group_advantage", "leave_one_out_advantage", "informative_groups", 
 def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> list[Diagnostic]:
     """Return a mistake for each node that compares the answers to a prompt where these cannot differ, or waits for a
     critic that does not learn."""
-    mistakes = [mistake for node in bound for mistake in _warmup(spec, node, bound)]
+    mistakes = [mistake for node in bound for mistake in _warmup(spec, node, bound)] + [*_too_fast(spec)]
     for node, flow in flows.items():
         if not _is(bound[node], *_COMPARE):
             continue
@@ -37,6 +39,18 @@ def check_learning(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
                                        spec.run_source.location(("roles", role, "generation", key.partition(":")[0])),
                                     f"Instead:  roles: {{{role}: {{…, generation: {{temperature: 1.0, top_k: 0}}}}}}"))
     return mistakes
+
+
+def _too_fast(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield the trained roles of which one step would move each weight by more than weights are large."""
+    for role, settings in spec.run.roles.items():
+        rate = settings.learning_rate
+        if rate >= 1 and role in spec.dag.roles and spec.dag.roles[role].trained:
+            meant = f"{rate:g}e-6" if rate < 10 else "1e-6"
+            yield Diagnostic(f"role `{role}`: with a learning rate of {rate:g} AdamW moves each weight by up to that "
+                             "in a step, so that nothing of the model would be left",
+                             spec.run_source.location(("roles", role, "learning_rate")),
+                             f"Did you mean {meant}? Usual are 1e-6 for RL, 1e-5 for SFT, ten times as much for LoRA.")
 
 
 def _warmup(spec: Spec, node: str, bound: dict[str, Contract]) -> Iterator[Diagnostic]:
@@ -57,6 +71,10 @@ def _warmup(spec: Spec, node: str, bound: dict[str, Contract]) -> Iterator[Diagn
 
 def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[str]:
     """Yield what is probably not meant to be learnt in this way."""
+    for role, settings in spec.run.roles.items():
+        if _FAST <= settings.learning_rate < 1 and role in spec.dag.roles and spec.dag.roles[role].trained:
+            yield (f"role `{role}` has a learning rate of {settings.learning_rate:g}, at which AdamW seldom learns: "
+                   "usual are 1e-6 for RL, 1e-5 for SFT, ten times as much for LoRA")
     for node, contract in bound.items():
         role = spec.dag.roles.get(spec.dag.nodes[node].role)
         if contract.samples and role and role.trained and contract.marks.repeats and (key := _greedy(spec, node)):

@@ -13,7 +13,7 @@ from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers
-from planners.check import bind, check_faults, check_temperatures, model_roles, notes_of, prompted_role
+from planners.check import bind, check_faults, check_profile, check_temperatures, model_roles, notes_of, prompted_role
 from planners.columns import NodeColumns
 from planners.follow import check_layouts
 from planners.groups import (
@@ -30,9 +30,14 @@ from planners.inference import with_one_layout
 from planners.learning import check_learning
 from planners.resampling import after_drawing, draws_of
 
+_MOST_RANKS = 65_536
+"""Ranks of which a plan is made in a minute."""
+
 
 def plan(spec: Spec, ranks: int) -> Plan:
     """Return the plan of a run for `ranks` ranks (DistFlow §4). Raises InvalidInput with every mistake found."""
+    if ranks > _MOST_RANKS:
+        raise InvalidInput(f"{ranks:,} ranks are more than a run may have, which is {_MOST_RANKS:,}")
     draft = _draft(spec)
     if spec.run.mode == "sync" and not (spec.run.groups.of_roles or spec.run.groups.colocated_with):
         mistakes = check_faults(spec, {TRAINER: range(ranks)})
@@ -105,7 +110,7 @@ def _draft(spec: Spec) -> _Draft:
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
                                                        *check_temperatures(spec, bound, flows),
-                                                       *check_learning(spec, bound, flows)])
+                                                       *check_learning(spec, bound, flows), *check_profile(spec)])
 
 
 def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, group: str = TRAINER) -> Plan:

@@ -45,11 +45,11 @@ PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list",
 FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
 
 KNOWN_CIRCLES = [
-    ["distflow.config.freeze", "distflow.config.load", "distflow.config.models"],
+    ["distflow.config.freeze", "distflow.config.load", "distflow.config.models", "distflow.config.templates"],
     ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
-    "distflow", "distflow.cli.examples", "distflow.config.live_changes", "distflow.config.overrides",
+    "distflow", "distflow.cli.examples", "distflow.config.live_changes",
     "distflow.contracts.detectors",
     "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency", "workers.engines",

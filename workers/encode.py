@@ -16,8 +16,9 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
+from distflow.data.data_files import data_files
 from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
-from distflow.data.dataset import LabelledRecords, Record, open_images, open_training_sets
+from distflow.data.dataset import LabelledRecords, OversizedImage, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import (
     Message,
@@ -61,6 +62,17 @@ class ImageEncoder:
             pixels.append(Ragged.from_rows(images) if images else NO_IMAGE)
         return Ragged.from_rows(prompts), Ragged.from_rows(pixels)
 
+    def too_long(self, tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> bool:
+        """Return whether a question with its images is longer than prompts may be, of which nothing can be cut."""
+        try:
+            images = open_images(record, data.images or "", self.folder)
+        except OversizedImage:
+            return True
+        messages = _with_image_parts(messages_of(record, data), len(images))
+        text = len(prompt_tokens(tokenizer, messages, tools_of(record, data), **data.for_template))
+        added = sum(self.image_processor.tokens_of(image.height, image.width) - 1 for image in images)
+        return text + added > data.max_prompt_tokens
+
     def _spread(self, prompt: list[int], images: list[Ragged], longest: int) -> list[int]:
         count = sum(token == self.token for token in prompt)
         if count != len(images):
@@ -71,7 +83,7 @@ class ImageEncoder:
         if len(result) > longest:
             raise InvalidInput(f"a prompt with {len(images)} images has {len(result):,} tokens, more than "
                                f"data.max_prompt_tokens ({longest:,}), and images cannot be cut. Raise it, or shrink "
-                               "the images")
+                               "the images")  # a record that was not judged before
         return result
 
 
@@ -208,13 +220,16 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan`: see
     `encoder`."""
     data, fields = spec.run.data, training_fields(spec)
-    opened = [*open_training_sets(data, spec.data_path).values()]
+    training = open_training_sets(data, spec.data_path)
+    opened = [*training.values()]
     tokenizer, too_long = tokenizer or role.tokenizer, None
-    if data.long_prompts == "drop":
+    images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
+    if images:
+        too_long = functools.partial(images.too_long, tokenizer, data)
+    elif data.long_prompts == "drop":
         too_long = functools.partial(_too_long, tokenizer, data)
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
-    images = image_encoder_of(role, data, data_file(spec, next(iter(data.train))))
     encode = encoder(tokenizer, data, images, plan)
-    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance)
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance, data_files(spec, training))

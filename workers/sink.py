@@ -200,7 +200,7 @@ class Sink:
 
     def _report(self) -> str:
         """Write the report in a process of its own. Return a line of how to see it; empty if there is none."""
-        child = spawn([sys.executable, "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
+        child = spawn([sys.executable, "-P", "-m", "distflow.cli", "report", str(self.path)], stdout=subprocess.DEVNULL,
                       stderr=subprocess.DEVNULL, env=python_environment())
         if child.poll(_REPORT_TIMEOUT) is None:
             child.end()

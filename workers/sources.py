@@ -56,13 +56,16 @@ class AsyncSource(Dataloader):
     The `n`-th draw is enqueued when the weights after `n - staleness` steps are published, so that no token of it is
     older than that."""
 
+    starts_passes = False
+
     def __init__(self, loader: Dataloader, channel: RolloutChannel, plan: Plan, rank: int, staleness: int,
                  draws: int | None, limit: float, colocated: ColocatedSource | None = None,
                  fusion: Fusion | None = None, attempt: int = 0, group: Group | None = None):
         """`draws`: of the whole run; None if it depends on what filters leave. `limit`: seconds to wait for a draw's
         rows. `colocated` samples on this rank too, until enough rows are there; `fusion` runs nodes on rows that have
         come. `attempt`: of the trainer, which is `group`."""
-        super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout)
+        super().__init__(loader.records, loader.encode, loader.batch, loader.seed, loader.share, loader.layout,
+                         files=loader.files)
         self.channel, self.plan, self.colocated, self.fusion = channel, plan, colocated, fusion
         self.rank, self.staleness, self.draws, self.limit = rank, staleness, draws, limit
         self.consumer, self.awaited = (group.name, awaited_by(group)) if group else (TRAINER, {})

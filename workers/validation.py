@@ -191,11 +191,13 @@ def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
         rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
     wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
-    mine = [*map(mended_record, found.values())]
-    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine,
-                                          image_encoder_of(role, spec.run.data, path))
+    encoder = image_encoder_of(role, spec.run.data, path)
+    usable = {row: record for row, record in zip(found, map(mended_record, found.values()))
+              if not (encoder and encoder.too_long(role.tokenizer, spec.run.data, record))}
+    mine, left_out = list(usable.values()), len(found) - len(usable)
+    prompts, images, cut = encode_prompts(role.tokenizer, spec.run.data, mine, encoder)
     pairs = [asked_and_answered(record, spec.run.data) for record in mine]
     columns = {"answers": [answer_text(answer) for _, answer in pairs],
                "questions": [question_text(asked) for asked, _ in pairs],
-               **{name: [answer_text(record[name]) for record in mine] for name in validation_fields(spec)}}
-    return _Share(list(found), prompts, images, columns, cut)
+               **{name: [answer_text(record.get(name, "")) for record in mine] for name in validation_fields(spec)}}
+    return _Share(list(usable), prompts, images, columns, cut + left_out)

@@ -13,6 +13,7 @@ from distflow import __version__
 from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
 from distflow.config.command_line import called_as
+from distflow.config.overrides import joined
 from distflow.config.run import Run
 from distflow.errors import DistflowError, did_you_mean, listing, quoted
 from distflow.launch import INVALID, refuse_foreign_packages
@@ -56,6 +57,7 @@ def _main(arguments: list[str]) -> int:
         show(str(error), sys.stderr)
         return INVALID
     parser = make_parser()
+    arguments = joined(arguments)
     verb = next((word for word in arguments if not word.startswith("-")), None)  # no option before it takes a value
     if verb is not None and verb not in MODULES:
         meant = {"check": "validate", "train": "run", "init": "new", "status": "watch", "doctor": "engines"}.get(verb)
@@ -99,8 +101,9 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
     if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
         value = value or (left[1] if len(left) > 1 else "VALUE")
         return f"{what}\nInstead:  --set {quoted(f'{key}={value}')}"
-    if overrides and "=" not in overrides[-1]:
-        return f"{what}\nInstead:  --set {quoted(f'{overrides[-1]}={first}')}"
+    if overrides and not overrides[-1].partition("=")[2]:
+        meant = f"{overrides[-1].removesuffix('=')}={first}"
+        return f"{what}\nInstead:  --set {quoted(meant)}"
     if Path(first).suffix in (".yaml", ".yml") and getattr(options, "run", "") is None:
         return f"{what}\nInstead:  --run {quoted(first)}"
     return f"{what} What it takes:  distflow {verb} --help"

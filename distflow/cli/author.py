@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distflow.cli.common import Verb
-from distflow.config.shipped import SHIPPED, find_yaml
+from distflow.config.shipped import MODELINE, SHIPPED, find_yaml
 from distflow.contracts.rewards import shipped_rewards
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 
@@ -118,7 +118,6 @@ _RUN = {"steps": "50", "data": "{train: train.jsonl, batch: 32, max_prompt_token
 _NOT_VALIDATED = """null
 # Validation asks for single answers, without the environment, so that it is left out, and no problems are held out.
 # Look at  environment/reward  instead, the mean reward of the conversations, and at trajectories/ of the run."""
-_MODELINE = "# yaml-language-server: $schema="
 
 
 _PYTEST = """# The settings of a folder above, as of a clone of distflow, do not hold for these tests.
@@ -222,11 +221,11 @@ def _problems(kind: str, count: int) -> str:
 
 
 def _without_modeline(text: str) -> str:
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE))
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(MODELINE))
 
 
 def _modeline(kind: str) -> str:
-    return f"{_MODELINE}{SHIPPED / 'schema' / f'{kind}.json'}\n"
+    return f"{MODELINE}{SHIPPED / 'schema' / f'{kind}.json'}\n"
 
 
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from distflow.cli.common import Verb
 from distflow.cli.shell_script import shell_settings
 from distflow.config.shipped import SHIPPED
 from distflow.config.yaml_source import dump
+from distflow.config.yaml_syntax import BoundedLoader
 from distflow.errors import Diagnostic, InvalidInput, Location, nearest
 
 _UNKNOWN_STEPS = 100
@@ -56,6 +57,20 @@ _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, typ
 }
 
 
+_VERL_DEFAULTS = {
+    "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256, "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+    "actor_rollout_ref.actor.optim.betas": [0.9, 0.999], "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_c": 3.0, "actor_rollout_ref.actor.loss_agg_mode": "token-mean"}
+"""What verl fills in where a configuration says nothing, and distflow does not: of verl 0.9's `ppo_trainer`."""
+_VERL_SINGLE = {"actor_rollout_ref.rollout.n": 1}  # for algorithms that do not compare the answers to a prompt
+_VERL_CRITIC = {"algorithm.gamma": 1.0, "algorithm.lam": 1.0, "critic.cliprange_value": 0.5, "critic.optim.lr": 1e-5,
+                "critic.optim.weight_decay": 0.01, "critic.optim.betas": [0.9, 0.999]}
+_TRL_DEFAULTS = {"seed": 42, "adam_beta2": 0.999}  # of TRL 1.16's GRPOConfig
+_TRL_EPSILON = 1e-4
+"""What TRL adds to the deviation of a group's rewards; it is no setting there."""
+
+
 _OTHER_TRAINERS = {
     "DPO": {"sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_pair",
             "discopop", "apo_zero", "apo_down", "sft", "sigmoid_norm"},
@@ -81,6 +96,8 @@ class Conversion:
     arguments: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    defaults: dict[str, Any] = field(default_factory=dict)  # of the other project, by its keys
+    filled: dict[str, Any] = field(default_factory=dict)  # those that were needed
     reference: bool = True
     follow: dict[str, Any] | None = None  # how the reference follows the actor
     drops_truncated: bool = False
@@ -88,8 +105,15 @@ class Conversion:
 
     def get(self, key: str, default: Any = None) -> Any:
         self.taken.add(key)
-        value = self.given.get(key)
+        value = self._said(key)
         return default if value is None else value
+
+    def _said(self, key: str) -> Any:
+        """Return a setting as the other project would have it: of the file, else its default if that is not ours."""
+        value = self.given.get(key)
+        if value is None and key in self.defaults:
+            value = self.filled[key] = self.defaults[key]
+        return value
 
     def number(self, key: str, default: float) -> Any:
         """Return a setting to compute with. Raises InvalidInput: it is no number."""
@@ -111,7 +135,7 @@ class Conversion:
 
     def translated(self, key: str, meanings: Mapping[Any, Any], default: Any = None) -> Any:
         """Return what a setting's value is here; None, and the setting stays listed, if there is no such value."""
-        value = self.given.get(key)
+        value = self._said(key)
         value = default if value is None else value
         if not isinstance(value, (str, bool)) or value not in meanings:
             return None
@@ -145,12 +169,13 @@ def convert(options: argparse.Namespace) -> int:
         content, unknown = _read(file)
     except FileNotFoundError:
         raise InvalidInput(Diagnostic(f"there is no file `{file}`", None, _beside(file))) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise InvalidInput(f"{file} cannot be read: {error}") from None
     if folder.exists():
         raise InvalidInput(f"{folder} exists. Name another folder:  --out FOLDER")
     if isinstance(content.get("nodes"), list):
         files, notes, left = {f"{name}.yaml": _dag_text(_siirl_dag(file, name, content["nodes"]), file)}, [
+            "group_size: 8 is a guess: siiRL has it in its trainer configuration, as actor_rollout_ref.rollout.n",
             "its models, data and sizes stand in siiRL's trainer configuration: convert that too, and take its run.yaml"
         ], [f"{key}: {value}" for key, value in content.items() if key not in ("nodes", "dag_id", "description")]
     else:
@@ -199,7 +224,7 @@ def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
     if file.suffix not in (".yaml", ".yml", ".json"):
         settings, unknown = shell_settings(text)
         return dict(settings), [f"{key}: {value}" for key, value in unknown.items()]
-    content = yaml.safe_load(text)
+    content = yaml.load(text, BoundedLoader)
     if not isinstance(content, dict):
         raise InvalidInput(f"{file} is no mapping of settings")
     return content, []
@@ -210,7 +235,7 @@ def _value(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
+        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.load(text, BoundedLoader)
     except (yaml.YAMLError, ValueError):
         return text
 
@@ -257,6 +282,9 @@ def _converted(file: Path, given: dict[str, Any]) -> Conversion:
     else:
         raise InvalidInput(f"{file} is no configuration of verl (actor_rollout_ref…), of TRL's GRPO (num_generations…) "
                            "and no DAG of siiRL (nodes: with node_id)")
+    if done.filled:
+        done.notes.append("the file leaves these out, and got the other project's defaults, which are not distflow's: "
+                          f"{', '.join(f'{key}: {value}' for key, value in done.filled.items())}")
     if done.number("trainer.total_training_steps", done.number("max_steps", 0)) < 1:  # -1: epochs say how long
         done.settings.pop("steps", None)
         epochs = done.get("trainer.total_epochs", done.get("num_train_epochs", 1))
@@ -273,6 +301,12 @@ def _from_verl(done: Conversion) -> None:
         raise InvalidInput(f"algorithm.adv_estimator: {estimator} is not converted; these are: "
                            f"{', '.join(_ESTIMATORS)}. `distflow new` begins an algorithm of your own")
     done.algorithm = _ESTIMATORS[estimator]
+    compares = done.algorithm in ("grpo", "rloo")
+    done.defaults = {**_VERL_DEFAULTS, **(_VERL_CRITIC if estimator == "gae" else {}),
+                     **({} if compares else _VERL_SINGLE)}
+    if compares and done.given.get("actor_rollout_ref.rollout.n") is None:
+        done.notes.append("the file does not say how many answers a prompt gets (actor_rollout_ref.rollout.n). With "
+                          f"verl's default, 1, {done.algorithm} has nothing to compare: the DAG's group_size stays")
     done.copy({"trainer.total_training_steps": "steps", "actor_rollout_ref.model.path": "roles.actor.model",
                "actor_rollout_ref.model.enable_gradient_checkpointing": "roles.actor.recompute",
                "data.train_batch_size": "data.batch", "data.prompt_key": "data.question",
@@ -342,6 +376,7 @@ def _verl_loss(done: Conversion, actor: str) -> None:
     low, high = done.get(actor + "clip_ratio_low", clip), done.get(actor + "clip_ratio_high", clip)
     reinforce = done.algorithm in ("rloo", "remax")
     if reinforce:
+        done.filled.pop(f"{actor}clip_ratio", None)
         done.taken -= {f"{actor}clip_ratio{which}" for which in ("", "_low", "_high")}
     elif low is not None:
         done.arguments["update.clip"] = low
@@ -355,7 +390,7 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         if mode == "fixed_length_sum":
             done.arguments["update.fixed_length"] = done.get("data.max_response_length", 512)
     mini, batch = done.number(actor + "ppo_mini_batch_size", 0), done.number("data.train_batch_size", 0)
-    if mini and batch:
+    if batch and 0 < mini < batch or f"{actor}ppo_mini_batch_size" in done.given:
         for node in ("update", "critic") if done.algorithm == "ppo" else ("update",):
             done.arguments[f"{node}.mini_batches"] = math.ceil(batch / mini)
     loss_weight, in_loss = done.get(actor + "kl_loss_coef", 0.001), done.get(actor + "use_kl_loss", False)
@@ -380,7 +415,8 @@ def _verl_critic(done: Conversion) -> None:
     if (first := done.number("trainer.critic_warmup", 0)) > 1:  # the step in which the actor begins
         done.arguments["update.critic_warmup"] = first - 1
     done.copy({"gamma": "with:advantage.gamma", "lam": "with:advantage.lam"}, "algorithm.")
-    done.copy({"optim.lr": "roles.critic.learning_rate", "cliprange_value": "with:critic.clip",
+    done.copy({"optim.lr": "roles.critic.learning_rate", "optim.weight_decay": "roles.critic.weight_decay",
+               "optim.betas": "roles.critic.betas", "cliprange_value": "with:critic.clip",
                "ppo_epochs": "with:critic.epochs"}, "critic.")
 
 
@@ -400,6 +436,7 @@ def _template(done: Conversion, prefix: str) -> None:
 
 
 def _from_trl(done: Conversion) -> None:
+    done.defaults = dict(_TRL_DEFAULTS)
     done.copy({"max_steps": "steps", "seed": "seed", "model_name_or_path": "roles.actor.model",
                "dataset_name": "data.train", "max_prompt_length": "data.max_prompt_tokens",
                "max_completion_length": "roles.actor.generation.max_new_tokens",
@@ -412,8 +449,7 @@ def _from_trl(done: Conversion) -> None:
                "vllm_gpu_memory_utilization": "roles.actor.generation.memory_share", "save_steps": "checkpoint.every",
                "lora_r": "roles.actor.lora.rank", "lora_alpha": "roles.actor.lora.alpha", "output_dir": "output",
                "num_iterations": "with:update.epochs"})
-    if {"adam_beta1", "adam_beta2"} & done.given.keys():
-        done.put("roles.actor.betas", [done.get("adam_beta1", 0.9), done.get("adam_beta2", 0.999)])
+    done.put("roles.actor.betas", [done.get("adam_beta1", 0.9), done.get("adam_beta2")])
     _trl_batch(done)
     done.put("data.question", "prompt")
     _template(done, "chat_template_kwargs.")
@@ -476,6 +512,8 @@ def _trl_loss(done: Conversion) -> None:
         done.arguments["advantage.scale"] = False
         if done.given.get("scale_rewards") == "batch":
             done.arguments["update.normalize"] = "batch"
+    else:
+        done.arguments["advantage.epsilon"] = _TRL_EPSILON
     if (share := done.number("top_entropy_quantile", 1.0)) < 1:
         done.entropies, done.arguments["update.entropy_quantile"] = True, round(1 - share, 12)
     beta = done.number("beta", 0.0)

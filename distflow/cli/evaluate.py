@@ -17,9 +17,10 @@ from pydantic import ValidationError
 from distflow.cli.common import Verb, gpu_count, table
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import fetch, fetched
+from distflow.config.overrides import given_value
 from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
-from distflow.config.yaml_source import dump, parse_value, read
+from distflow.config.yaml_source import dump, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
@@ -80,7 +81,8 @@ def _named(text: str) -> tuple[str, str]:
 def _data(model: EvaluationSubject, overrides: list[str]) -> Data:
     given = dict(model.data)
     for name, value in (text.split("=", 1) for text in overrides if text.startswith("data.") and "=" in text):
-        given[name.removeprefix("data.")] = parse_value(value, f"--set {name}={value}")
+        given[name.removeprefix("data.")] = given_value(Data, (name.removeprefix("data."),), value,
+                                                           f"--set {name}={value}")
     known = {name: given[name] for name in ("question", "answer", "tools", "strict", "columns", "images")
              if name in given}
     try:
@@ -183,7 +185,7 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     if not isinstance(found, Path) or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            f"config.json){f', and {found}' if hub else ''}")
-    settings = yaml.safe_load(find_yaml(run, "runs", "run file").read_text(encoding="utf-8")) if run else {}
+    settings = read(find_yaml(run, "runs", "run file"), run).data if run else {}
     role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
     return EvaluationSubject(role_settings, _data_settings(settings))
 

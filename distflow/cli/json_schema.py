@@ -18,7 +18,7 @@ from distflow.config.cluster import Cluster
 from distflow.config.dag import Dag
 from distflow.config.run import Data, Generation, Lora, Model, Run
 from distflow.config.yaml_source import Document
-from distflow.contracts.settings import REQUIRED, Setting
+from distflow.contracts.settings import LOSS, REQUIRED, Setting
 from distflow.contracts.signature import Contract, built_in
 
 KINDS: dict[str, type[Document]] = {"dag": Dag, "run": Run, "cluster": Cluster}
@@ -97,6 +97,9 @@ def _setting(setting: Setting) -> Schema:
         found = TypeAdapter(setting.kind).json_schema()
     except PydanticInvalidForJsonSchema:  # checked by a function
         found = {}
+    for form in found.get("anyOf", ()):  # a loss of a module that the DAG imports needs no MODULE
+        if form.get("pattern") == LOSS:
+            form.pop("pattern")
     if setting.description:
         found["description"] = setting.description
     if setting.value is not None:

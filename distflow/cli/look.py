@@ -106,7 +106,7 @@ def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def log(options: argparse.Namespace) -> int:
-    from distflow.config.loggers import loggers_of, require_logger
+    from distflow.config.loggers import lack_of, loggers_of, require_logger
     from distflow.telemetry.loggers import LOGGERS, send
     from distflow.telemetry.run_folder import reload_run
     from distflow.telemetry.run_reader import RunReader
@@ -119,11 +119,14 @@ def log(options: argparse.Namespace) -> int:
         require_logger(options.to)
     except ValueError as error:
         raise InvalidInput(f"--to {error}") from None
+    settings = loggers_of(run.log).get(options.to, {})
+    if lack := " ".join(filter(None, lack_of(options.to, settings))):
+        raise InvalidInput(f"--to {lack}")
 
     def ended(seconds: float) -> bool:
         return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])
 
-    count = send(RunReader(folder), options.to, loggers_of(run.log).get(options.to, {}), ended)
+    count = send(RunReader(folder), options.to, settings, ended)
     print(f"sent {count} steps to {options.to}")
     return 0
 

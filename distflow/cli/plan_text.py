@@ -23,6 +23,7 @@ def describe(plan: Plan, spec: Spec) -> Iterator[str]:
     yield from ("", "dependencies that the planner added (nodes of equal depth run one after the other)")
     yield from [f"  {earlier} → {later}" for earlier, later in plan.added] or ["  none"]
     yield from _memory(plan)
+    yield from _device(spec)
     yield from _shares(plan, spec)
     yield from noted(plan.notes)
 
@@ -89,6 +90,15 @@ def _where(task: Task, ranks: int) -> str:
         return sizes
     where = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"
     return f"{sizes} ({where}; others only send)"
+
+
+def _device(spec: Spec) -> Iterator[str]:
+    """Yield for what device memory is counted, where the dtype depends on it."""
+    for role, settings in spec.run.roles.items():
+        shape = spec.shape_of(role)
+        if role in spec.dag.roles and settings.dtype == "auto" and shape and shape.dtype in ("bfloat16", "float16"):
+            yield (f"  {role}: counted for a GPU, where `dtype: auto` is {shape.dtype}. On CPUs it is float32, counted "
+                   f"by  --set roles.{role}.dtype=float32")
 
 
 def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.cli import slurm
@@ -12,10 +13,11 @@ from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_c
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import check_push, push
 from distflow.config.load import Spec
+from distflow.config.shipped import MODELINE, SHIPPED
 from distflow.errors import InvalidInput, quoted
 from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
 from distflow.plan import Plan
-from distflow.telemetry.run_folder import read_plan
+from distflow.telemetry.run_folder import read_plan, unwritable
 from distflow.telemetry.run_lock import in_use, refusal
 from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
@@ -34,9 +36,19 @@ def validate(options: argparse.Namespace) -> int:
         _prove(spec, checked)
     print(f"{spec.dag_source.file} with {spec.run_source.file} on {checked.ranks} "
           f"rank{'s' * (checked.ranks > 1)}: no mistakes")
-    for note in checked.notes:
+    for note in (*checked.notes, *_lost_schemas(spec)):
         print(f"note: {note}")
     return 0
+
+
+def _lost_schemas(spec: Spec) -> Iterator[str]:
+    """Yield a note for each file that names a schema for editors, relative to where the file was copied from."""
+    for kind, source in (("dag", spec.dag_source), ("run", spec.run_source), ("cluster", spec.cluster_source)):
+        line = next((line for line in source.lines if line.startswith(MODELINE)), None) if source else None
+        named = line.removeprefix(MODELINE).strip() if line else ""
+        if source and named and "://" not in named and not Path(source.file).parent.joinpath(named).is_file():
+            yield (f"{source.file} names the schema {named} for editors, which is not there. Instead:  "
+                   f"{MODELINE}{SHIPPED / 'schema' / f'{kind}.json'}")
 
 
 def _prove(spec: Spec, checked: Plan) -> None:
@@ -126,7 +138,8 @@ def _resumed_rank_count(options: argparse.Namespace, spec: Spec) -> int:
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("resume", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to; default: the run's own folder")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER",
+                        help="folder to make, with the model in its folder model/; default: the run's own folder")
     parser.add_argument("--push", metavar="OWNER/NAME",
                         help="upload the model to the Hugging Face hub too; of several, each as OWNER/NAME-ROLE")
     parser.add_argument("--private", action="store_true", help="in a repository that others do not see, if it is new")
@@ -136,13 +149,14 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(options: argparse.Namespace) -> int:
     ranks = options.ranks or 1
+    folder, run = Path(options.folder or options.resume), Path(options.resume)
     if options.push:
         check_push(options.push)
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
     plan(load_spec(options), ranks)
-    folder = Path(options.folder or options.resume)
+    _check_export_folder(folder, run)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
     models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir() and not path.suffix]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
@@ -151,6 +165,20 @@ def export(options: argparse.Namespace) -> int:
         address = push(path, name, options.private, f"Model of {Path(options.resume).name}")
         print(f"uploaded {path} to {address}")
     return code
+
+
+def _check_export_folder(folder: Path, run: Path) -> None:
+    """Raise InvalidInput: models cannot be written there, or would take the place of others."""
+    inside = folder.resolve().is_relative_to(run.resolve())
+    if inside and folder.resolve() != run.resolve():
+        raise InvalidInput(f"{folder} is in the run's own folder. Without FOLDER the model becomes {run / 'model'}:  "
+                           f"distflow export {quoted(run)}   or name a folder elsewhere")
+    if not inside and (there := next((path for path in sorted(folder.glob("model*")) if path.is_dir()), None)):
+        raise InvalidInput(f"{there} exists, and would be written over. Name another folder, or delete it:  "
+                           f"rm -r {quoted(there)}")
+    if why := unwritable(folder):
+        raise InvalidInput(f"{folder} cannot be written, {why}. Name another folder:  distflow export {quoted(run)} "
+                           "FOLDER")
 
 
 VERBS = {

@@ -53,7 +53,7 @@ class Node(Document):
 
 
 class Dag(Document):
-    """Algorithm. `imports` names modules with node functions, rewards or environments of the user's own."""
+    """Algorithm. `imports` names modules with node functions, rewards, losses or environments of the user's own."""
 
     name: str
     roles: dict[str, Role] = {}

@@ -14,6 +14,7 @@ from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetch, fetched, pinned
+from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
@@ -32,7 +33,7 @@ from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
 from distflow.contracts.environments import EnvironmentContract, check_environments
-from distflow.contracts.losses import check_losses
+from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import RewardContract, check_rewards
 from distflow.contracts.signature import Contract, find_functions
 from distflow.contracts.templates import check_templates
@@ -182,6 +183,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)
     _check_data(spec)
+    qualify_losses(spec)
     mistakes += _unset_keys(spec) + ([] if recorded else unbounded_faults(spec))
     for find_mistakes in (check_engines, check_tokenizers, check_lora, check_freeze, check_chat_options, check_rewards,
                           check_environments, check_agents, check_losses, check_templates, check_detectors):
@@ -319,8 +321,12 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake for each key that a node or a logger takes from this machine, and that is not there."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
-    return [Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
+    loggers = [lack_of(name, settings) for name, settings in loggers_of(spec.run.log).items()]
+    return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)
+            for what, hint in loggers if what] + [
+            Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
                        spec.dag_source.location(("nodes", node, "with", "key_variable")), f"export {key}=…",
                        of_machine=True)
             for node, key in named if isinstance(key, str) and not os.environ.get(key)]

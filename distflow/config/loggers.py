@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -15,12 +20,43 @@ _LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "logge
 """The module that each needs, and the extra that has it."""
 
 
+_MLFLOW_SERVERS = ("http:", "https:", "databricks", "uc", "file:")
+
+
 def require_logger(name: str) -> None:
     """Raise ValueError with the line that installs it if a logger's package is missing."""
     module, extra = _LOGGER_MODULES[name]
     if importlib.util.find_spec(module) is None:
         line = pip_line(extra) if extra else f"pip install {module}"
         raise ValueError(f"`{name}` needs a package that is not installed:  {line}")
+
+
+def lack_of(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what a logger lacks on this machine to send anything, and the remedy; "" and "" if nothing."""
+    if name == "mlflow" and importlib.util.find_spec("sqlalchemy") is None:
+        uri = settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        if not uri.startswith(_MLFLOW_SERVERS):
+            return f"`mlflow` needs sqlalchemy and alembic for {uri}", pip_line("loggers")
+    if name == "wandb" and not _wandb_stays_here(settings) and not _wandb_key():
+        return ("`wandb` has no key to send with: neither WANDB_API_KEY nor a login of this machine",
+                "Log in once:  wandb login   or keep it here:  log: [{wandb: {mode: offline}}]")
+    return "", ""
+
+
+def _wandb_stays_here(settings: Mapping[str, Any]) -> bool:
+    return (settings.get("mode") or os.environ.get("WANDB_MODE", "online")) in ("offline", "disabled", "dryrun")
+
+
+def _wandb_key() -> bool:
+    """Return whether W&B finds a key where its login leaves one."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return file.is_file() and netrc.netrc(file).authenticators(host) is not None
+    except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
+        return True  # W&B itself says what is wrong with it
 
 
 class Wandb(Document):
@@ -42,7 +78,7 @@ class Mlflow(Document):
     """An MLflow experiment; samples are tables there."""
 
     uri: str | None = None
-    """The tracking server or store, as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else a folder here."""
+    """The tracking server or store, as sqlite:///mlflow.db; default: MLFLOW_TRACKING_URI, else mlflow.db here."""
     experiment: str = "distflow"
     """The experiment in which the run appears."""
 

@@ -281,7 +281,8 @@ class Data(Document):
     """A longer prompt loses its beginning, and `data/prompts_cut` of the metrics counts it; see `long_prompts`."""
     long_prompts: Literal["cut", "drop"] = "cut"
     """What becomes of training prompts that are longer than that. drop: another record takes the place of each, which
-    `data/records_skipped` of the metrics and events.jsonl say. Not with `images`. Validation's are cut."""
+    `data/records_skipped` of the metrics and events.jsonl say; with `images`, which cannot be cut, always. Validation
+    cuts prompts, and leaves out those with images that are too long."""
     max_target_tokens: PositiveInt = 1024
     """A longer answer loses its end where it is imitated, and `data/targets_cut` of the metrics counts it."""
 
@@ -334,14 +335,6 @@ class Data(Document):
             raise ValueError("`targets: all` finds messages of the assistant in text alone, and not with `images`. "
                              "Take one of the two out")
         return self
-
-    @field_validator("long_prompts")
-    @classmethod
-    def _counts_text(cls, value: str, info: ValidationInfo) -> str:
-        if value == "drop" and info.data.get("images"):
-            raise ValueError("it counts tokens of text, and those of `images` come on top. Take it out, and drop "
-                             "records by `filter`")
-        return value
 
 
 class Validation(Document):

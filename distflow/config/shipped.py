@@ -13,6 +13,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = _ROOT / "dags" if (_ROOT / "dags" / "grpo.yaml").is_file() else _ROOT / "distflow" / "dags"
 """The folder `dags/` of a clone; the same files inside the package when it is installed."""
 
+MODELINE = "# yaml-language-server: $schema="
+"""Beginning of the line by which a YAML file names its schema to editors."""
 START_MODEL = "arithmetic_sft"
 """The model in `dags/models/` that the default runs start from."""
 
@@ -39,8 +41,15 @@ def on_hub(name: str, folder: str, beside: Path | None = None) -> HubName | None
 
 def _find_here(name: str, folder: str, beside: Path | None) -> Path | None:
     given = Path(name).expanduser()
-    candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / given]
+    candidates = [given, *([beside / given] if beside else []), SHIPPED / folder / _below(given, "dags", folder)]
     return next((path for path in candidates if path.exists()), None)
+
+
+def _below(given: Path, *folders: str) -> Path:
+    """Return a path without the folders that it begins with, as `dags/clusters/h200.yaml` names a shipped cluster."""
+    for folder in folders:
+        given = given.relative_to(folder) if given.parts[:1] == (folder,) and len(given.parts) > 1 else given
+    return given
 
 
 def nearest_file(name: str, kind: str, beside: Path | None = None) -> str | None:

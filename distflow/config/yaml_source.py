@@ -11,6 +11,7 @@ refused.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import types
 import typing
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from distflow.config.yaml_syntax import explain
+from distflow.config.yaml_syntax import BoundedLoader, explain
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, nearest
 
 _SCALARS = (
@@ -33,6 +34,10 @@ _SCALARS = (
 )
 
 
+_LARGEST = 2**63 - 1
+"""The largest whole number that tensors, files and other programs of a run take."""
+_MOST_DIGITS = 1000  # more are not converted, which takes quadratic time
+_MOST_BYTES = 4 * 2**20  # of a file of settings, which a person has written
 RENAMED_KEYS: dict[tuple, str] = {("robust", "neighbour"): "peer_replica"}
 """What keys are called now, by the path that they had. The folders of runs have the names of their time."""
 
@@ -116,6 +121,10 @@ def parse_value(text: str, shown: str) -> Any:
 def read(path: Path, shown: str | None = None) -> YamlSource:
     """Parse a file; duplicate keys become its `mistakes`. Raises InvalidInput if it cannot be read, or is not YAML."""
     try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise InvalidInput(f"{shown or path}: {size / 2**20:,.0f} MiB are no file of settings, which has at most "
+                               f"{_MOST_BYTES // 2**20} MiB. Is it data or a model? Those are named in a run file:  "
+                               "data: {train: FILE}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{shown or path}: cannot be read: {error}") from None
@@ -130,7 +139,7 @@ def parse(text: str, file: str) -> YamlSource:
     """Parse a text; `file` names it in messages. Raises InvalidInput if it is not YAML."""
     source = YamlSource(file, lines=text.splitlines())
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=BoundedLoader)
     except yaml.MarkedYAMLError as error:
         raise InvalidInput(explain(error, source.lines, file)) from None
     except yaml.reader.ReaderError as error:
@@ -164,7 +173,7 @@ def _build(source: YamlSource, node: yaml.Node, path: tuple, above: tuple[yaml.N
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(source, node, path, (*above, node))
     quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"', "|", ">")
-    return node.value if quoted else _scalar(node.value)
+    return node.value if quoted else _number_or_text(source, node.value, path)
 
 
 def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, above: tuple[yaml.Node, ...]) -> dict:
@@ -187,11 +196,19 @@ def _build_mapping(source: YamlSource, node: yaml.MappingNode, path: tuple, abov
     return result
 
 
-def _scalar(text: str) -> Any:
-    for pattern, convert in _SCALARS:
-        if pattern.match(text):
-            return convert(text)
-    return text
+def _number_or_text(source: YamlSource, text: str, path: tuple) -> Any:
+    """Return the value of a scalar without quotes; a number too large to compute with becomes a mistake."""
+    convert = next((convert for pattern, convert in _SCALARS if pattern.match(text)), None)
+    if convert is None:
+        return text
+    value = convert(text) if len(text) <= _MOST_DIGITS else math.inf
+    if isinstance(value, int) and abs(value) > _LARGEST or value in (math.inf, -math.inf) and "inf" not in text:
+        hint = "A text of digits stands in quotes:  'DIGITS'"
+        what = "this number is too large or too long: whole numbers go to 2^63 - 1, others to 1.8e308"
+        source.mistakes.append(Diagnostic(what, source.values[path], hint))
+        source.recovered.add(path)
+        return None
+    return value
 
 
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
@@ -371,6 +388,14 @@ def _kind_at(kind: Any, path: tuple) -> Any:
     for part in path:
         kind = _inner(kind, part)
     return kind
+
+
+def type_at(kind: type[Document], path: tuple[str, ...]) -> tuple[Any, bool]:
+    """Return the type of a key's value, None for what is no key, and whether the value may be null."""
+    above = _kind_at(kind, path[:-1])
+    fields = above.model_fields.items() if _is_document(above) else ()
+    annotation = next((field.annotation for name, field in fields if path[-1] in (name, field.alias)), None)
+    return _kind_at(kind, path), type(None) in typing.get_args(annotation)
 
 
 def _inner(kind: Any, part: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 
@@ -16,6 +17,37 @@ from distflow.errors import Diagnostic, Location
 _CLOSES = {"{": "}", "[": "]"}
 _QUOTES = "\"'"
 _WIDTH = 110
+
+
+_MOST_NESTED = 64  # mappings and lists in each other; files of ours have ten
+_MOST_VALUES = 200_000  # with an alias counted as all that it stands for
+
+
+class TooMuch(yaml.MarkedYAMLError):
+    """More than a file of settings has: a few bytes of YAML can stand for gigabytes, or be nested without end."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """Loader of plain data that refuses what is nested too deeply or stands for too much."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self._nested = self._values = 0
+        self._sizes: dict[int, int] = {}  # values of each composed node, by identity
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark, before = self.peek_event().start_mark, self._values
+        self._nested += 1
+        if self._nested > _MOST_NESTED:
+            raise TooMuch(None, None, f"mappings and lists stand in each other more than {_MOST_NESTED} deep", mark)
+        node = super().compose_node(parent, index)
+        self._nested -= 1
+        self._values += 1 if node is None else self._sizes.get(id(node), 1)
+        if self._values > _MOST_VALUES:
+            raise TooMuch(None, None, f"this stands for more than {_MOST_VALUES:,} values, each alias (`*name`) "
+                          "counted as all that it stands for", mark)
+        self._sizes.setdefault(id(node), self._values - before)
+        return node
 
 
 @dataclass(frozen=True)
@@ -63,6 +95,9 @@ def explain(error: yaml.MarkedYAMLError, lines: list[str], file: str) -> Diagnos
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return Diagnostic(f"this is not YAML: {error.problem}", Location(file))
+    if isinstance(error, TooMuch):
+        text = lines[mark.line] if mark.line < len(lines) else ""
+        return Diagnostic(str(error.problem), Position(file, mark.line + 1, mark.column + 1, 1, text))
     began = error.context_mark or mark
     found = _Found(str(error.problem), str(error.context or ""), mark.line, mark.column, (began.line, began.column),
                    lines)

@@ -33,6 +33,18 @@ def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
             for mistake in _check_named(spec, node, value, name)]
 
 
+def qualify_losses(spec: CheckedSpec) -> None:
+    """Write losses that a module of the DAG's `imports` defines as MODULE:FUNCTION, the name by which ranks load them.
+    A shipped loss comes before one of the same name."""
+    for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
+        contract = spec.functions[spec.dag.nodes[node].function or ""]
+        if isinstance(value, str) and value.isidentifier() and f"'{value}'" not in contract.settings[name].annotation:
+            modules = [module for module in spec.dag.imports
+                       if any(each.name == value for each in definitions(module, "loss"))]
+            if modules:
+                spec.dag.nodes[node].settings[name] = f"{modules[0]}:{value}"
+
+
 def load_loss(key: str) -> Callable[..., Any]:
     """Return the function that `MODULE:FUNCTION` names, with `@loss` above it; raise InvalidInput if there is none."""
     module, _, name = key.partition(":")

@@ -146,20 +146,32 @@ def where_defined(name: str, decorator: str, imports: Iterable[str], instead: st
     searched folders, defines it; "" if none does. `instead`: what to write then, with MODULE and NAME in it. `plain`:
     whether functions without the decorator count."""
     *above, own = name.replace(":", ".").split(".")
-    files = {module: path for module in imports if (path := module_file(module))}
+    files = [(module, path) for module in imports if (path := module_file(module))]
     for folder in (Path(folder or ".") for folder in sys.path if _is_users(folder)):
-        files |= {path.stem: path for path in sorted(folder.glob("*.py"))[:_SEARCHED] if path.stem not in files}
-    for module, path in files.items():
+        files += [(path.stem, path) for path in sorted(folder.glob("*.py"))[:_SEARCHED]]
+    for module, path in dict.fromkeys(files):
         item = next((item for item in _readable(module, path) if getattr(item, "name", None) == own
                      and isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)), None)
         if item is None or (above and module != ".".join(above)):
             continue
+        if hidden := hidden_by(module, path):
+            return hidden
         if any(each.name == own for each in definitions(module, decorator)):
             instead = instead.replace(f"{module}, MODULE", module).replace("MODULE", module).replace("NAME", own)
             return f"{shown(path)} has it. {instead}"
         if plain:
             return f"{shown(path)}:{item.lineno} has `{own}`, without  @{decorator}  above it."
     return ""
+
+
+def hidden_by(module: str, path: Path) -> str:
+    """Return what to do where Python finds another module under the name of a user's file; "" if it finds the file."""
+    spec = _spec_of(module)
+    if spec is None or (spec.origin and Path(spec.origin).resolve() == path.resolve()):
+        return ""
+    other = f"Python's own module `{module}`" if module in sys.stdlib_module_names else \
+        f"an installed package `{module}`" if "site-packages" in str(spec.origin) else f"{shown(spec.origin or module)}"
+    return f"{shown(path)} is never imported, since {other} is found first. Rename the file, such as my_{module}.py"
 
 
 def where_imported(module: str, name: str, decorator: str) -> str:

@@ -46,9 +46,11 @@ def _compiles(text: str) -> str:
     return text
 
 
+LOSS = r"^\w+(\.\w+)*:\w+$"
+"""Form of the name of a user's loss."""
 _TYPES: dict[str, Any] = {
     "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": type(None),
-    "Environment": str, "Template": str, "Agent": str, "Loss": Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")],
+    "Environment": str, "Template": str, "Agent": str, "Loss": Annotated[str, Field(pattern=LOSS)],
     "Regex": Annotated[str, AfterValidator(_compiles)]}
 
 

@@ -29,6 +29,7 @@ from distflow.contracts.modules import (
     check_imports,
     check_syntax,
     definitions,
+    hidden_by,
     module_file,
     where_defined,
     where_looked_for,
@@ -41,7 +42,7 @@ from distflow.contracts.settings import (
     expression,
     read_setting,
 )
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing
+from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, shown
 from distflow.plan import KEEP
 
 BUILT_IN = "workers.functions"
@@ -389,12 +390,20 @@ class _Finder:
                 return ()
             if module not in self.read and (path := module_file(module)):
                 self.read.add(module)
+                self._refuse_hidden(module)
                 if missing := check_imports(module, path):
                     raise InvalidInput(missing)
             return of_module(module)
         except InvalidInput as error:
             self._note(module, error, where)
             return ()
+
+    def _refuse_hidden(self, module: str) -> None:
+        """Raise InvalidInput: a file beside the DAG or in this folder has the name of a module that is found first."""
+        for folder in (Path(self.source.file).parent, Path()):
+            file = folder / f"{module}.py"
+            if file.is_file() and (hidden := hidden_by(module, file)):
+                raise InvalidInput(Diagnostic(f"`{module}` is another module than {shown(file)}", None, hidden))
 
     def _import(self, modules: list[str], name: str, where: Location) -> Contract | None:
         """Return the contract of a function by importing modules: the last resort, since that runs the user's code."""

@@ -25,7 +25,7 @@ from distflow.data.dataset import (
     open_records,
     open_training_sets,
 )
-from distflow.data.duplicates import overlaps
+from distflow.data.duplicates import find_repeats, overlaps
 from distflow.data.problems import asked_and_answered, ends_with_answer, has_broken_text, messages_of, tools_of
 from distflow.errors import Diagnostic, InvalidInput
 
@@ -36,6 +36,8 @@ _RENDERED = 64
 """Records that are rendered by chat templates that may refuse some."""
 _COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
+_REPEATED = 0.1
+"""Share of records with a question that came before, from which on it is noted."""
 _PASSES = 100
 _ROWS = 1_000_000
 """More passes over the data than this, with more questions, are a mistake: the step would probably never end."""
@@ -50,7 +52,7 @@ def check_data(spec: Spec) -> list[str]:
     for name, records in training.items():
         empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
-        notes += _form_note(name, records)
+        notes += [*_form_note(name, records), *_repeat_notes(name, records, spec)]
         _check_rendering(spec, records)
         notes += _odd_texts(spec, name, records)
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
@@ -108,8 +110,9 @@ def _contracts(spec: Spec) -> Iterator[tuple[Contract, set[str]]]:
     for name, node in spec.dag.nodes.items():
         if contract := contract_of(spec, node):
             own = replace(contract, reads=())
-            reads = [*contract.reads, *(read for with_more in _MORE_COLUMNS for read in with_more(spec, name, own).reads)]
-            yield contract, {node.reads.get(read.name, read.name) for read in reads if not read.optional}
+            further = [with_more(spec, name, own) for with_more in _MORE_COLUMNS]
+            yield contract, {node.reads.get(read.name, read.name) for each in (contract, *further)
+                             for read in each.reads if not read.optional}
 
 
 def _nth(records: Records) -> int:
@@ -167,6 +170,19 @@ def _form_note(name: str, records: Records) -> list[str]:
     about = f" and `{form.input}`" if form.input else ""
     return [f"{name} is read in {form.name}: the question from `{form.question}`{about}{answer}. Other fields:  "
             "data: {question: FIELD, answer: FIELD}"]
+
+
+def _repeat_notes(name: str, records: Records, spec: Spec) -> Iterator[str]:
+    if len(records) > _COMPARED or spec.run.data.images:
+        return
+    found = find_repeats(records, spec.run.data.question, spec.run.data.answer)
+    if found.otherwise:
+        here, there = map(records.location, found.first_otherwise)
+        yield f"{found.otherwise:,} questions of {name} come again with another answer, as {here} and {there}: " \
+              "what one teaches the other takes back"
+    elif found.count >= _REPEATED * len(records):
+        yield f"{found.count:,} of the {len(records):,} records of {name} have a question that an earlier one has, " \
+              f"as {records.location(found.first[0])}"
 
 
 def _check_batch(spec: Spec, records: int) -> list[str]:

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from distflow.data.batch import Batch, ColumnData
+from distflow.data.data_files import DataFiles, changes
 from distflow.data.dataset import Record, Records, RequiredFields
 from distflow.data.load_balance import LoadBalance
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
@@ -76,7 +77,8 @@ class UsableRecords:
                     return record
             current().add("data/records_skipped", 1)
         field, reason = self.unusable[index]
-        remedy = "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" if reason == _TOO_LONG else ""
+        remedy = "Raise data.max_prompt_tokens. Without images prompts can be cut:  data: {long_prompts: cut}" \
+            if reason == _TOO_LONG else ""
         what = f"no record can be used: field `{field}` of this one {reason}"
         raise InvalidInput(Diagnostic(what, self.records.location(index), remedy))
 
@@ -180,11 +182,14 @@ class Dataloader:
 
     in_order = True
     """Whether training takes the prompts in the order of the stream."""
+    starts_passes = True
+    """Whether a state may be moved to the beginning of a pass."""
 
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
-                 layout: Layout = ONE, balance: LoadBalance | None = None):
+                 layout: Layout = ONE, balance: LoadBalance | None = None, files: DataFiles | None = None):
+        """`files`: identity of the data, by which a state of other data is known."""
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
-        self.share, self.layout, self.balance = share, layout, balance
+        self.share, self.layout, self.balance, self.files = share, layout, balance, files or {}
         self.position = 0
 
     def next(self) -> Batch:
@@ -262,7 +267,7 @@ class Dataloader:
         shares = {"balance": self.balance.state_dict()} if self.balance and self.balance.layouts else {}
         weights = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) and self.records.since \
             else {}
-        return {"position": self.position, **shares, **weights}
+        return {"position": self.position, **shares, **weights, **({"files": self.files} if self.files else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state. Raises InvalidInput: prompts were left over, and this loader takes none of them."""
@@ -271,10 +276,28 @@ class Dataloader:
                                "those first that were done first. Resume it in its own mode and with its own on_stale "
                                "(drop or keep):  distflow resume RUN  without  --set mode=… and --set on_stale=…")
         self.position = int(state["position"])
+        self._compare_files(state.get("files", {}))
         if self.balance and "balance" in state:
             self.balance.load_state_dict(state["balance"])
         if isinstance(self.records, Mixture) and "mixture" in state:
             self.records.load_state_dict(state["mixture"])
+
+    def _compare_files(self, before: DataFiles) -> None:
+        """Say which files are others than those of the state, and where training continues. A single training set with
+        another number of records begins a new pass, unless a dock holds prompts by their position."""
+        for name, resized, how in changes(before, self.files):
+            held_out = name.startswith("validation ")
+            if resized and not held_out and self.starts_passes and not isinstance(self.records, Mixture):
+                self.position += -self.position % len(self.records)
+            where = f"Training continues at record {self.position % len(self.records) + 1:,} of pass " \
+                    f"{self.position // len(self.records) + 1:,} over it, in its shuffled order."
+            if isinstance(self.records, Mixture):
+                where = "Training continues at the position that it had in the old one."
+            what = f"{name} is not the file that the run began with: it has {how}. " + (
+                "Rewards before and after cannot be compared." if held_out else where)
+            if events.current().rank == 0:
+                events.record("data_changed", data=name, how=how, position=self.position)
+                events.show(f"note: {what}")
 
 
 def _shuffled_index(size: int, seed: int, taken: int, number: int = 0) -> int:

@@ -64,16 +64,24 @@ def _open(value: Any, field: str, folder: Path) -> Image.Image:
     try:
         image = Image.open(source)
         image.load()
+    except Image.DecompressionBombError as error:
+        raise OversizedImage(f"field `{field}`: an image is too large: {error}") from None
     except (OSError, UnidentifiedImageError) as error:
         shown = f"`{value}`" if isinstance(value, str) else f"{len(value)} bytes"
         raise InvalidInput(f"field `{field}`: {shown} cannot be read as an image: {error}") from None
     return image
 
 
+class OversizedImage(InvalidInput):
+    """An image has more pixels than may be unpacked. Its record is passed over, as one with too long a prompt."""
+
+
 def check_images(records: Records, field: str, folder: Path, indices: Sequence[int]) -> None:
     for index in indices:
         try:
             open_images(records.get([index])[0], field, folder)
+        except OversizedImage:
+            continue
         except InvalidInput as error:
             raise InvalidInput(Diagnostic(error.mistakes[0].what, records.location(index),
                                           error.mistakes[0].hint)) from None
@@ -400,8 +408,8 @@ def _check_rewarded(records: Records, index: int, record: Record, rewarded: dict
         value = "" if is_empty(answer) or answer_error(answer) else answer_text(answer)
         if value and value not in values and (name, value) not in known:
             known.add((name, value))
-            yield Diagnostic(f"field `{name}` is {abbreviated(value)}, for which no reward is given", records.location(index),
-                             did_you_mean(value, values, "There are rewards for"))
+            yield Diagnostic(f"field `{name}` is {abbreviated(value)}, for which no reward is given",
+                             records.location(index), did_you_mean(value, values, "There are rewards for"))
 
 
 def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
@@ -476,15 +484,28 @@ class JsonLines:
         except UnicodeDecodeError as error:
             raise self._not_utf8(line, error) from None
         try:
-            record = json.loads(text)
+            record = json.loads(text, object_pairs_hook=_object)
         except json.JSONDecodeError as error:
             location = Location(str(self.path), line, error.pos + 1, 1, text)
-            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location)) from None
+            raise InvalidInput(Diagnostic(f"not valid JSON: {error.msg}", location,
+                                          self._why_malformed(index, error))) from None
+        except (ValueError, RecursionError) as error:  # too long a number, a key that stands twice; too deep
+            what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+            raise InvalidInput(Diagnostic(f"this record cannot be read: {what}",
+                                          Location(str(self.path), line, text=text))) from None
         if not isinstance(record, dict):
             location = Location(str(self.path), line, 1, len(text), text)
             raise InvalidInput(Diagnostic("each line must be a JSON object, as {\"question\": …, \"answer\": …}",
                                           location))
         return record
+
+    def _why_malformed(self, index: int, error: json.JSONDecodeError) -> str:
+        if error.doc.lstrip().startswith("{'"):
+            return "Python has printed it. Write each record by  json.dumps(record)"
+        ended = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
+        if index == len(self) - 1 and ended or "\0" in error.doc:
+            return "The file ends within a record: it is still being written, or its download was cut."
+        return ""
 
     def _not_utf8(self, line: int, error: UnicodeDecodeError) -> InvalidInput:
         column = len(error.object[: error.start].decode(errors="replace")) + 1
@@ -496,6 +517,15 @@ class JsonLines:
         other = self.path.with_name(f"{self.path.stem}-utf8{self.path.suffix}")
         return f"If the file is {encoding}:  iconv -f {encoding} -t UTF-8 {shlex.quote(str(self.path))} > " \
                f"{shlex.quote(str(other))}"
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError: a key stands twice, so that one of its values would be lost."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"key `{twice}` stands twice in it")
+    return result
 
 
 def _bytes(file: Any, start: int, end: int) -> bytes:

@@ -8,6 +8,7 @@ data is read once, a block at a time.
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy
 
 from distflow.data.dataset import Records, read_blocks
-from distflow.data.problems import question_text
+from distflow.data.problems import answer_text, question_text
 
 NEAR = 0.8
 _RUN, _BANDS, _ROWS = 8, 16, 4
@@ -70,6 +71,39 @@ def repeated(records: Records, question: str) -> int:
     """Return how many records have a question that an earlier one has."""
     seen = {hash(normalized(record.get(question))) for _, record in read_blocks(records)}
     return len(records) - len(seen)
+
+
+@dataclass
+class Repeats:
+    """Records whose question an earlier one has, letter for letter but for blanks. `first`: indices of two of them."""
+
+    count: int = 0
+    otherwise: int = 0  # of these, with another answer than that one
+    first: tuple[int, int] = (0, 0)
+    first_otherwise: tuple[int, int] = (0, 0)
+
+
+def find_repeats(records: Records, question: str, answer: str) -> Repeats:
+    """Find questions that come again. A record without an answer contradicts none."""
+    seen: dict[str, tuple[int, str]] = {}
+    found = Repeats()
+    for index, record in read_blocks(records):
+        asked = _conversation(record.get(question))
+        answered = "" if record.get(answer) is None else answer_text(record[answer]).strip()
+        earlier, other = seen.setdefault(asked, (index, answered)) if asked else (index, answered)
+        if earlier == index:
+            continue
+        found.first = found.first if found.count else (index, earlier)
+        found.count += 1
+        if answered and other and answered != other:
+            found.first_otherwise = found.first_otherwise if found.otherwise else (index, earlier)
+            found.otherwise += 1
+    return found
+
+
+def _conversation(question: object) -> str:
+    text = question if isinstance(question, str) else json.dumps(question, default=str) if question else ""
+    return " ".join(text.split())
 
 
 def normalized(question: object) -> str:

@@ -49,15 +49,6 @@ FORMS = (
 )
 
 
-def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field. A dotted name is first that of a field, then a path: `extra_info.index`, `answers.0`.
-    Raises KeyError: the record has no such field."""
-    value = _walk(record, name)
-    if value is _ABSENT:
-        raise KeyError(name)
-    return value
-
-
 def field_names(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a record's fields, those of a mapping in it as dotted names."""
     for name, value in record.items():
@@ -128,6 +119,8 @@ def _question(record: Record, form: Form) -> Any:
 
 
 def _walk(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, `_ABSENT` if there is none. A dotted name is that of a field, or else a path:
+    `extra_info.index`, `answers.0`."""
     if name in record or "." not in name:
         return record.get(name, _ABSENT)
     value: Any = record

@@ -16,7 +16,7 @@ import numpy
 
 from distflow.errors import Diagnostic, InvalidInput, Location
 
-_MEMORY = 2**28
+_MEMORY = 2**27
 """Bytes of decoded batches that a file may hold in memory."""
 _ROWS = 256
 """Rows of a batch."""
@@ -99,7 +99,7 @@ class _Batches:
     def __init__(self, schema: Any):
         self.schema, self.size = schema, 0
         self.held: list[Any] = []
-        self.ends: list[int] = []
+        self.ends: Any = []
         self.file: Any = None
         self.writer: Any = None
         self.reader: Any = None
@@ -126,6 +126,7 @@ class _Batches:
     def finish(self) -> None:
         import pyarrow
 
+        self.ends = numpy.array(self.ends)
         if self.writer:
             self.writer.close()
             self.file.flush()
@@ -137,5 +138,7 @@ class _Batches:
         batches = numpy.searchsorted(self.ends, offsets, side="right")
         for number in numpy.unique(batches).tolist():
             batch = self.reader.get_batch(number) if self.reader else self.held[number]
-            first = self.ends[number - 1] if number else 0
-            yield from batch.take(offsets[batches == number] - first).to_pylist()
+            own = offsets[batches == number] - (self.ends[number] - len(batch))
+            first, last = int(own[0]), int(own[-1])
+            some = batch.slice(first, last + 1 - first).to_pylist() if len(own) == last + 1 - first else None
+            yield from some or (batch.slice(int(offset), 1).to_pylist()[0] for offset in own)

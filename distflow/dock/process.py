@@ -91,7 +91,7 @@ def start(token: bytes, *, host: str = "127.0.0.1", port: int = 0, directory: Sh
     `DockError` if it does not come up; its own message stands on standard error."""
     settings = {"token": token.hex(), "host": host, "port": port, "layout": layout and layout.to_plain(),
                 "number": number, "standby": standby, "directory": directory and directory.to_plain()}
-    process = spawn([sys.executable, "-m", "distflow.dock.process"], die_with_parent=0, text=True,
+    process = spawn([sys.executable, "-P", "-m", "distflow.dock.process"], die_with_parent=0, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     env={"OMP_NUM_THREADS": "1"} | python_environment())
     print(json.dumps(settings), file=process.stdin, flush=True)

@@ -209,7 +209,8 @@ class LogProcesses:
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.children = folder, {name: spawn(
-            [sys.executable, "-m", "distflow.cli", "log", str(folder), "--to", name, "--follow"], die_with_parent=0,
+            [sys.executable, "-P", "-m", "distflow.cli", "log", str(folder), "--to", name, "--follow"],
+            die_with_parent=0,
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=python_environment())
             for name in names}
 

@@ -80,9 +80,10 @@ def test_a_script_of_verl(capsys) -> None:
     assert "reference" not in dag["nodes"], "without use_kl_loss nothing needs one"
     assert run == {"steps": 100, "ranks": 2, "log": ["tensorboard"],
                    "roles": {"actor": {"model": "Qwen/Qwen3-8B", "rollout": "hf", "learning_rate": 1e-6,
+                                       "weight_decay": 0.01, "betas": [0.9, 0.999],
                                        "generation": {"max_new_tokens": 64}, "schedule": "cosine",
                                        "min_learning_rate": pytest.approx(1e-7)}},
-                   "data": {"train": "train.jsonl", "batch": 100, "long_prompts": "drop"},
+                   "data": {"train": "train.jsonl", "batch": 100, "max_prompt_tokens": 512, "long_prompts": "drop"},
                    "validation": {"data": {"set1": "heldout.jsonl"}, "every": 5, "samples": 4, "temperature": 0.6,
                                   "top_p": 0.95, "top_k": 0},
                    "all_samples": True}
@@ -96,10 +97,38 @@ def test_a_file_of_verl_with_a_critic() -> None:
     assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 0.9, "kl": 0.05}
     assert dag["nodes"]["update"]["with"]["mini_batches"] == dag["nodes"]["critic"]["with"]["mini_batches"] == 4
     assert dag["nodes"]["update"]["with"]["critic_warmup"] == 4, "there the actor begins in step 5"
-    assert run["roles"]["critic"] == {"learning_rate": 1e-5}
+    assert run["roles"]["critic"] == {"learning_rate": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999]}
     assert run["steps"] == 20
     left = Path("theirs/not_converted.txt").read_text()
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
+
+
+def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys) -> None:
+    dag, run = converted({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "train.jsonl",
+                                                                          "train_batch_size": 64}})
+    printed = capsys.readouterr().out
+    assert dag["nodes"]["rollout"]["with"] == {"group_size": 1}
+    assert dag["nodes"]["advantage"]["with"] == {"gamma": 1.0, "lam": 1.0, "kl": 0.0}
+    assert dag["nodes"]["critic"]["with"] == {"clip": 0.5}
+    assert dag["nodes"]["update"]["with"] == {"clip": 0.2, "normalize": "batch", "dual_clip": 3.0,
+                                              "aggregate": "token_mean"}
+    assert run["roles"]["actor"]["generation"]["max_new_tokens"] == 512
+    assert run["roles"]["critic"]["learning_rate"] == 1e-5
+    said = next(line for line in printed.splitlines() if "the other project's defaults" in line)
+    for default in ("rollout.n: 1", "algorithm.lam: 1.0", "critic.cliprange_value: 0.5", "clip_ratio_c: 3.0"):
+        assert default in said
+    assert not Path("theirs/not_converted.txt").exists()
+
+
+@pytest.mark.parametrize(("estimator", "group"), [("grpo", 8), ("rloo", 4), ("remax", 1), ("reinforce_plus_plus", 1)])
+def test_algorithms_that_compare_answers_keep_several(estimator: str, group: int, capsys) -> None:
+    dag, _ = converted({"algorithm": {"adv_estimator": estimator}, "data": {"train_files": "train.jsonl",
+                                                                            "train_batch_size": 64}})
+    printed = capsys.readouterr().out
+    assert dag["nodes"]["rollout"]["with"]["group_size"] == group
+    assert ("has nothing to compare" in printed) is (group > 1)
+    assert ("rollout.n: 1" in printed) is (group == 1)
+    assert dag["nodes"]["update"]["with"]["aggregate"] == "token_mean"
 
 
 def test_frozen_parts_of_verl_are_patterns() -> None:

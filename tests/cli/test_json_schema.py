@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from harness import ROOT
 
 from distflow.cli import main
 from distflow.cli.json_schema import KINDS, schema
-from distflow.config.yaml_source import read
+from distflow.config.yaml_source import parse, read
 
 jsonschema = pytest.importorskip("jsonschema")
 FILES = {"dag": [*(ROOT / "dags").glob("*.yaml"), *(ROOT / "examples").glob("*/*.yaml")],
@@ -36,6 +37,38 @@ def test_shipped_files_fit_and_misspelt_keys_do_not(validators, kind: str, file:
         wrong = copy.deepcopy(content)
         wrong[f"{key}x"] = wrong.pop(key)
         assert not validators[kind].is_valid(wrong), key
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCKS = [pytest.param(text, id=f"{page.stem}-{number}") for page in PAGES for number, text in
+          enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL))]
+
+
+@pytest.mark.parametrize("text", BLOCKS)
+def test_what_the_pages_print_fits(text: str) -> None:
+    """Parts of files fit their part: nodes stand below `nodes`, and a part need not have what a whole file must."""
+    content = parse(text, "page").data
+    if all(isinstance(value, dict) and "type" in value for value in content.values()):
+        content = {"nodes": content}
+    if set(content) == {"reference"}:
+        content = {"roles": content}
+    schemas = {kind: {name: part for name, part in schema(kind).items() if name != "required"} for kind in KINDS}
+    wrong = {kind: [error.message for error in jsonschema.Draft202012Validator(whole).iter_errors(content)]
+             for kind, whole in schemas.items()}
+    assert not all(wrong.values()), wrong
+
+
+def test_a_copied_dag_is_told_where_its_schema_is(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "dags/grpo.yaml").read_text()
+    Path("mine.yaml").write_text(text)
+    assert main(["validate", "mine.yaml"]) == 0
+    note = next(line for line in capsys.readouterr().out.splitlines() if "for editors" in line)
+    right = note.partition("Instead:  ")[2]
+    Path("mine.yaml").write_text(text.replace("# yaml-language-server: $schema=schema/dag.json", right))
+    assert json.loads(Path(right.partition("$schema=")[2]).read_text())["title"] == "distflow dag file"
+    assert main(["validate", "mine.yaml"]) == 0
+    assert "for editors" not in capsys.readouterr().out
 
 
 def test_settings_of_functions_are_checked(validators) -> None:

@@ -179,7 +179,6 @@ RUNS = [
     case("minimum_of_constant", 4, "1e-7", "it changes nothing in a constant schedule. Instead:  schedule: cosine"),
     case("template_setting", 5, "{enable_thinking: false}", "`enable_thinking` has a key of its own. Instead:  data: "
          "{enable_thinking: …}"),
-    case("dropped_images", 5, "drop", "those of `images` come on top. Take it out, and drop records by `filter`"),
     case("reserved_column", 6, "prompts", "`data.columns` names `prompts`, but every dataset gives a column of that"),
     case("missing_data", 6, "no/such.jsonl", "there is no data `no/such.jsonl`", ".jsonl or .parquet", others=(7,)),
 ]

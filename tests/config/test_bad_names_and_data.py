@@ -232,7 +232,7 @@ def test_what_takes_the_place_of_an_empty_question(tmp_path: Path) -> None:
     (tmp_path / "long.jsonl").write_text('{"question": "a", "answer": "0"}\n' * 2)
     with pytest.raises(InvalidInput, match="field `question` of this one is too long a prompt") as caught:
         UsableRecords(open_records(tmp_path / "long.jsonl"), RequiredFields("question"), lambda record: True).get([0])
-    assert "Raise data.max_prompt_tokens, or  data: {long_prompts: cut}" in str(caught.value)
+    assert "Without images prompts can be cut:  data: {long_prompts: cut}" in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12, 97, 100, 360])

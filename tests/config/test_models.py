@@ -144,9 +144,10 @@ def test_what_a_chat_template_refuses_is_known_before_the_start(tmp_path, templa
 
 
 @pytest.mark.parametrize(("added", "rows", "says"), [
-    ({"<end>": 2}, 3, ""), ({"<end>": 2, "<more>": 3}, 3, "has 1 tokens beyond the 3 rows of the model's embedding, such "
-                            "as '<more>'"), ({"<image_soft_token>": 3}, 3, ""), ({"<end>": 2}, 300, "")])
-@pytest.mark.parametrize("within", [lambda rows: {"vocab_size": rows}, lambda rows: {"text_config": {"vocab_size": rows}}])
+    ({"<end>": 2}, 3, ""), ({"<image_soft_token>": 3}, 3, ""), ({"<end>": 2}, 300, ""),
+    ({"<end>": 2, "<more>": 3}, 3, "has 1 tokens beyond the 3 rows of the model's embedding, such as '<more>'")])
+@pytest.mark.parametrize("within", [lambda rows: {"vocab_size": rows},
+                                    lambda rows: {"text_config": {"vocab_size": rows}}])
 def test_tokens_without_a_row_of_the_embedding_are_refused(tmp_path, added, rows, says, within):
     model = tokenizer(tmp_path / "model", {"a": 0, "b": 1}, added)
     (tmp_path / "model" / "config.json").write_text(json.dumps(within(rows)))

@@ -60,11 +60,49 @@ def test_an_alias_may_stand_twice_but_not_in_itself() -> None:
 
 @pytest.mark.parametrize("value", [
     "1e5", "5569858060e51287", "12", "007", ".5", "5.", "1_0", ".inf", "true", "yes", "null", "~", "", "x: y", "é\n",
-    1e-6, 1.5, 10**20, float("inf"), True, None])
+    1e-6, 1.5, 10**18, float("inf"), True, None])
 def test_what_is_dumped_is_read_as_it_was(value: object) -> None:
     data = {"given": value, "several": [value, "1e5"]}
     assert parse(dump(data), "file").data == data
     assert parse(dump(data, default_flow_style=None), "file").data == data
+
+
+@pytest.mark.parametrize(("text", "line", "said"), [
+    ("a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(12)), 6,
+     "this stands for more than 200,000 values"),
+    ("a: 1\nb: " + 3000 * "[", 2, "stand in each other more than 64 deep"),
+    ("a: 1\nb: " + 100_000 * "{c: ", 2, "stand in each other more than 64 deep"),
+    ("".join(f"{'  ' * depth}a:\n" for depth in range(1500)), 64, "stand in each other more than 64 deep")])
+def test_a_bomb_is_refused_with_its_line(text: str, line: int, said: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse(text, "file")
+    mistake, = caught.value.mistakes
+    assert said in mistake.what
+    assert mistake.where is not None
+    assert mistake.where.line == line
+    assert len(str(mistake)) < 500
+
+
+def test_aliases_of_a_usual_file_are_read() -> None:
+    text = "a: &a {x: [1, 2]}\n" + "".join(f"k{number}: *a\n" for number in range(200))
+    assert parse(text, "file").data["k199"] == {"x": [1, 2]}
+
+
+@pytest.mark.parametrize("number", [str(2**63), 300 * "9", 100_000 * "9", f"-{5000 * '9'}", "1e999", "-1e999",
+                                    f"1.{'0' * 2000}"])
+def test_a_number_that_no_machine_holds_is_a_mistake(number: str) -> None:
+    source = parse(f"a: {{b: {number}}}", "file")
+    assert source.data == {"a": {"b": None}}
+    assert "this number is too large or too long" in source.mistakes[0].what
+    assert source.recovered == {("a", "b")}
+
+
+def test_a_large_file_is_no_file_of_settings(tmp_path: Path) -> None:
+    with (tmp_path / "data.json").open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(InvalidInput, match="8,192 MiB are no file of settings"):
+        read(tmp_path / "data.json")
 
 
 def test_an_override_takes_the_place_of_all_that_stood_below() -> None:

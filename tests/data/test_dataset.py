@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from distflow.data import dataset
-from distflow.data.dataset import JsonLines
+from distflow.data.dataset import JsonLines, RequiredFields, check_records
+from distflow.errors import InvalidInput
 
 LINES = ["{\"n\": 1}", "", json.dumps({"n": 2, "long": "x" * 90}), "   ", "{\"n\": 3}", "{\"n\": 4}"]
 
@@ -38,3 +39,39 @@ def test_a_long_file_is_not_read_into_memory(tmp_path: Path):
     tracemalloc.stop()
     assert peak < size / 2
     assert records.get([0, 2]) == [{"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"question": "1 + 1?", "answer": ' + "9" * 20_000 + "}", "odd.jsonl:1: this record cannot be read: Exceeds the"),
+    ('{"question": ' + "[" * 100_000, "odd.jsonl:1: this record cannot be read: it is nested too deeply."),
+    ('{"question": ' + "[" * 100_000 + "]" * 100_000 + "}", "it is nested too deeply."),
+    ('{"question": "1?", "answer": "1", "question": "2?"}', "this record cannot be read: key `question` stands twice"),
+    ('{"question": "1?", "answer": NaN}', "field `answer` must be a finite number, not nan."),
+    ('{"question": "1?", "answer": 1e400}', "field `answer` must be a finite number, not inf."),
+    ('{"question": "1?", "answer": [Infinity]}', "field `answer` must be text, a number, or a list or a mapping"),
+    ("{'question': '1?', 'answer': '1'}", "Python has printed it. Write each record by  json.dumps(record)"),
+    ('{"question": "1?", "answer": "1', "The file ends within a record"),
+    ('{"question": "1?", "answer": "' + "y" * 200_000, "The file ends within a record"),
+    ("\0" * 200_000, "not valid JSON"),
+])
+def test_an_odd_line_is_refused_in_a_few_lines(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "odd.jsonl").write_text(line)
+    with pytest.raises(InvalidInput) as caught:
+        check_records(JsonLines(tmp_path / "odd.jsonl"), RequiredFields("question", ["answer"]))
+    message = str(caught.value)
+    assert said in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("value", ["y" * 200_000, ["y" * 200_000], {"y" * 200_000: 1}, list(range(100_000))])
+def test_a_long_wrong_value_takes_a_line(tmp_path: Path, value: object) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"question": {"asked": value}, "answer": value, "x" * 9000: 1}))
+    with pytest.raises(InvalidInput) as caught:
+        check_records(JsonLines(tmp_path / "long.jsonl"), RequiredFields("question", ["answer", "solution"],
+                                                                       imitated={"answer"}))
+    assert max(map(len, str(caught.value).splitlines())) < 1000
+
+
+def test_records_of_windows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "bom.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\r\n\r\n{"n": 2}\r\n')
+    assert JsonLines(tmp_path / "bom.jsonl").get([0, 1]) == [{"n": 1}, {"n": 2}]

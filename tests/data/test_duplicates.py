@@ -71,3 +71,18 @@ def test_a_run_says_so_before_it_starts_and_the_verb_shows_them(files, capsys):
     assert "and 1 others nearly so" in said
     assert f"{files[1]}:7  " in said
     assert f"{files[0]}:21  " in said
+
+
+@pytest.mark.parametrize(("records", "said"), [
+    ([("1 + 1?", "2"), ("1 - 1?", "0"), ("1  + 1?", "3")], "1 questions of"),
+    ([("1 + 1?", "2"), ("1 - 1?", "0"), ("1 + 1? ", "2 ")], "1 of the 3 records of"),
+    ([("1 + 1?", "2"), ("1 - 1?", "0"), ("1 + 2?", "3")], ""),
+    ([("1 + 1?", "2")] * 2 + [(f"1 + {number}?", "3") for number in range(2, 30)], ""),
+    ([("1 + 1?", "2")] + [(f"1 + {number}?", str(number)) for number in range(20)], "1 questions of")])
+def test_questions_that_come_again_are_noted(tmp_path: Path, records: list[tuple[str, str]], said: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(json.dumps({"question": asked, "answer": answer}) + "\n" for asked, answer in records))
+    notes = check_data(load("grpo", None, [f"data.train={path}", "data.batch=1"]))
+    assert [note for note in notes if "come again" in note or "earlier one" in note] == \
+        [note for note in notes if said and note.startswith(said)]
+    assert bool(said) == any(f"{path}:" in note for note in notes)

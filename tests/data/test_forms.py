@@ -79,8 +79,8 @@ REFUSED = {  # form → record, settings, what the message says
                               "To take what is in it:  --set data.question=question.text"),
     "a list as question": ({"question": ["1 + 1?"], "answer": "2"}, {}, "--set data.question=question.0"),
     "a list that is imitated": ({"question": "1 + 1?", "answer": ["2"]}, {"imitated": {"answer"}},
-                                "must be text or a number, not ['2'].\n\n    1 |  {\"question\": \"1 + 1?\", \"answer\": "
-                                "[\"2\"]}\n\nTo take what is in it:  --set data.answer=answer.0"),
+                                'must be text or a number, not [\'2\'].\n\n    1 |  {"question": "1 + 1?", "answer": '
+                                '["2"]}\n\nTo take what is in it:  --set data.answer=answer.0'),
     "no such path": ({"question": "1 + 1?", "a": {"c": "2"}}, {"answer": "a.b"}, "the record has no field `a.b`"),
 }
 
@@ -121,7 +121,8 @@ def test_numbers_and_dates_of_tables_are_answers(tmp_path: Path) -> None:
     values = [decimal.Decimal("4.00"), decimal.Decimal("0.50"), datetime.date(2020, 1, 2)]
     assert [answer_text(value) for value in values] == ["4", "0.50", "2020-01-02"]
     for value in values:
-        parquet.write_table(pyarrow.table({"question": ["?"], "answer": pyarrow.array([value])}), tmp_path / "a.parquet")
+        table = pyarrow.table({"question": ["?"], "answer": pyarrow.array([value])})
+        parquet.write_table(table, tmp_path / "a.parquet")
         data = Data(train="")
         check_records(open_records(tmp_path / "a.parquet", data), fields_of(data, ()))
 

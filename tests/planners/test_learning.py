@@ -35,6 +35,15 @@ def test_answers_that_cannot_differ_are_refused(dag, change, says):
     assert len(caught.value.mistakes) == 1
 
 
+@pytest.mark.parametrize(("rate", "meant"), [("5", "5e-6"), ("1", "1e-6"), ("1e9", "1e-6")])
+def test_a_learning_rate_at_which_nothing_is_left_is_refused(rate, meant):
+    with pytest.raises(InvalidInput) as caught:
+        plan(load("ppo.yaml", None, [f"roles.actor.learning_rate={rate}"]), 2)
+    mistake, = caught.value.mistakes
+    assert str(mistake).startswith(f"--set roles.actor.learning_rate={rate}: role `actor`: with a learning rate of ")
+    assert f"Did you mean {meant}?" in mistake.hint
+
+
 @pytest.mark.parametrize(("dag", "steps", "says"), [
     ("ppo", 10, "node `update` waits 10 steps for the critic, and the run has 10: role `actor` would never be trained"),
     ("grpo", 5, "node `update` waits 5 steps for a critic, and DAG `grpo` trains no other role"),
@@ -62,6 +71,7 @@ def test_a_filter_and_an_advantage_are_both_named():
     ("dapo", [], "more than 16,384 tokens (max_length 20,480, margin 0.2), and node `rollout` gives at most 24. "
      "Set  max_length: 24"),
     ("dapo", ["nodes.rollout.with.max_new_tokens=9"], "gives at most 9"),
+    ("grpo", ["roles.actor.learning_rate=0.1"], "role `actor` has a learning rate of 0.1, at which AdamW seldom"),
     ("grpo", ["validation.reward=format"], "validation pays `format`, and training (node `reward`) `math`"),
     ("grpo", ["nodes.update.reads={reference_logprobs: rollout_logprobs}"],
      "node `reference` writes `reference_logprobs`, which no node reads"),

@@ -110,8 +110,8 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
 
 def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) -> None:
     client_of = pytest.importorskip("mlflow").MlflowClient
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the small package has no SQL store
-    uri = (tmp_path / "mlruns").as_uri()
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps tables
+    uri = "sqlite:///mlflow.db"  # as the page has it
     client = client_of(uri)
     settings = {"uri": uri, "experiment": "tests"}
     assert send(RunReader(folder), "mlflow", settings, at_once) == 3

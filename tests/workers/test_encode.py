@@ -131,5 +131,21 @@ def test_a_text_that_is_none_is_mended_and_counted():
 
 def test_a_template_that_refuses_a_record_is_an_error_with_its_reason():
     tokenizer = KINDS["refuses_system"]()
-    with pytest.raises(InvalidInput, match="cannot render a record with messages of system, user: System role not supp"):
+    with pytest.raises(InvalidInput, match="cannot render a record with messages of system, user: System role"):
         encode_prompts(tokenizer, Data(train="x", system_prompt="Be brief."), [{"question": "one?", "answer": "two"}])
+
+
+@pytest.mark.parametrize(("value", "too_long"), [
+    ([], False), ([png(64, 64)], False), ([png(640, 640)], False), ([png(64, 64)] * 2, True)])  # the third is shrunk
+def test_a_record_with_too_large_a_picture_is_passed_over(tokenizer, value, too_long):
+    encoder = ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path())
+    record = {"question": "after", "picture": value}
+    assert encoder.too_long(tokenizer, DATA, record) == too_long
+    if not too_long:
+        assert len(encoder.prompts(tokenizer, DATA, [record])[0].values) <= DATA.max_prompt_tokens
+
+
+def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    record = {"question": "after", "picture": png(64, 64)}
+    assert ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()).too_long(tokenizer, DATA, record)

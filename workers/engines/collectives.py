@@ -37,7 +37,7 @@ def choose_backend(asked: Backend, device: str) -> str:
         return _AUTO[device]
     plugin = "torch_ucc" if asked == "ucc" and importlib.util.find_spec("torch_ucc") else ""
     try:
-        tried = subprocess.run([sys.executable, "-c", _TRY, asked, "cuda" if asked == "nccl" else device, plugin],
+        tried = subprocess.run([sys.executable, "-P", "-c", _TRY, asked, "cuda" if asked == "nccl" else device, plugin],
                                capture_output=True, text=True, timeout=_SECONDS, check=False)
         failure = tried.stderr.strip().rpartition("\n")[2] or f"exit status {tried.returncode}"
     except subprocess.TimeoutExpired:

@@ -80,6 +80,11 @@ class ImageProcessor:
         values = torch.from_numpy(numpy.array(resized)).reshape(-1, 3)
         return Ragged(values, torch.full((height,), width))
 
+    def tokens_of(self, height: int, width: int) -> int:
+        """Return the tokens of an image of this size, before it is resized."""
+        rows, columns = self.size(height, width)
+        return rows * columns // (self.patch * self.merge) ** 2
+
     def tokens(self, image: Ragged) -> int:
         return len(image.values) // (self.patch * self.merge) ** 2
 

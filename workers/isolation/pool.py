@@ -152,7 +152,7 @@ class ChildPool(Generic[C]):
         job = {**self.job, "rank": os.getpid(), "path": [_ROOT, *(path for path in sys.path if path != _ROOT)]}
         environment = {"OMP_NUM_THREADS": "1", **without_secrets(), **self.secrets, _MARK: self.mark}
         with theirs:
-            program = [sys.executable, "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)]
+            program = [sys.executable, "-P", "-c", _LAUNCH, str(theirs.fileno()), json.dumps(job)]
             self.server = spawn(program, die_with_parent=0, session=True, env=environment, pass_fds=[theirs.fileno()],
                                 stdin=subprocess.DEVNULL, stdout=2)
         self.selector.register(self.connection, selectors.EVENT_READ, self)

@@ -104,7 +104,7 @@ class Scorer:
 
         `opening` is the text with which the chat template begins the answer, "" for none, None where it is not known.
         """
-        own = {name: [column[row] for row in rows] for name, column in columns.items()}
+        own: Columns = {name: [column[row] for row in rows] for name, column in columns.items()}
         terms = _terms_of_rows(self.recipe, own, len(rows), rows)
         declared = {name: function for name, function in self.functions.items()
                     if function.__distflow_reward__.reference is not None}

@@ -296,7 +296,8 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     if verdict is not None:
         return verdict
     wanted, given = _final_answers(completion, answer)
-    texts = [given] if marked_answer(completion) is not None else [given, *spoken_answer(given)]
+    texts = ["" if given is None else given]
+    texts += [] if marked_answer(completion) is not None else spoken_answer(texts[0])
     return float(any(_equal(wanted, text) for text in texts))
 
 

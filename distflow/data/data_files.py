@@ -1,0 +1,65 @@
+"""Identity of a run's data files: how many records each has, and a digest, by which a resumed run sees that one was
+replaced.
+
+A checkpoint's position is a number of prompts, and means other records in another file. So the run says which file
+differs and where it continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from distflow.config.load import Spec
+from distflow.data.checks import open_validation_sets
+from distflow.data.dataset import Records, filters_of
+
+_WHOLE, _SAMPLES, _SAMPLE = 2**24, 64, 2**16
+"""Bytes up to which a file is read whole; of a longer one, how many samples of how many bytes are read."""
+DataFiles = dict[str, list]
+"""By path, [records, digest]; held-out sets are called `validation NAME`."""
+
+
+def data_files(spec: Spec, training: Mapping[str, Records]) -> DataFiles:
+    found: DataFiles = {}
+    for name, records in training.items():
+        filters = filters_of(records)
+        path = (spec.data_path(name) or Path(name)).absolute()  # a resumed run names it so, whatever the first one did
+        found[str(path)] = [len(records), _digest(spec, name, filters.kept.tobytes() if filters else b"")]
+    names = spec.run.validation.data if spec.run.validation else {}
+    for name, records in open_validation_sets(spec).items():
+        own = next(key for key, path in names.items() if path == name)
+        found[f"validation {own}"] = [len(records), _digest(spec, name)]
+    return found
+
+
+def changes(before: Mapping[str, list], now: Mapping[str, list]) -> Iterator[tuple[str, bool, str]]:
+    """Yield each file that differs, whether it has another number of records, and how it differs."""
+    for name in before.keys() & now.keys():
+        (count, digest), (count_now, digest_now) = before[name], now[name]
+        if count != count_now:
+            yield name, True, f"{count_now:,} records, and {count:,} before"
+        elif digest != digest_now:
+            yield name, False, f"{count:,} records as before, with other content"
+
+
+def _digest(spec: Spec, name: str, more: bytes = b"") -> str:
+    path = spec.data_path(name) or Path(name)
+    state = hashlib.blake2b(more, digest_size=8)
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            _add_file(state, file)
+    return state.hexdigest()
+
+
+def _add_file(state: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    state.update(size.to_bytes(8))
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            state.update(file.read())
+            return
+        for number in range(_SAMPLES):
+            file.seek(number * (size - _SAMPLE) // (_SAMPLES - 1))
+            state.update(file.read(_SAMPLE))

@@ -1,0 +1,150 @@
+"""What a new user types in the first hour, and what is answered."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import ROOT
+
+import distflow
+from distflow.__main__ import hiding_files
+from distflow.cli import main, runs
+from distflow.config.loggers import lack_of
+from distflow.config.overrides import joined
+from distflow.errors import InvalidInput
+
+REWARD = "from distflow import reward\n\n@reward\ndef mine(completion: str) -> float:\n    return 1.0\n"
+LOSS = "from distflow import loss\n\n@loss\ndef plain(logprobs, advantages):\n    return -logprobs * advantages\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_public_names_are_listed() -> None:
+    assert set(distflow._HOMES) <= set(dir(distflow))
+
+
+@pytest.mark.parametrize(("words", "value"), [
+    (["--set", "steps", "=", "3"], ["--set", "steps=3"]), (["--set", "steps", "=3", "x"], ["--set", "steps=3", "x"]),
+    (["--set", "steps=", "grpo"], ["--set", "steps=", "grpo"]), (["--set", "steps=3", "="], ["--set", "steps=3", "="]),
+    (["--set", "steps", "=", "--ranks", "2"], ["--set", "steps=", "--ranks", "2"])])
+def test_an_override_that_the_shell_has_split_is_one(words: list[str], value: list[str]) -> None:
+    assert joined(words) == value
+
+
+def test_an_override_with_a_blank_after_its_sign_is_shown_whole(capsys) -> None:
+    assert main(["validate", "grpo", "--set", "steps=", "3"]) == 2
+    assert "Instead:  --set steps=3" in capsys.readouterr().err
+
+
+def test_deep_and_long_overrides_are_a_sentence(capsys) -> None:
+    for override in (f"{'.'.join(3000 * ['a'])}=1", f"roles.actor.model={3000 * '['}", f"steps={5000 * '9'}"):
+        assert main(["validate", "grpo", "--set", override]) == 2
+        assert len(capsys.readouterr().err) < 600
+
+
+@pytest.mark.parametrize("ranks", ["65537", "1000000000000"])
+def test_more_ranks_than_can_be_planned_are_refused(ranks: str, capsys) -> None:
+    assert main(["plan", "grpo", "--ranks", ranks]) == 2
+    assert "are more than a run may have" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("profile", "code"), [("10:12", 2), ("20:21", 2), ("3:5", 0)])
+def test_a_profile_of_steps_that_are_not_run_is_refused(profile: str, code: int, capsys) -> None:
+    assert main(["validate", "grpo", "--set", "steps=5", "--profile", profile]) == code
+    assert ("and the run has 5" in capsys.readouterr().err) is bool(code)
+
+
+def test_a_loss_of_an_imported_module_needs_no_module(folder: Path, capsys) -> None:
+    (folder / "mine_losses.py").write_text(LOSS)
+    dag = ["validate", "grpo", "--set", "nodes.update.with={loss: plain}"]
+    assert main([*dag, "--set", "imports=[mine_losses]"]) == 0
+    assert main(dag) == 2
+    assert "Instead:  loss: mine_losses:plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["nodes.reward.with.reward=statistics:mine"], ["nodes.reward.with.reward=mine"],
+                                     ["nodes.reward.with.reward=mine", "imports=[statistics]"]])
+def test_a_file_with_the_name_of_a_module_of_python_is_told(options: list[str], folder: Path, capsys) -> None:
+    (folder / "statistics.py").write_text(REWARD)
+    assert main(["validate", "grpo", *(word for option in options for word in ("--set", option))]) == 2
+    assert "statistics.py is never imported, since Python's own module `statistics` is found first" in \
+        capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("path", "code"), [("", 0), (".", 2)])
+def test_files_that_hide_modules_of_python_cost_nothing_unless_they_come_first(path: str, code: int, folder) -> None:
+    (folder / "random.py").write_text("raise SystemExit('not the one of Python')\n")
+    done = subprocess.run([sys.executable, "-m", "distflow", "nodes"], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))})
+    assert done.returncode == code, done.stderr
+    assert ("random.py: Python or a package has a module of this name" in done.stderr) is bool(code)
+
+
+def test_files_behind_pythons_own_hide_nothing(folder: Path) -> None:
+    (folder / "queue.py").touch()
+    library = str(Path(os.__file__).parent)
+    assert hiding_files([str(folder), library]) == [str(folder / "queue.py")]
+    assert hiding_files([library, str(folder)]) == []
+
+
+@pytest.mark.parametrize(("target", "said"), [
+    ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "is in the run's own folder"),
+    ("full", "full/model exists, and would be written over"), ("run", ""), ("new/folder", "")])
+def test_a_folder_to_export_to_is_looked_at_before_the_start(target: str, said: str, folder: Path) -> None:
+    (folder / "file").touch()
+    (folder / "full/model").mkdir(parents=True)
+    (folder / "run/model").mkdir(parents=True)
+    if said:
+        with pytest.raises(InvalidInput, match=said):
+            runs._check_export_folder(Path(target), Path("run"))
+    else:
+        runs._check_export_folder(Path(target), Path("run"))
+
+
+def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    assert main(["validate", "grpo", "--set", "log=[wandb]"]) == 2
+    assert "`wandb` has no key to send with" in capsys.readouterr().err
+    assert main(["validate", "grpo", "--set", "log=[{wandb: {mode: offline}}]"]) == 0
+    assert main(["plan", "grpo", "--set", "log=[wandb]"]) == 0, "a plan may be for another machine"
+    (folder / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert lack_of("wandb", {}) == ("", "")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert lack_of("wandb", {})[0]
+
+
+@pytest.mark.skipif(not shutil.which("python3.10") or subprocess.run(["python3.10", "-V"], check=False).returncode != 0,
+                    reason="there is no Python 3.10 here")
+def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) -> None:
+    done = subprocess.run(["make", "-C", str(ROOT), "-s", "install", "PYTHON=python3.10", f"VENV={folder / 'venv'}"],
+                          capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "distflow needs Python 3.11 or newer, and python3.10 is 3.10" in done.stderr
+    assert not (folder / "venv").exists()
+
+
+def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys) -> None:
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(
+        '{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32, '
+        '"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128, "dtype": "bfloat16"}')
+    for file in ("model.safetensors", "tokenizer.json"):
+        (folder / "model" / file).touch()
+    plan = ["plan", "grpo", "--set", "roles.actor.model=model"]
+    assert main(plan) == 0
+    assert "actor: counted for a GPU, where `dtype: auto` is bfloat16" in capsys.readouterr().out
+    assert main([*plan, "--set", "roles.actor.dtype=float32"]) == 0
+    assert "counted for a GPU" not in capsys.readouterr().out

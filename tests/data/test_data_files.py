@@ -1,0 +1,79 @@
+"""A resumed run says which data files are others than it began with, and where it continues in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from distflow.config.load import load
+from distflow.data.data_files import DataFiles, changes, data_files
+from distflow.data.dataloader import Dataloader
+from distflow.data.dataset import open_training_sets
+
+
+def written(path: Path, count: int, sign: str = "+") -> Path:
+    path.write_text("".join(json.dumps({"question": f"{n} {sign} 1?", "answer": "1"}) + "\n" for n in range(count)))
+    return path
+
+
+def files_of(folder: Path, *settings: str) -> DataFiles:
+    spec = load("grpo", None, [f"data.train={folder / 'train.jsonl'}", *settings])
+    return data_files(spec, open_training_sets(spec.run.data, spec.data_path))
+
+
+@pytest.mark.parametrize(("count", "sign", "resized", "how"), [
+    (8, "+", None, ""), (8, "-", False, "8 records as before, with other content"),
+    (6, "+", True, "6 records, and 8 before")])
+def test_a_replaced_file_is_known(tmp_path: Path, count: int, sign: str, resized: bool | None, how: str) -> None:
+    train, test = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
+    written(train, 8), written(test, 8)
+    held_out = f"validation.data={{mine: {test}}}"
+    before = json.loads(json.dumps(files_of(tmp_path, held_out)))
+    written(train, count, sign), written(test, count, sign)
+    found = sorted(changes(before, files_of(tmp_path, held_out)))
+    assert found == ([] if resized is None else [(str(train), resized, how), ("validation mine", resized, how)])
+
+
+def test_a_resumed_run_that_names_the_whole_path_means_the_same_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "train.jsonl", 8)
+    assert files_of(Path()) == files_of(tmp_path)
+
+
+def test_other_filters_are_other_data(tmp_path: Path) -> None:
+    written(tmp_path / "train.jsonl", 8)
+    one, other = (files_of(tmp_path, f"data.filter=question != '{number} + 1?'") for number in (1, 2))
+    assert [resized for _, resized, _ in changes(one, other)] == [False]
+
+
+def test_a_long_file_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.data.data_files._WHOLE", 2**10)
+    monkeypatch.setattr("distflow.data.data_files._SAMPLE", 2**8)
+    before = files_of_size(tmp_path, 200_000)
+    assert [*changes(before, files_of_size(tmp_path, 200_000))] == []
+    assert [*changes(before, files_of_size(tmp_path, 200_001))] != []
+
+
+def files_of_size(folder: Path, size: int) -> DataFiles:
+    (folder / "train.jsonl").write_text(json.dumps({"question": "x" * size, "answer": "1"}))
+    return files_of(folder)
+
+
+@pytest.mark.parametrize(("now", "position", "said"), [
+    ([8, "a"], 12, ""),
+    ([8, "b"], 12, "8 records as before, with other content. Training continues at record 5 of pass 2"),
+    ([5, "b"], 15, "5 records, and 8 before. Training continues at record 1 of pass 4 over it")])
+def test_a_loader_continues_in_a_replaced_file(now: list, position: int, said: str, capsys) -> None:
+    records = [{}] * 8
+    old = Dataloader(records, None, 4, 0, files={"a.jsonl": [8, "a"]})  # pyright: ignore[reportArgumentType]
+    old.position = 12
+    new = Dataloader([{}] * now[0], None, 4, 0, files={"a.jsonl": now})  # pyright: ignore[reportArgumentType]
+    new.load_state_dict(old.state_dict())
+    assert new.position == position
+    out = capsys.readouterr().out
+    assert said in out
+    assert bool(out) == bool(said)
+    assert not re.search("cannot be compared", out)

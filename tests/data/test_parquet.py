@@ -1,0 +1,71 @@
+"""Parquet: the columns that a run reads, a batch at a time, in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet as files
+
+from distflow.config.run import Data
+from distflow.data import parquet
+from distflow.data.dataset import NamedRecords, open_records
+from distflow.data.parquet import Parquet
+from distflow.errors import InvalidInput
+
+
+def written(folder: Path, rows: int, group: int, **more: list) -> Path:
+    table = {"question": [f"{n} + 1?" for n in range(rows)], "answer": [str(n + 1) for n in range(rows)], **more}
+    files.write_table(pyarrow.table(table), folder / "some.parquet", row_group_size=group)
+    return folder / "some.parquet"
+
+
+@pytest.mark.parametrize("memory", [0, 20_000, 2**27])
+@pytest.mark.parametrize("group", [7, 600, 3000])
+def test_rows_are_found_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int, group: int) -> None:
+    monkeypatch.setattr(parquet, "_MEMORY", memory)
+    records = Parquet(written(tmp_path, 2000, group))
+    order = random.Random(0).choices(range(2000), k=300)
+    assert records.get(order) == [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in order]
+    assert records.get(range(250, 600)) == [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(250, 600)]
+    assert records.held <= memory
+    assert records.get([]) == []
+
+
+@pytest.mark.parametrize(("settings", "read"), [
+    ({}, ["question", "answer"]), ({"columns": ["level"]}, ["question", "answer", "level"]),
+    ({"columns": ["extra.index"]}, ["question", "answer", "extra"]),
+    ({"filter": ["level > 3"]}, ["question", "answer", "level"]), ({"filter": ["mine:keep"]}, None),
+    ({"columns": ["lost"]}, None), ({"answer": "extra.index"}, ["question", "extra"])])
+def test_only_the_columns_of_the_run_are_read(tmp_path: Path, settings: dict, read: list[str] | None) -> None:
+    path = written(tmp_path, 4, 4, level=[1] * 4, extra=[{"index": 1}] * 4, wide=["z"] * 4)
+    records = open_records(path, Data(train="", **settings))
+    assert isinstance(records, NamedRecords)
+    assert isinstance(records.records, Parquet)
+    assert records.records.columns == read
+
+
+def test_a_small_file_of_large_values_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file says in a kilobyte what would take 500 MB."""
+    monkeypatch.setattr(parquet, "_MEMORY", 2**22)
+    path, rows, size = tmp_path / "some.parquet", 20_000, 25_000
+    files.write_table(pyarrow.table({"question": pyarrow.DictionaryArray.from_arrays([0] * rows, ["x" * size]),
+                                     "answer": ["1"] * rows}), path, store_schema=False)
+    pool = pyarrow.default_memory_pool()
+    before = pool.bytes_allocated()
+    records = open_records(path, Data(train=""))
+    assert len(records.get([rows - 1])[0]["question"]) == size
+    assert pool.bytes_allocated() - before < 2**25
+    assert path.stat().st_size < 10_000
+
+
+def test_pages_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_PAGES", 2**16)
+    path = tmp_path / "some.parquet"
+    files.write_table(pyarrow.table({"question": ["x" * 2**24], "answer": ["1"], "wide": ["1"]}), path,
+                      compression="zstd", use_dictionary=False)
+    with pytest.raises(InvalidInput, match="column `question` unpacks [0-9,]+ bytes to 16,777,"):
+        open_records(path, Data(train="")).get([0])
+    assert open_records(path, Data(train="", question="wide")).get([0])[0]["wide"] == "1"
