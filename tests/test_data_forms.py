@@ -74,6 +74,7 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
     grpo = (workspace / "grpo.yaml").read_text().replace("reward: brevity", "reward: ended")
     (workspace / "grpo.yaml").write_text(grpo.partition("  update:")[0] + UNTRUNCATED + "imports: [brevity]\n")
     launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "untruncated", "--set", "steps=2",
+           "--set", "preflight=false",  # whose calls of the reward would be written, too
            "--set", "data.long_prompts=drop", "--set", f"roles.actor.generation.stop={json.dumps(STOP)}",
            "--set", "roles.actor.generation.min_p=0.01", "--set", "roles.actor.schedule=linear",
            "--set", "roles.actor.min_learning_rate=1e-4")

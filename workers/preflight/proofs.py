@@ -11,7 +11,7 @@ from distflow.config.load import Spec
 from distflow.config.run import Data
 from distflow.data.checks import open_validation_sets, training_fields, validated_fields
 from distflow.data.dataset import Records, RequiredFields, open_training_sets, read_blocks
-from distflow.data.problems import Record, answer_text, asked_and_answered, question_text
+from distflow.data.problems import Record, answer_text, asked_and_answered, mended_record, question_text
 from distflow.errors import Diagnostic, InvalidInput, Location
 from distflow.telemetry import events
 
@@ -68,7 +68,7 @@ class FirstRecords:
 
     def whole_set(self) -> Iterator[tuple[int, Record]]:
         """Yield each usable record of the whole set with its index."""
-        return ((index, record) for index, record in read_blocks(self.records)
+        return ((index, mended_record(record)) for index, record in read_blocks(self.records)
                 if _is_usable(record, self.fields) and self.holds(record))
 
     def holds(self, record: Record) -> bool:

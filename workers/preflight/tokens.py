@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
 from distflow.data.checks import imitated_fields
-from distflow.data.problems import Message, content_text, mend_text, messages_of, tools_of
+from distflow.data.problems import Message, content_text, conversation_of, mend_text, messages_of, tools_of
 from distflow.errors import InvalidInput
 from workers.engines.chat import (
     ImitatedTokens,
@@ -102,12 +102,11 @@ class _TokenTrial:
         row, answer, options = self.given.rows[index], self.given.answers[index], self.options
         tools = tools_of(row, self.data)
         try:
-            messages = messages_of(row, self.data)
-            whole = [*messages, {"role": "assistant", "content": answer}]
+            messages, whole = messages_of(row, self.data), conversation_of(row, self.data)
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
                              render_whole(self.tokenizer, whole, tools, **options),
-                             imitated_tokens(self.tokenizer, whole, tools, **options))
+                             imitated_tokens(self.tokenizer, whole, tools, self.data.targets, **options))
         except (TemplateError, TypeError, InvalidInput) as error:
             self.refused[index] = " ".join(str(error).split())
             return None
@@ -154,8 +153,10 @@ class _TokenTrial:
         ends = end_tokens(self.tokenizer, **self.options)
         yield from self._failed(lambda each: each.learned.target[-1] not in ends,
                                 lambda _: " has a target without an end")
-        yield from self._failed(lambda each: not (each.header or each.opened) and each.prompt != each.learned.prompt,
-                                lambda _: " has a prompt of other tokens where it is sampled than where it is learned")
+        if self.data.targets == "last":
+            yield from self._failed(
+                lambda each: not (each.header or each.opened) and each.prompt != each.learned.prompt,
+                lambda _: " is asked by other tokens than those behind which its answer is learned")
 
     def _turns(self) -> Iterator[FailedProof]:
         """Prove the tokens between two answers, for nodes that converse."""

@@ -21,7 +21,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                               "has the answer `hard`, whatever its question is"),
     "answers count the records": (Task([{**each, "index": index} for index, each in enumerate(SUMS)],
                                        data={"answer": "index"}), False, "has its own number as its answer"),
-    "answers are the questions": (Task(SUMS, data={"answer": "question"}), False, "has its question as its answer"),
+    "answers are the questions": (Task([{**each, "answer": each["question"]} for each in SUMS]), False,
+                                  "has its question as its answer"),
     "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
                                                for each in ANSWERED]), False, "ends with its answer"),
     "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), True,

@@ -12,6 +12,7 @@ from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, Task, changed, check_
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from distflow.cli import main
 from workers.engines.embedded import ASSISTANT, CHAT_TEMPLATE, EOS, USER, build_tokenizer
 
 
@@ -103,6 +104,11 @@ GOOD = {
     "messages": Task([{**each, "question": [{"role": "system", "content": "Add."}, *each["question"]]}
                       for each in ASKED], "math"),
     "a conversation": Task([{**each, "question": [*HELLO, *each["question"]]} for each in ASKED]),
+    "whole conversations": Task([{"messages": [*each["question"], {"role": "assistant", "content": each["answer"]}]}
+                                 for each in ASKED], data={"question": "messages", "answer": "messages"}),
+    "all turns of conversations": Task([{"messages": [*HELLO, *each["question"], {
+        "role": "assistant", "content": each["answer"]}]} for each in ASKED],
+                                       data={"question": "messages", "answer": "messages", "targets": "all"}),
     "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools),
     "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
     "answers to imitate": Task(ANSWERED),
@@ -124,3 +130,11 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
     account = proved(task, tmp_path, f"good_{[*GOOD].index(name)}")
     assert account.doubts == []
     assert account.proved.keys() == {"data", "rewards", "tokens"}
+
+
+def test_validate_proves_the_default_run_without_a_doubt(capsys) -> None:
+    assert main(["validate", "grpo", "--prove"]) == 0
+    said = capsys.readouterr().out
+    assert "proved on the first records: data (128 records, " in said
+    assert said.index("proved on") < said.index(": no mistakes")
+    assert [line for line in said.splitlines() if line.startswith("note: ") and "jsonl" in line] == []
