@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ def _note_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _all_samples(buffer: Databuffer, own: Sequence[str]) -> list[dict[str, Any]]:
+def _all_samples(buffer: Databuffer, own: Iterable[str]) -> list[dict[str, Any]]:
     """Return all rows of this rank, of responses only the lengths and the mean advantages; with several nodes that
     sample side by side, each row says its `node`."""
     found, rows = buffer.all_rows((*_SHOWN, *_WHOLE, *own)), []
@@ -325,7 +325,7 @@ def _all_samples(buffer: Databuffer, own: Sequence[str]) -> list[dict[str, Any]]
     return rows
 
 
-def _samples(buffer: Databuffer, count: int, own: Sequence[str],
+def _samples(buffer: Databuffer, count: int, own: Iterable[str],
              tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
     """Return some rows of the step; `own`: the user's columns of the dataset, as where a record comes from."""
     columns = buffer.sample_rows(_SHOWN, count, (*_BESIDE, *own))

@@ -1,9 +1,9 @@
 """Finds questions of held-out data among the training data, equal or nearly so, since they make validation too good.
 
-Texts are compared in lower case, without spaces and punctuation (operators stay). Two are nearly equal if of all their runs of eight
-bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands, which miss one
-whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is held in memory, training
-data is read once, a block at a time.
+Texts are compared in lower case, without spaces and punctuation; operators stay. Two are nearly equal if of all their
+runs of eight bytes at least `NEAR` are in both (Broder 1997). Candidates are found by MinHash signatures in bands,
+which miss one whose share is just `NEAR` once in 4,500 times, and are then compared exactly. Held-out data is held in
+memory, training data is read once, a block at a time.
 """
 
 from __future__ import annotations

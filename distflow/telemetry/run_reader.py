@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -189,7 +189,7 @@ def numbers(line: Row) -> dict[str, float]:
     return {name: value for name, value in line.items() if is_number(value)}
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a value is a finite number, no larger than any metric."""
     return type(value) in (int, float) and abs(value) < _LARGEST
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from distflow import reward
 from distflow.config.load import load
@@ -24,22 +26,31 @@ from workers.engines.sampling import TokenLimits
 from workers.validation import Validator
 
 
+class Characters(PreTrainedTokenizerFast):
+    """A tokenizer with a token for each digit and line end, which counts the questions that it encodes."""
+
+    def __init__(self):
+        vocabulary = {sign: number for number, sign in enumerate("0123456789\n?")}
+        characters = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+        characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        characters.decoder = decoders.Fuse()
+        super().__init__(tokenizer_object=characters)
+        self.encoded = 0
+
+    def apply_chat_template(self, *arguments, **named):
+        self.encoded += 1
+        return super().apply_chat_template(*arguments, **named)
+
+
 class Echo:
     """A role that answers with the question, which is as many tokens as it has letters."""
 
     def __init__(self):
-        self.encoded = 0
-        self.tokenizer = self
-
-    chat_template = None
+        self.tokenizer = Characters()
 
     def of_draw(self, draw: int) -> Echo:
         assert draw == 0
         return self
-
-    def __call__(self, text):
-        self.encoded += 1
-        return {"input_ids": [ord(letter) for letter in text]}
 
     def generate(self, prompts: Ragged, ids, repeats, max_new_tokens, temperature, images, limits):
         assert (len(prompts) * repeats, max_new_tokens) == (len(ids), None)
@@ -49,7 +60,7 @@ class Echo:
         return SimpleNamespace(tokens=tokens, finished=tokens.lengths < 3)  # longer ones are cut off
 
     def decode(self, tokens: Ragged) -> list[str]:
-        return ["".join(map(chr, row.tolist())).strip() for row in tokens.rows]
+        return [self.tokenizer.decode(row.tolist()).strip() for row in tokens.rows]
 
 
 @pytest.fixture
@@ -75,7 +86,7 @@ def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
         for name in ("easy", "hard"):
             assert 0 < bounds[f"validation_low/{name}"] < values[f"validation/{name}"]
             assert values[f"validation/{name}"] <= bounds[f"validation_high/{name}"] <= 1
-    assert role.encoded == 5
+    assert role.tokenizer.encoded == 5
     assert "data/prompts_cut" not in current().collect(lambda part: [part])
 
 

@@ -57,8 +57,8 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
 
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
-    "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines and
-    of the text does not count. A program that does not compile, raises or exceeds a limit fails.
+    "output": text} or {"inputs": texts, "outputs": texts} for the standard streams, where space at the ends of lines
+    and of the text does not count. A program that does not compile, raises or exceeds a limit fails.
 
     A cheating program can find Python tests in its own process; it never sees the outputs of JSON tests.
 
@@ -136,8 +136,8 @@ def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], apa
             yield outcome.ok and _lines(outcome.stdout) == _lines(case["output"])
 
 
-def _cases(tests: str) -> list[str] | list[dict[str, str]]:
-    """Return the tests: texts in Python, or inputs and outputs."""
+def _cases(tests: str) -> list[Any]:
+    """Return the tests, all of one kind: texts in Python, or mappings of `input` and `output`."""
     if not tests.strip():
         raise ValueError("there are no tests: whatever runs would pass")
     try:
@@ -147,14 +147,15 @@ def _cases(tests: str) -> list[str] | list[dict[str, str]]:
     if isinstance(found, dict) and _are_texts(found.get("inputs")) and _are_texts(found.get("outputs")) \
             and len(found["inputs"]) == len(found["outputs"]) and not found.get("fn_name"):
         found = [{"input": given, "output": wanted} for given, wanted in zip(found["inputs"], found["outputs"])]
-    if not _are_texts(found) and not (isinstance(found, list) and found and all(map(_is_case, found))):
+    if not (_are_texts(found) and "".join(found).strip()) and \
+            not (isinstance(found, list) and found and all(map(_is_case, found))):
         raise ValueError("tests in JSON must be a list of texts in Python, or of {\"input\": text, \"output\": text}, "
                          f"not {tests[:100]!r}")
     return found
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) and each.strip() for each in value)
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(each, str) for each in value)
 
 
 def _is_case(case: Any) -> bool:

@@ -42,7 +42,7 @@ class SharedMemoryUse:
         self._files(processes)
         self.left |= dict(_mapped_files(processes))
 
-    def unlink_files(self, others: Iterable[int]) -> list[str]:
+    def unlink_files(self, others: list[int]) -> list[str]:
         """Remove what the processes have left in /dev/shm and none of `others` uses; return the paths."""
         used, removed = {inode for _, inode in _mapped_files(others)}, []
         for _, open_file in _open_files(others):
