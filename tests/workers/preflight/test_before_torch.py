@@ -39,7 +39,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                           "training set"),
     "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
                                                  for each in SUMS], "math"), True, "reward `math` cannot judge"),
-    "a reference that is not understood": (Task([*SUMS, {**SUMS[0], "answer": r"\foo{3} or ("}], "math"), False,
+    "a reference that is not understood": (Task([*SUMS, {"question": "What is 1?", "answer": r"\foo{3} or ("}], "math"),
+                                           False,
                                            "reward `math` cannot judge answers to 1 of the first 13 records"),
     "tests that the solution fails": (Task([{**each, "tests": "assert f(1) == 1"} for each in PROGRAMS], "code",
                                            data={"columns": ["tests"]}), True, "reward `code` does not pay in full"),
