@@ -42,7 +42,7 @@ MAY_UNPICKLE = {"distflow.recovery.checkpoint"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 PICKLING_CALLS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
                   "send_object_list", "recv_object_list", "read_pickle"}
-FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 40, 40
+FILE_LINES, FUNCTION_LINES, DAG_LINES = 600, 60, 40
 
 KNOWN_CIRCLES = [
     ["distflow.config.freeze", "distflow.config.load", "distflow.config.models", "distflow.config.templates"],

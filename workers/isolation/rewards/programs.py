@@ -122,11 +122,11 @@ def _blocks(text: str) -> list[tuple[str, str]]:
             if token.type == "fence" and token.content.strip()]
 
 
-def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], apart: bool) -> Iterator[bool]:
-    """Yield the result of each test. Python tests run together in one process, unless `apart`."""
+def _run_tests(program: str, tests: str, run: Callable[[str, str], Outcome], separately: bool) -> Iterator[bool]:
+    """Yield the result of each test. Python tests run together in one process, unless `separately`."""
     cases = _cases(tests)
     python = [case for case in cases if isinstance(case, str)]
-    for text in python if apart else filter(None, ["\n".join(python)]):
+    for text in python if separately else filter(None, ["\n".join(python)]):
         token = secrets.token_hex(16)
         outcome = run(_HARNESS.format(program=program, tests=text), f"{token}\n")
         yield outcome.ok and outcome.stdout.splitlines()[-1:] == [token]
