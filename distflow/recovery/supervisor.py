@@ -500,7 +500,7 @@ class Supervisor:
     def _kept(self, failures: tuple[Failure, ...]) -> str:
         """Return a line of what is kept of a run that has failed for good; empty if it was refused or never began."""
         ending = failures[-1].phase == "ending"
-        if failures[-1].code == INVALID or not (ending or any(each.step or each.finished for each in failures)):
+        if failures[-1].code == INVALID or not (ending or any(each.finished for each in failures)):
             return ""
         return f"\n{shown(self.folder)}: {'all steps are done, and ' * ending}{kept(self.folder, ending)}"
 
