@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,9 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
         found = [_read(line) for line in lines if line.endswith("\n")]
     users = [spec.rewards[name] for name in _names(settings) if spec.rewards[name].module not in SHIPPED]
     where = users[0].where if users else settings[0].location(())
-    if status is None:
-        what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow"
+    if status in (None, -signal.SIGKILL):  # which comes from outside, or as memory has run out
+        what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow" if status is None \
+            else "the rewards were not all tried, since the process that did so was killed"
         found.append(FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True))
     elif status:
         code = f"by signal {-status}" if status < 0 else f"with code {status}"
