@@ -73,9 +73,10 @@ def prove_rewards(spec: Spec, sets: Sequence[FirstRecords]) -> list[FailedProof]
     users = [spec.rewards[name] for name in _names(settings) if spec.rewards[name].module not in SHIPPED]
     where = users[0].where if users else settings[0].location(())
     if status in (None, -signal.SIGKILL):  # which comes from outside, or as memory has run out
-        what = f"the rewards were not all tried within {_LIMIT:g} s: their modules or calls are slow" if status is None \
-            else "the rewards were not all tried, since the process that did so was killed"
-        found.append(FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True))
+        why = f"within {_LIMIT:g} s: their modules or calls are slow" if status is None else \
+            "since the process that did so was killed"
+        found.append(FailedProof(Diagnostic(f"the rewards were not all tried {why}", where,
+                                            "The run starts without that proof."), is_doubt=True))
     elif status:
         code = f"by signal {-status}" if status < 0 else f"with code {status}"
         found.append(FailedProof(Diagnostic(f"a process that tried the rewards ended {code}", where, _MODULES_HINT)))

@@ -171,8 +171,8 @@ def _exec_program(job: Job, path: str) -> None:
             signal.signal(number, signal.SIG_DFL)
         _report(job, started=True)
         seccomp.confine(job["network"], alone=behind_filters)
-        os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {**_VARIABLES, "PYTHONPATH": ":".join(
-            job["packages"])})
+        path_of_modules = ":".join([*job["standard_library"], *job["packages"]])  # in the order in which `site` has them
+        os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {**_VARIABLES, "PYTHONPATH": path_of_modules})
     except OSError as error:
         _report(job, failed=str(error))
     os._exit(1)

@@ -136,6 +136,7 @@ def _run(source: str, stdin: str, limits: Limits, kind: str, network: bool, hide
         text, program = (stack.enter_context(_in_memory(each)) for each in (stdin, source))
         job = {"connection": their_end.fileno(), "source": program.fileno(), "kind": kind, "network": network,
                "folder": folder, "hide_files": hide_files, "readable": _readable(), "packages": _packages(),
+               "standard_library": [sysconfig.get_path("stdlib"), f"{sysconfig.get_path('platstdlib')}/lib-dynload"],
                "executable": os.path.realpath(sys.executable), "cpu_seconds": math.ceil(limits.seconds),
                "memory": limits.memory_mib << 20, "processes": limits.processes, "disk": limits.disk_mib << 20}
         launcher = spawn([job["executable"], "-I", "-S", "-c", _LAUNCH, json.dumps(job)], die_with_parent=0,
