@@ -171,7 +171,7 @@ def _exec_program(job: Job, path: str) -> None:
             signal.signal(number, signal.SIG_DFL)
         _report(job, started=True)
         seccomp.confine(job["network"], alone=behind_filters)
-        path_of_modules = ":".join([*job["standard_library"], *job["packages"]])  # in the order in which `site` has them
+        path_of_modules = ":".join([*job["standard_library"], *job["packages"]])  # as `site` has them
         os.execve(job["executable"], ["python", "-s", "-S", "-B", path], {**_VARIABLES, "PYTHONPATH": path_of_modules})
     except OSError as error:
         _report(job, failed=str(error))
