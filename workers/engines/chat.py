@@ -105,16 +105,22 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     ends, spans = _remembered(tokenizer, "ends", options, _find_ends), []
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for place in said if turns == "all" else said[-1:]:
-        start, stop = _learned_text(tokenizer, text, messages, place, tools, options)
+        if not (found := _learned_text(tokenizer, text, messages, place, tools, options)) and turns == "all":
+            raise InvalidInput(f"the tokens of message {place + 1}, which is the assistant's, cannot be told from the "
+                               "others' in the chat template's text. To learn the last message alone:  targets: last")
+        start, stop = found or (len(text), len(text))
         first = bisect.bisect_right(range(len(tokens)), start, key=stop_of)
         last = bisect.bisect_left(range(len(tokens)), stop, key=stop_of) + 1 if stop > start else first
         end, rest = ends[place != said[-1]], range(max(first, last - 1), len(tokens))
-        behind = [index for index in rest if tokens[index] == end]
-        spans.append((first, behind[-1 if place == said[-1] else 0] + 1 if behind else last))
+        behind = (index for index in (rest[::-1] if place == said[-1] else rest) if tokens[index] == end)
+        spans.append((first, next(behind, last - 1) + 1))
     begin, until = spans[0][0], spans[-1][1]
-    target = tokens[begin:until]
-    mask = [any(first <= index < last for first, last in spans) for index in range(begin, until)]
+    target, learned = tokens[begin:until], {index for span in spans for index in range(*span)}
+    mask = [index in learned for index in range(begin, until)]
     if not target or target[-1] not in (ends[0], tokenizer.eos_token_id):
+        if tokenizer.eos_token_id is None:
+            raise InvalidInput("neither the tokenizer nor its chat template ends an answer: set `eos_token` in the "
+                               "model's tokenizer_config.json")
         target, mask = [*target, cast(int, tokenizer.eos_token_id)], [*mask, True]
     return ImitatedTokens(tokens[:begin], target, mask)
 
@@ -314,16 +320,18 @@ def _with_stops(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
 
 
 def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], place: int, tools: Tools,
-                  options: Mapping[str, Any]) -> tuple[int, int]:
+                  options: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return where a message of the assistant starts and stops in the text of its conversation, from what the template
-    writes about another one in its place. It starts where a prompt would end."""
-    try:
-        other = _render(tokenizer, [*messages[:place], _said(_ANSWER), *messages[place + 1 :]], tools, options)
-    except TemplateError:  # a result needs its call before it
-        marked = {**messages[place], "content": _ANSWER}
-        other = _render(tokenizer, [*messages[:place], marked, *messages[place + 1 :]], tools, options)
-    start = len(os.path.commonprefix([text, other]))
-    stop = len(text) - len(os.path.commonprefix([text[start:][::-1], other[::-1]]))
+    writes about another one in its place; None if that does not tell. It starts where a prompt would end."""
+    other = _with_other(tokenizer, messages, place, _said(_ANSWER), tools, options)
+    if _ANSWER not in other:  # a result needs its call before it
+        if found := _between_prompts(tokenizer, text, messages, place, tools, options):
+            return found
+        other = _with_other(tokenizer, messages, place, {**messages[place], "content": _ANSWER}, tools, options)
+    if _ANSWER not in other:
+        return None
+    start = _common_prefix(text, other)
+    stop = len(text) - _common_prefix(text[start:][::-1], other[::-1])
     header, own = _remembered(tokenizer, "header", options, _find_header)
     begin = text.rfind(header, 0, start + len(header)) if header else -1
     if begin >= max(start - len(header) - len(own), 0):
@@ -331,6 +339,33 @@ def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[
     elif not header and text[:start].endswith(own):
         start -= len(own)
     return start, max(stop, start)
+
+
+def _with_other(tokenizer: PreTrainedTokenizerBase, messages: list[Message], place: int, other: Message, tools: Tools,
+                options: Mapping[str, Any]) -> str:
+    """Return the text of a conversation with another message at a place; "" if the template refuses it."""
+    try:
+        return _render(tokenizer, [*messages[:place], other, *messages[place + 1 :]], tools, options)
+    except TemplateError:
+        return ""
+
+
+def _between_prompts(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], place: int, tools: Tools,
+                     options: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return where a message starts and stops that is what the template writes behind its prompt; None if the text of
+    the conversation does not begin with that."""
+    try:
+        asked = _render(tokenizer, messages[:place], tools, options, add_generation_prompt=True) if place else ""
+        said = _render(tokenizer, messages[: place + 1], tools, options).rstrip()
+    except TemplateError:
+        return None
+    return (len(asked), len(said)) if text.startswith(said) and said.startswith(asked) and said != asked else None
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike, in fewer steps than one for each."""
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect.bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
 
 
 def _find_header(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[str, str]:

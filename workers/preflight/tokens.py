@@ -2,7 +2,7 @@
 
     rendered     the chat template renders each record, with the text of each of its messages
     prompts      end where an answer begins: the template writes nothing more in front of an answer
-    targets      are, behind their prompt, the template's own rendering of the whole, with the answer's text in it
+    targets      have the text and the calls of each learned answer, and its end, behind the prompt that is asked
     turns        what stands between two answers of a conversation is the template's own rendering, too
     vocabulary   each token is one of the embedding; no text loses characters, and none begins twice
     lengths      prompts and targets fit their limits
@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from distflow.errors import InvalidInput
 from workers.engines.chat import (
     ImitatedTokens,
     TurnTemplate,
+    encode,
     end_tokens,
     imitated_tokens,
     prompt_opening,
@@ -54,10 +56,10 @@ def prove_tokens(spec: Spec, tokenizer: PreTrainedTokenizerBase, vocabulary: int
 
 
 def _bounded(records: FirstRecords) -> FirstRecords:
-    """Return the records that have `_CHARACTERS` together, at least one."""
-    total, kept = 0, 0
+    """Return the records that have `_CHARACTERS` together in what is encoded, at least one."""
+    total, kept, data = 0, 0, records.data
     for row in records.rows:
-        total += sum(len(str(value)) for value in row.values())
+        total += sum(len(str(row.get(name, ""))) for name in {data.question, data.answer, data.tools} if name)
         kept += not kept or total <= _CHARACTERS
     return records.only(range(kept))
 
@@ -70,15 +72,20 @@ class _Rendered:
     answer: str
     text: str
     prompt: list[int]
+    asked: str
+    """Text of the prompt's messages alone, without what asks for an answer."""
+    whole: list[Message]
     answered: str
     learned: ImitatedTokens
 
     @property
     def header(self) -> str:
         """What the template writes between the prompt and the answer."""
-        text, found = self.answered.removeprefix(self.text), self.answered.startswith(self.text)
-        between, said, _ = text.rpartition(self.answer.strip())
-        return _EMPTY_TAGS.sub("", between).strip() if found and said else ""
+        text, said = _EMPTY_TAGS.sub("", self.answered.removeprefix(self.text)).lstrip(), self.answer.strip()
+        if not said or not self.answered.startswith(self.text) or text.startswith(said):
+            return ""
+        between, found, _ = text.partition(said)
+        return between.strip() if found else ""
 
     @property
     def opened(self) -> str:
@@ -105,6 +112,7 @@ class _TokenTrial:
             messages, whole = messages_of(row, self.data), conversation_of(row, self.data)
             return _Rendered(messages, answer, render_prompt(self.tokenizer, messages, tools, **options),
                              prompt_tokens(self.tokenizer, messages, tools, **options),
+                             render_whole(self.tokenizer, messages, tools, **options), whole,
                              render_whole(self.tokenizer, whole, tools, **options),
                              imitated_tokens(self.tokenizer, whole, tools, self.data.targets, **options))
         except (TemplateError, TypeError, InvalidInput) as error:
@@ -132,11 +140,20 @@ class _TokenTrial:
                                     "Take `system_prompt` out, or put it into the questions." if role == "system" else
                                     "Take a template that writes it, or name the role as the template does.",
                                     before=f"the chat template leaves out the message of `{role}` of ")
+        yield from self._failed(_dropped_call, lambda each: f": of {shortened(_dropped_call(each))}",
+                                "Take a template that writes `tool_calls`.",
+                                "the chat template leaves out a tool call of the question of ", doubt=True)
 
     def _prompts(self) -> Iterator[FailedProof]:
-        yield from self._failed(lambda each: each.header, lambda each: f": it writes {shortened(each.header)} there",
+        yield from self._failed(lambda each: each.header and each.text == each.asked,
+                                lambda each: f": it writes {shortened(each.header)} there",
                                 "The template lacks  {% if add_generation_prompt %}…{% endif %}  at its end.",
                                 "the chat template does not begin an answer at the end of the prompt of ")
+        yield from self._failed(lambda each: self.imitates and each.header and each.text != each.asked,
+                                lambda each: f": {shortened(each.header)}",
+                                "Answers are sampled behind the prompt, and learned with that before them.",
+                                "the chat template writes more before the answer than at the end of the prompt of ",
+                                doubt=True)
         yield from self._failed(lambda each: self.imitates and each.opened and each.opened not in each.answer,
                                 lambda each: f" ends with {shortened(each.opened)}, and its answer lacks that",
                                 "Answers are sampled behind it, and learned without. Write it into them.",
@@ -146,17 +163,43 @@ class _TokenTrial:
         if not self.imitates:
             return
 
-        yield from self._failed(lambda each: _dense(mend_text(each.answer)) not in _dense(each.answered),
-                                lambda each: f": of {shortened(each.answer)} it leaves out something",
+        yield from self._failed(self._left_out, lambda each: f": {self._left_out(each)}",
                                 "What it leaves out is not learned. Take a template that keeps it.",
                                 "the chat template changes the answer of ")
+        yield from self._failed(self._not_learned, lambda each: " has a target without what the assistant says: "
+                                f"{shortened(self._not_learned(each))}", "Learn the last answers alone:  "
+                                "--set data.targets=last" if self.data.targets == "all" else "")
         ends = end_tokens(self.tokenizer, **self.options)
         yield from self._failed(lambda each: each.learned.target[-1] not in ends,
                                 lambda _: " has a target without an end")
         if self.data.targets == "last":
             yield from self._failed(
-                lambda each: not (each.header or each.opened) and each.prompt != each.learned.prompt,
+                lambda each: not (each.header or each.opened or each.messages[-1]["role"] == "assistant") and
+                each.prompt != each.learned.prompt,
                 lambda _: " is asked by other tokens than those behind which its answer is learned")
+
+    def _said(self, each: _Rendered) -> list[Message]:
+        """Return the messages of the assistant that are learned."""
+        said = [message for message in each.whole if message["role"] == "assistant"]
+        return said if self.data.targets == "all" else said[-1:]
+
+    def _left_out(self, each: _Rendered) -> str:
+        """Return what the template leaves out of the answer, or of the calls that are learned, in words; "" if nothing.
+        """
+        if _dense(mend_text(each.answer)) not in _dense(each.answered):
+            return f"of {shortened(each.answer)} it leaves out something"
+        name = next((name for name in _called(self._said(each)) if name not in each.answered), "")
+        return name and f"it leaves out the call of {shortened(name)}"
+
+    def _not_learned(self, each: _Rendered) -> str:
+        """Return a text or the name of a call that the template writes of a learned message, and that is not among the
+        learned tokens; "" if all are. What it strips from earlier answers is its own."""
+        tokens = [token for token, learned in zip(each.learned.target, each.learned.mask) if learned]
+        answered, learned = _dense(each.answered), _dense(self._text(tokens))
+        said = self._said(each)
+        texts = [mend_text(content_text(message.get("content"))) for message in said]
+        return next((text for text in [*texts, *_called(said)] if _dense(text) in answered and not
+                     (_dense(text) in learned or _dense(self._text(encode(self.tokenizer, text))) in learned)), "")
 
     def _turns(self) -> Iterator[FailedProof]:
         """Prove the tokens between two answers, for nodes that converse."""
@@ -188,7 +231,7 @@ class _TokenTrial:
 
     def _characters(self) -> Iterator[FailedProof]:
         def lost(each: _Rendered) -> str:
-            return _lost(each.answered, self._text(each.learned.prompt + each.learned.target))
+            return _lost(each.answered, self._text(encode(self.tokenizer, each.answered)))
 
         yield from self._failed(lost, lambda each: f": {shortened(' '.join(dict.fromkeys(lost(each))))}",
                                 "Take a tokenizer that was trained with them.",
@@ -197,16 +240,17 @@ class _TokenTrial:
     def _lengths(self) -> Iterator[FailedProof]:
         drops = self.data.long_prompts == "drop" and self.records.training
         yield from self._too_long(lambda each: each.prompt, "prompt", "max_prompt_tokens",
-                                  "another takes its place" if drops else "it loses its beginning")
+                                  "another takes its place" if drops else "it loses its beginning", doubt=True)
         if self.imitates:
             yield from self._too_long(lambda each: each.learned.target, "target", "max_target_tokens",
                                       "it loses its end")
 
-    def _too_long(self, tokens: Callable[[_Rendered], list[int]], kind: str, key: str,
-                  fate: str) -> Iterator[FailedProof]:
+    def _too_long(self, tokens: Callable[[_Rendered], list[int]], kind: str, key: str, fate: str,
+                  doubt: bool | None = None) -> Iterator[FailedProof]:
         most, longest = getattr(self.data, key), max(len(tokens(each)) for each in self.rendered)
         yield from self._failed(lambda each: len(tokens(each)) > most, lambda _: f" has a {kind} of more than {most:,} "
-                                f"tokens, up to {longest:,}: {fate}", f"To keep them:  --set data.{key}={longest}")
+                                f"tokens, up to {longest:,}: {fate}", f"To keep them:  --set data.{key}={longest}",
+                                doubt=doubt)
 
     def _openings(self) -> Iterator[FailedProof]:
         if opening := prompt_opening(self.tokenizer, **self.options):
@@ -217,11 +261,24 @@ class _TokenTrial:
 
 
 def _missing(role: str, each: _Rendered) -> str:
-    """Return the text of a message of this role that is not in the rendered prompt; "" if all are. What a template
-    leaves out of earlier answers is its own."""
+    """Return the text of a message of this role that is not in the rendered prompt, as it is or as JSON; "" if all
+    are. What a template leaves out of earlier answers is its own."""
     texts = [content_text(message.get("content")) for message in each.messages
              if message["role"] == role != "assistant"]
-    return next((text for text in texts if _dense(mend_text(text)) not in _dense(each.text)), "")
+    written = _dense(each.text)
+    return next((text for text in texts if _dense(mend_text(text)) not in written and
+                 _dense(json.dumps(mend_text(text), ensure_ascii=False)[1:-1]) not in written), "")
+
+
+def _dropped_call(each: _Rendered) -> str:
+    """Return the name of a call in the question that is not in the rendered prompt; "" if all are."""
+    return next((name for name in _called(each.messages) if name not in each.text), "")
+
+
+def _called(messages: Iterable[Message]) -> list[str]:
+    """Return the names of the tools that messages call."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return [str((call.get("function") or call).get("name", "")) for call in calls]
 
 
 def _dense(text: str) -> str:

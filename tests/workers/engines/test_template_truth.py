@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers_of_kinds import KINDS
 
+from distflow.errors import InvalidInput
 from workers.engines.chat import (
     TurnTemplate,
     answer_tokens,
@@ -22,6 +23,11 @@ from workers.engines.chat import (
 
 THINKS = {"opens_think", "strips_thinking"}  # their prompts, or last answers, have what the whole does not always have
 WORDS = ["What", "is", "3", "+", "The answer", "7.", "é", "日本", "🙂", "\n", "\n\n", " ", "  ", "<b>", "?", "user:"]
+CALLS = (  # a call is written instead of the message's text, and a result needs one
+    "{% for message in messages %}{% if message.tool_calls %}[call] {{ message.tool_calls[0].function.name }}</s>"
+    "{% elif message.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}"
+    "{% endif %}[result] {{ message.content }}{% elif message.role == 'assistant' %} {{ message.content }} </s>"
+    "{% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}")
 MERGES = {"no_end"}  # its text behind an answer may be one token with the answer's last sign, which stays as sampled
 kinds = pytest.mark.parametrize("kind", KINDS)
 build = functools.cache(lambda kind: KINDS[kind]())
@@ -69,6 +75,31 @@ def test_all_turns_learn_what_the_assistant_said_and_no_more(kind):
         empty = "<think>\n\n</think>\n\n" if kind == "strips_thinking" else ""
         assert "".join(text.split()) == "".join(f"{texts[1]} {empty}{texts[3]}".split())
         assert sum(token in end_tokens(tokenizer) for token in learned) == (1 if kind == "no_end" else 2)
+
+
+def test_all_turns_learn_calls_that_the_template_writes_instead_of_text():
+    tokenizer = KINDS["inst"]()
+    tokenizer.chat_template = CALLS
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    messages = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]
+    found = imitated_tokens(tokenizer, messages, turns="all")
+    learned = [token for token, kept in zip(found.target, found.mask) if kept]
+    assert tokenizer.decode(learned).split() == ["[call]", "add</s>", "It", "is", "7.", "</s>"]
+
+
+def test_turns_that_cannot_be_told_apart_are_refused():
+    tokenizer = KINDS["chatml"]()
+    tokenizer.chat_template = tokenizer.chat_template.replace("in messages", "in messages[-2:]")
+    with pytest.raises(InvalidInput, match="the tokens of message 2, .* targets: last"):
+        imitated_tokens(tokenizer, talk("What?", "3.", "And?", "4."), turns="all")
+
+
+def test_answers_that_nothing_ends_are_refused():
+    tokenizer = KINDS["no_end"]()
+    tokenizer.eos_token = None
+    with pytest.raises(InvalidInput, match="set `eos_token`"):
+        imitated_tokens(tokenizer, talk("What?", "3."))
 
 
 @kinds

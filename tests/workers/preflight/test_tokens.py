@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, Task, changed, check_fault, proved
+from preflight_tasks import ANSWERED, CALLED, PAIRS, SUMS, TOOLS, Task, changed, check_fault, proved
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -53,6 +53,17 @@ THINKS = CHAT_TEMPLATE.replace(ASSISTANT + "{% endif %}", ASSISTANT + "<think>\n
 REFUSES = "{{ raise_exception('Only user and assistant roles are supported!') if messages[0].role == 'system' }}" + \
     CHAT_TEMPLATE
 
+CALLS = "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+WRITES_CALLS = TOOLS_FIRST.replace("{{ message['content'] }}" + EOS, "{{ message['content'] }}" + CALLS + EOS)
+RESULTS_AS_JSON = WRITES_CALLS.replace(USER + "{{ message['content'] }}", USER + "{{ message.content | tojson if "
+                                       "message.role == 'tool' else message.content }}")
+HEADER_FIRST = CHAT_TEMPLATE.replace("{{ message['content'] }}" + EOS, "<final>{{ message['content'] }}" + EOS)
+CLOSES = CHAT_TEMPLATE.replace("{% if add_generation_prompt %}" + ASSISTANT, "{% if add_generation_prompt %}" +
+                               ASSISTANT + "{% else %}" + EOS, 1)
+CALL = CALLED[0]["question"][1]
+CALLED_LAST = [{"messages": [*each["question"], {"role": "assistant", "content": "", "tool_calls": CALL["tool_calls"]}],
+                "tools": TOOLS} for each in CALLED]
+WHOLE = {"question": "messages", "answer": "messages"}
 HELLO = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi!"}]
 ASKED = [{**each, "question": [{"role": "user", "content": each["question"]}]} for each in SUMS]
 THOUGHT = [{**each, "answer": f"<think>add</think>{each['answer']}"} for each in SUMS]
@@ -80,6 +91,18 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                           "begins with '<bos>' twice"),
     "a tool that is not listed": (Task([changed(each, name="plus") for each in CALLED], data={"tools": "tools"},
                                        model=with_tools), True, "calls the tool `plus`"),
+    "learned calls that the template drops": (Task(CALLED_LAST, data={**WHOLE, "tools": "tools"}, model=with_tools,
+                                                   tokenizer=partial(tokenizer, CHAT_TEMPLATE)), True,
+                                              "it leaves out the call of `add`"),
+    "calls that the template drops": (Task(CALLED, data={"tools": "tools"}, model=with_tools, tokenizer=tokenizer),
+                                      False, "leaves out a tool call of the question of each"),
+    "a header before learned answers": (Task(SUMS, tokenizer=partial(tokenizer, HEADER_FIRST)), False,
+                                        "writes more before the answer than at the end of the prompt of each"),
+    "answers that the question begins": (Task([{**each, "question": [*each["question"], {
+        "role": "assistant", "content": "It is "}]} for each in ASKED], tokenizer=tokenizer), False,
+                                         "questions of train.jsonl end with an answer of the assistant"),
+    "prompts that are all dropped": (Task(SUMS, "math", data={"max_prompt_tokens": 2, "long_prompts": "drop"},
+                                          tokenizer=tokenizer), False, "another takes its place"),
     "a form that the template begins": (Task(SUMS, "format", tokenizer=partial(tokenizer, THINKS)), True,
                                         "reward: {format: {opened: true}}"),
     "targets beyond the limit": (Task(ANSWERED, data={"max_target_tokens": 4}, tokenizer=tokenizer), True,
@@ -109,7 +132,16 @@ GOOD = {
     "all turns of conversations": Task([{"messages": [*HELLO, *each["question"], {
         "role": "assistant", "content": each["answer"]}]} for each in ASKED],
                                        data={"question": "messages", "answer": "messages", "targets": "all"}),
-    "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools),
+    "tool calls": Task(CALLED, data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, WRITES_CALLS)),
+    "tool calls that are learned": Task(CALLED_LAST, data={**WHOLE, "tools": "tools", "targets": "all"},
+                                        model=with_tools, tokenizer=partial(tokenizer, WRITES_CALLS)),
+    "results that the template writes as JSON": Task(
+        [{**each, "question": [*each["question"][:2], {"role": "tool", "content": '{"r": "2"}'}]} for each in CALLED],
+        data={"tools": "tools"}, model=with_tools, tokenizer=partial(tokenizer, RESULTS_AS_JSON)),
+    "questions without answers": Task([{"question": each["question"]} for each in SUMS], {"length": {"cap": 10}}),
+    "answers that are in the end's name": Task([{**each, "answer": "eos"[a % 3]} for a, each in enumerate(SUMS)]),
+    "an end of the whole conversation": Task(SUMS, "math", tokenizer=partial(tokenizer, CLOSES)),
+    "a header before known answers": Task(SUMS, "math", tokenizer=partial(tokenizer, HEADER_FIRST)),
     "pairs": Task(PAIRS, dag="dpo", data={"columns": ["chosen", "rejected"]}),
     "answers to imitate": Task(ANSWERED),
     "thoughts that the template keeps": Task(THOUGHT),
@@ -130,6 +162,13 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
     account = proved(task, tmp_path, f"good_{[*GOOD].index(name)}")
     assert account.doubts == []
     assert account.proved.keys() == {"data", "rewards", "tokens"}
+
+
+def test_fields_that_are_not_encoded_leave_no_record_out(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = Task([{**each, "source": "a" * 410_000} for each in SUMS[:2]], data={"max_target_tokens": 1},
+                tokenizer=tokenizer)
+    check_fault(task, True, "each of the first 2 records has a target", tmp_path, "unused_field")
 
 
 def test_validate_proves_the_default_run_without_a_doubt(capsys) -> None:
