@@ -10,9 +10,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from fork_server import fork_process
@@ -20,6 +22,8 @@ from fork_server import fork_process
 from distflow.telemetry.stack_file import StackFile
 
 _LIMIT = 240.0
+_OURS = [Path(__file__).resolve().parents[1], *map(Path, sysconfig.get_paths().values())]
+"""Folders with modules that a user does not write."""
 _THREADS = 40  # gloo leaves one of each group that stays referenced, which wakes a hundred times a second
 _pool: list[tuple[multiprocessing.Process, Connection]] = []
 _stacks: dict[int, StackFile] = {}  # by pid
@@ -147,11 +151,13 @@ def _run(rank: int, port: int, call: int, ranks: int, path: str, name: str, argu
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"call{call}", store), rank=rank, world_size=ranks,
                             timeout=datetime.timedelta(seconds=_LIMIT / 2))
+    search_path, modules = sys.path[:], {*sys.modules}
     try:
         return getattr(_module(path), name)(*arguments)
     finally:
         dist.destroy_process_group()
         _forget_groups()
+        _forget_users(search_path, modules)
 
 
 def _forget_groups() -> None:
@@ -164,6 +170,16 @@ def _forget_groups() -> None:
         _redistribute._gen_transform_infos.cache_clear()
     if "workers.engines.devices" in sys.modules:
         sys.modules["workers.engines.devices"].mesh_of.cache_clear()
+
+
+def _forget_users(search_path: list[str], modules: set[str]) -> None:
+    """Take back what a job has added to Python's path, and users' modules that it has imported: those of the next job
+    may have the same names."""
+    sys.path[:] = search_path
+    for name in {*sys.modules} - modules:
+        file = Path(getattr(sys.modules[name], "__file__", None) or __file__).resolve()
+        if not any(file.is_relative_to(folder) for folder in _OURS):
+            del sys.modules[name]
 
 
 def _module(path: str) -> Any:
