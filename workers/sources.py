@@ -474,8 +474,8 @@ def source_of(ctx: TrainContext) -> Dataloader:
         if follows:
             first = prompted_role(ctx.spec, ctx.context.plan.groups[0].plan.chain(0))
             tokenizer = tokenizer_of(ctx.spec, first, role)
-        whole = plan if channel is None else None  # others sample elsewhere
-        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer, whole)
+        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer, plan,
+                          sampled_elsewhere=channel is not None)
 
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
         source = loader()
