@@ -145,7 +145,7 @@ def run_ranks(spec: Spec, options: argparse.Namespace, elastic: ElasticAgent | N
     before = elastic.folder() if elastic else folder_before_restart(spec)
     if not options.resume and before:
         options.resume = str(before)
-    proved = prove_inputs(spec, not (before or options.export)) if not _torchrun_number("RANK", 0) else None
+    proved = prove_inputs(spec, not (options.resume or options.export)) if not _torchrun_number("RANK", 0) else None
     folder = choose_folder(spec, plan.name, options, _torchrun_number("RANK", 0))
     if options.export or options.in_process:
         return run_in_process(spec, plan, folder, options, proved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from distflow.config.run import Data
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
 from distflow.data.data_files import data_files
-from distflow.data.dataloader import ONE, Dataloader, Mixture, UsableRecords
+from distflow.data.dataloader import ONE, Dataloader, Encode, Mixture, UsableRecords
 from distflow.data.dataset import LabelledRecords, OversizedImage, Record, open_images, open_training_sets
 from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import (
@@ -120,12 +120,12 @@ def _content(text: str, before: int) -> str | list[dict[str, str]]:
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: ImageEncoder | None = None,
-            plan: Plan | None = None) -> Callable[[list[Record]], dict[str, ColumnData]]:
+            plan: Plan | None = None, sampled_elsewhere: bool = False) -> Encode:
     """Return a function that encodes questions and answers by the chat template, if there is one. Of longer prompts
     than `max_prompt_tokens` the beginning is lost, of targets the end; metrics count them. Targets are left out where
-    no task of the `plan` reads them. Where none samples, prompts are what precedes a target in its conversation, and
-    not what the template would have continued."""
-    imitates = plan is not None and not any(task.samples for task in plan.tasks)
+    no task of the `plan` reads them. Where none samples, here or `sampled_elsewhere`, prompts are what precedes a
+    target in its conversation, and not what the template would have continued."""
+    imitates = not (plan is None or sampled_elsewhere or any(task.samples for task in plan.tasks))
     learns = plan is None or any(column.name == "targets" for task in plan.tasks for column in task.reads)
     require_template(tokenizer, data)
 
@@ -216,9 +216,9 @@ def data_file(spec: Spec, name: str) -> Path:
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
                balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
-               plan: Plan | None = None) -> Dataloader:
-    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan`: see
-    `encoder`."""
+               plan: Plan | None = None, sampled_elsewhere: bool = False) -> Dataloader:
+    """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan` and
+    `sampled_elsewhere`: see `encoder`."""
     data, fields = spec.run.data, training_fields(spec)
     training = open_training_sets(data, spec.data_path)
     opened = [*training.values()]
@@ -231,5 +231,5 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     sets = [UsableRecords(records, fields, too_long) for records in opened]
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
-    encode = encoder(tokenizer, data, images, plan)
+    encode = encoder(tokenizer, data, images, plan, sampled_elsewhere)
     return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance, data_files(spec, training))

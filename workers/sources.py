@@ -469,19 +469,20 @@ def source_of(ctx: TrainContext) -> Dataloader:
     channel, plan, run = ctx.channel, ctx.plan, ctx.spec.run
     follows = channel is not None and ctx.follower is not None
 
-    def loader() -> Dataloader:
+    def loader(reader: Plan = plan) -> Dataloader:
         role, tokenizer = ctx.roles[ctx.prompted], None
         if follows:
             first = prompted_role(ctx.spec, ctx.context.plan.groups[0].plan.chain(0))
             tokenizer = tokenizer_of(ctx.spec, first, role)
-        whole = plan if channel is None else None  # others sample elsewhere
-        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer, whole)
+        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer, reader,
+                          sampled_elsewhere=channel is not None)
 
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read
         source = loader()
         source.in_order = run.mode == "sync" or run.on_stale == "wait"
         return source
-    colocated = ColocatedSource.of(ctx, channel, loader()) if run.mode == "semi_sync" and not follows else None
+    colocated = ColocatedSource.of(ctx, channel, loader(ctx.context.plan.groups[1].plan)) \
+        if run.mode == "semi_sync" and not follows else None
     fusion = Fusion(plan, ctx.rank, loader(), channel, run.wait_limit, ctx.executor) if plan.early else None
     draws = run.steps if all(task.draws == 1 for task in plan.tasks) else None
     given = (loader(), channel, plan, ctx.rank, run.staleness, draws, run.wait_limit, colocated, fusion, ctx.attempt,

@@ -274,7 +274,8 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     tokenizer = tokenizer_of(spec, prompted, role)
     executor = InferenceExecutor(group.plan, _load_functions(spec, group.plan), roles, dist.get_rank(),
                                  RankStatus(store, dist.get_rank(), len(ranks), ranks.start), spec.run.seed)
-    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer=tokenizer)
+    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, None, tokenizer,
+                        group.plan, sampled_elsewhere=True)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()
     _open_timeline(context)
@@ -291,8 +292,8 @@ def _rollout_context(context: RankContext, worker_context: WorkerContext, channe
     functions, name = _load_functions(spec, plan), validated_elsewhere(spec, context.plan)
     validation = RolloutValidation(spec, roles[name], channel, who) if name else None
     prompted = prompted_role(spec, [task for task in plan.tasks if task.samples])
-    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted]), channel, who, n_loops,
-                          context.plan.rollouts, dedicated=True, validation=validation)
+    return RolloutContext(spec, plan, functions, roles, dataloader(spec, roles[prompted], plan=plan), channel, who,
+                          n_loops, context.plan.rollouts, dedicated=True, validation=validation)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,9 +25,17 @@ from distflow.data.dataset import (
     form_in_use,
     open_records,
     open_training_sets,
+    read_blocks,
 )
 from distflow.data.duplicates import find_repeats, overlaps
-from distflow.data.problems import asked_and_answered, ends_with_answer, has_broken_text, messages_of, tools_of
+from distflow.data.problems import (
+    asked_and_answered,
+    ends_with_answer,
+    has_broken_text,
+    holds_answer,
+    messages_of,
+    tools_of,
+)
 from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
@@ -149,16 +158,23 @@ def _check_rendering(spec: Spec, records: Records) -> None:
 
 
 def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
-    """Yield notes on records that are read otherwise than they are written, of the first ones."""
-    read, data = records.get(range(min(len(records), _COMPARED))), spec.run.data
-    broken = [index for index, record in enumerate(read) if has_broken_text(record)]
+    """Yield notes on records that are read otherwise than they are written, of the first ones. Raises InvalidInput: the
+    answer that is imitated would continue that of the messages."""
+    data, read, broken, continued = spec.run.data, min(len(records), _COMPARED), list[int](), list[int]()
+    for index, record in itertools.islice(read_blocks(records), read):
+        broken += [index] * has_broken_text(record)
+        continued += [index] * (data.question in record and ends_with_answer(asked_and_answered(record, data)[0]))
     if broken:
-        yield f"{len(broken)} of {len(read)} records of {name} have half of a surrogate pair in a text, such as " \
+        yield f"{len(broken)} of {read} records of {name} have half of a surrogate pair in a text, such as " \
               f"{records.location(broken[0])}: it becomes U+FFFD, and `data/texts_mended` counts such records"
-    continued = [index for index, record in enumerate(read)
-                 if data.question in record and ends_with_answer(asked_and_answered(record, data)[0])]
+    form = form_in_use(records)
+    asked = form.question if form else data.question
+    if continued and holds_answer(asked) and data.answer in imitated_fields(spec):
+        what = f"the messages of `{asked}` end with an answer, which `{data.answer}` would continue"
+        raise InvalidInput(Diagnostic(what, records.location(continued[0]),
+                                      f"To learn the messages:  --set data.answer={asked}"))
     if continued:
-        yield f"{len(continued)} of {len(read)} questions of {name} end with an answer of the assistant, which the " \
+        yield f"{len(continued)} of {read} questions of {name} end with an answer of the assistant, which the " \
               f"model continues, such as {records.location(continued[0])}. Ask without it:  --set data.drop_answer=true"
 
 

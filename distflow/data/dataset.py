@@ -28,10 +28,13 @@ from distflow.data.forms import Form, columns_of, field_names, form_of, reader_o
 from distflow.data.parquet import Parquet
 from distflow.data.problems import (
     CONVERSATION,
+    NAME_IMAGES,
+    ONLY_TEXT,
     Record,
     answer_error,
     answer_text,
     differs_from_question,
+    has_other_parts,
     is_conversation,
     is_empty,
     is_empty_question,
@@ -288,6 +291,8 @@ class RequiredFields:
     """Whether a record with an empty field is a mistake."""
     imitated: Set[str] = frozenset()
     """Those of `texts` that become tokens, so that a list or a mapping is none."""
+    images: bool = True
+    """Whether messages may have parts that are no text."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -307,7 +312,8 @@ class RequiredFields:
 
 def fields_of(data: Data, own: Iterable[str], answers: bool = True, imitated: Set[str] = frozenset()) -> RequiredFields:
     """Return the fields that a run needs of each record: the question, the answer if it is read, and `own`."""
-    return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, data.strict, imitated)
+    return RequiredFields(data.question, (*([data.answer] if answers else ()), *own), data.tools, data.strict, imitated,
+                          data.images is not None)
 
 
 def check_records(records: Records, fields: RequiredFields, nth: int = 1,
@@ -366,6 +372,8 @@ def _check_record(records: Records, index: int, record: Record, fields: Required
 
 def _way_out(name: str, value: Any, kind: str, fields: RequiredFields) -> str:
     """Return what to write where a field has a value that cannot be used."""
+    if kind == ONLY_TEXT:
+        return NAME_IMAGES
     if kind == _FILLED and fields.strict:
         return "Take the record out, or have such records passed over:  --set data.strict=false"
     key = "question" if name == fields.question else "answer" if name == next(iter(fields.texts), "") else "columns"
@@ -425,6 +433,8 @@ def _requirement(record: Record, name: str, fields: RequiredFields) -> str:
     value = record[name]
     if name != fields.question and differs_from_question(value, asked):
         return "an answer to the question of its record, and it is a conversation about another one"
+    if not fields.images and has_other_parts(value):
+        return ONLY_TEXT
     return question_error(value) if name == fields.question else answer_error(value, name in fields.imitated)
 
 

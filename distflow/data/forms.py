@@ -6,7 +6,9 @@ reads `record[data.question]`. A form is taken only where the run file names no 
 
 from __future__ import annotations
 
+import decimal
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 from distflow.config.expressions import OWN_FILTER
 from distflow.config.run import Data
-from distflow.data.problems import holds_answer, is_conversation
+from distflow.data.problems import answer_text, holds_answer, is_conversation
 
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
@@ -36,6 +38,7 @@ class Form:
     """Field with what the question is about, which may be empty and is put behind it."""
 
 
+_SHAREGPT_FIELD = "conversations"
 _ALPACA = Form("Alpaca's form", ("instruction", "input", "output"), "instruction", "output", "input")
 FORMS = (
     Form("verl's form", ("prompt", "reward_model.ground_truth"), "prompt", "reward_model.ground_truth"),
@@ -44,7 +47,7 @@ FORMS = (
     Form("TRL's form of preferences between conversations", ("chosen", "rejected"), "chosen", "chosen"),
     Form("TRL's form of prompts", ("prompt",), "prompt"),
     Form("TRL's form of conversations", ("messages",), "messages"),
-    Form("ShareGPT's form", ("conversations",), "conversations"),
+    Form("ShareGPT's form", (_SHAREGPT_FIELD,), _SHAREGPT_FIELD),
     _ALPACA,
 )
 
@@ -81,12 +84,34 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
         for name in texts:
             if isinstance(value := result.get(name), str | list | dict):
                 result[name] = as_messages(value)
+        if form is _ALPACA or (form.question if form else data.question) == _SHAREGPT_FIELD:
+            result[data.question] = _with_context(result.get(data.question), record)
+        if isinstance(answer := result.get(data.answer), list) and answer and all(map(_is_number, answer)):
+            result[data.answer] = [*map(answer_text, answer)]  # each is right; as numbers they would be an interval
         whole = data.answer not in result and holds_answer(form.question if form else data.question)
         if whole and is_conversation(asked := result.get(data.question)):
             result[data.question], result[data.answer] = asked[:-1], asked[-1:]
         return result
 
     return read
+
+
+def _with_context(asked: Any, record: Record) -> Any:
+    """Return a question behind its record's `system` text and `history` of pairs, as LLaMA-Factory has them."""
+    system, history = record.get("system"), record.get("history")
+    turns = [turn for turn in (history if isinstance(history, list) else ())
+             if isinstance(turn, list) and [*map(type, turn)] == [str, str]]
+    before = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
+    if isinstance(system, str) and system.strip():
+        before.insert(0, {"role": "system", "content": system})
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    alone = isinstance(messages, list) and messages and isinstance(messages[0], dict) and \
+        messages[0].get("role") != "system"
+    return [*before, *messages] if before and alone else asked
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | decimal.Decimal) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_messages(value: Any) -> Any:
@@ -146,7 +171,7 @@ def columns_of(data: Data, names: list[str]) -> list[str] | None:
         return None
     fields += [data.question, data.answer, *filter(None, (data.tools, data.images))]
     fields += [word for text in data.filter for word in re.findall(r"\w+", text)]
-    fields += [field for form in forms for field in form.fields]
+    fields += [field for form in forms for field in form.fields] + ["system", "history"] * bool(forms)
     return [name for name in names if name in {*map(_column_of(names), fields)}]
 
 

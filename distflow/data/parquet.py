@@ -7,6 +7,8 @@ So a shuffled epoch decodes each row group once, and memory does not grow with t
 
 from __future__ import annotations
 
+import errno
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,8 +47,23 @@ class Parquet:
         self.held = 0  # bytes of batches in memory
 
     def read_only(self, columns: list[str] | None) -> None:
-        """Read these columns alone; None: all."""
+        """Read these columns alone; None: all. Raises InvalidInput: the temporary folder has no room for them."""
         self.columns = columns
+        metadata = self.file.metadata
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        size = sum(column.total_uncompressed_size for group in groups
+                   for column in map(group.column, range(group.num_columns)) if self._is_read(column))
+        if size > _MEMORY and size > shutil.disk_usage(tempfile.gettempdir()).free:
+            raise self._no_room(f": its columns take up to {size / 2**30:.1f} GiB")
+
+    def _is_read(self, column: Any) -> bool:
+        return self.columns is None or column.path_in_schema.partition(".")[0] in self.columns
+
+    def _no_room(self, need: str = "") -> InvalidInput:
+        what = f"the temporary folder {tempfile.gettempdir()} has no room for the unpacked file{need}"
+        return InvalidInput(Diagnostic(what, Location(str(self.path)),
+                                       "Each process unpacks its own copy. Name a folder on a larger disk:  "
+                                       "TMPDIR=/large/folder distflow run …"))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -73,10 +90,12 @@ class Parquet:
             try:
                 for batch in self.file.iter_batches(_ROWS, [number], self.columns, use_threads=False):
                     batches.add(batch, _MEMORY - self.held)
+                batches.finish()
             except (pyarrow.ArrowInvalid, OSError) as error:
+                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                    raise self._no_room() from None
                 raise InvalidInput(f"{self.location(int(self.starts[number]))} and those behind it cannot be read: "
                                    f"{error}") from None
-            batches.finish()
             self.held += batches.size
             self.groups[number] = batches
         return self.groups[number]
@@ -86,7 +105,7 @@ class Parquet:
         for column in map(group.column, range(group.num_columns)):
             name = column.path_in_schema.partition(".")[0]
             large = max(_PAGES, _RATIO * column.total_compressed_size)
-            if (self.columns is None or name in self.columns) and column.total_uncompressed_size > large:
+            if self._is_read(column) and column.total_uncompressed_size > large:
                 what = f"column `{name}` unpacks {column.total_compressed_size:,} bytes to " \
                        f"{column.total_uncompressed_size:,}"
                 raise InvalidInput(Diagnostic(what, self.location(int(self.starts[number])),

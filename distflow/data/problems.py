@@ -10,11 +10,14 @@ import re
 from typing import Any, TypeGuard
 
 from distflow.config.run import Data
+from distflow.errors import Diagnostic, InvalidInput
 
 Record = dict[str, Any]
 _PYTHON_TEXT = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
 _PYTHON = "JSON or a list: Python has written its messages as text; write them by `json.dumps`"
 _TOOLS = 'a list of tools as {"type": "function", "function": {…}}, or JSON text of one'
+ONLY_TEXT = "messages whose parts are all text, since the run file names no field with images"
+NAME_IMAGES = "Say which field has them:  --set data.images=FIELD"
 CONVERSATION = "a conversation: a list of messages that ends with an answer of the assistant"
 _MESSAGES = 'a list of messages as {"role": "assistant", "content": …}'
 Message = dict[str, Any]
@@ -29,7 +32,7 @@ def messages_of(record: Record, data: Data) -> list[Message]:
 def asked_messages(asked: str | list[Message], data: Data) -> list[Message]:
     """Return a question as `messages_of` returns that of a record."""
     asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    messages = [_message(each) for each in asked]
+    messages = [_message(each, data) for each in asked]
     if data.system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     last = next((each for each in reversed(messages) if each["role"] == "user"), None)
@@ -60,7 +63,8 @@ def conversation_of(record: Record, data: Data) -> list[Message]:
     """Return a record's question and answer as the messages of one conversation; an answer that the question begins is
     one message with it."""
     messages, (_, answer) = messages_of(record, data), asked_and_answered(record, data)
-    said = _message(answer[-1]) if ends_with_answer(answer) else {"role": "assistant", "content": answer_text(answer)}
+    said = _message(answer[-1], data) if ends_with_answer(answer) else \
+        {"role": "assistant", "content": answer_text(answer)}
     if messages[-1]["role"] != "assistant":
         return [*messages, said]
     begun = f"{content_text(messages[-1].get('content'))}{content_text(said.get('content'))}"
@@ -227,8 +231,22 @@ def _is_message(value: Any) -> bool:
         isinstance(part, dict) and isinstance(part.get("text"), str | None) for part in parts)
 
 
-def _message(message: Message) -> Message:
+def has_other_parts(value: Any) -> bool:
+    """Return whether messages have parts that are no text, such as images."""
+    contents = [message.get("content") for message in value if isinstance(message, dict)] \
+        if isinstance(value, list) else []
+    return any((part.get("type") or ("text" if isinstance(part.get("text"), str) else "")) != "text"
+               for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+
+
+def _message(message: Message, data: Data) -> Message:
+    """Return a message as templates take it. Where no field has images, its parts are one text, since such templates
+    trim or print what they take for one."""
     found = {name: _without_nulls(value) for name, value in message.items() if value is not None or name == "content"}
+    if data.images is None and isinstance(found.get("content"), list):
+        if has_other_parts([message]):
+            raise InvalidInput(Diagnostic(f"a question must be {ONLY_TEXT}", None, NAME_IMAGES))
+        found["content"] = content_text(found["content"])
     if isinstance(calls := found.get("tool_calls"), list):
         found["tool_calls"] = [with_parsed_arguments(call) for call in calls]
     return found

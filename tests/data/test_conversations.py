@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from distflow.config.load import load
 from distflow.config.run import Data
+from distflow.data.checks import check_data
 from distflow.data.dataset import check_records, fields_of, open_records
 from distflow.data.problems import (
     answer_text,
@@ -95,3 +97,17 @@ def test_half_of_a_pair_becomes_the_replacement_character(text, mended):
     record = {"question": [{"role": "user", "content": text}], "answer": 7}
     assert mended_record(record) == {"question": [{"role": "user", "content": mended}], "answer": 7}
     assert (mended_record(record) is record) == (text == mended)
+
+
+@pytest.mark.parametrize("dag", ["sft", "grpo"])
+@pytest.mark.parametrize("question", ["question", "messages"])
+def test_an_answer_beside_messages_that_have_one_is_not_imitated(tmp_path: Path, dag: str, question: str) -> None:
+    path = tmp_path / "math.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1?", "answer": "2", "messages": TURNS}) + "\n")
+    settings = [f"data.train={path}", f"validation.data={{test: {path}}}", "data.batch=1", f"data.question={question}"]
+    if dag == "grpo":
+        assert any("drop_answer" in note for note in check_data(load(dag, None, settings)))
+        return
+    with pytest.raises(InvalidInput, match="To learn the messages:  --set data.answer=messages"):
+        check_data(load(dag, None, settings))
+    check_data(load(dag, None, [*settings, "data.answer=messages"]))

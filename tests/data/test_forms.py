@@ -29,6 +29,11 @@ READ = {  # form → record, settings, question as messages, answer, columns
     "number": ({"question": "1 + 1?", "answer": 2.0}, {}, ASKED, "2", {}),
     "boolean": ({"question": "1 + 1?", "answer": True}, {}, ASKED, "true", {}),
     "several answers": ({"question": "1 + 1?", "answer": ["2", "zwei"]}, {}, ASKED, '["2", "zwei"]', {}),
+    "several numbers": ({"question": "1 + 1?", "answer": [2, 2.5]}, {}, ASKED, '["2", "2.5"]', {}),
+    "numbers of another field": ({"question": "1 + 1?", "answer": "2", "tests": [1, 2]}, {"columns": ["tests"]}, ASKED,
+                                 "2", {"tests": "[1, 2]"}),
+    "parts of text": ({"question": [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}], "answer": "2"},
+                      {}, ASKED, "2", {}),
     "one of several answers": ({"question": "1 + 1?", "answer": ["2", "zwei"]}, {"answer": "answer.0"}, ASKED, "2", {}),
     "SQuAD": ({"question": "1 + 1?", "answers": {"text": ["2"], "answer_start": [3]}}, {"answer": "answers.text.0"},
               ASKED, "2", {}),
@@ -55,6 +60,13 @@ READ = {  # form → record, settings, question as messages, answer, columns
     "Alpaca, named": ({"instruction": "Add.", "input": "1 + 1", "output": "2"},
                       {"question": "instruction", "answer": "output"},
                       [{"role": "user", "content": "Add.\n\n1 + 1"}], "2", {}),
+    "Alpaca with system and history": (
+        {"instruction": "1 + 1?", "input": "", "output": "2", "system": "Add.", "history": [["0 + 1?", "1"]]}, {},
+        [{"role": "system", "content": "Add."}, {"role": "user", "content": "0 + 1?"},
+         {"role": "assistant", "content": "1"}, *ASKED], "2", {}),
+    "ShareGPT with system": ({"conversations": SHAREGPT, "system": "Add."}, {},
+                             [{"role": "system", "content": "Add."}, *ASKED], "2", {}),
+    "ShareGPT with an empty system": ({"conversations": SHAREGPT, "system": "", "tools": ""}, {}, ASKED, "2", {}),
     "ShareGPT, questions": ({"conversations": SHAREGPT[:1], "answer": "2"}, {"question": "conversations"}, ASKED, "2",
                             {}),
     "OpenAI's messages": ({"messages": TURNS}, {}, ASKED, "2", {}),
@@ -81,6 +93,9 @@ REFUSED = {  # form → record, settings, what the message says
     "a list that is imitated": ({"question": "1 + 1?", "answer": ["2"]}, {"imitated": {"answer"}},
                                 'must be text or a number, not [\'2\'].\n\n    1 |  {"question": "1 + 1?", "answer": '
                                 '["2"]}\n\nTo take what is in it:  --set data.answer=answer.0'),
+    "an image, and no field of images": (
+        {"question": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
+         "answer": "2"}, {}, "Say which field has them:  --set data.images=FIELD"),
     "no such path": ({"question": "1 + 1?", "a": {"c": "2"}}, {"answer": "a.b"}, "the record has no field `a.b`"),
 }
 

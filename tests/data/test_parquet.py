@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -69,3 +72,15 @@ def test_pages_that_would_fill_the_memory_are_refused(tmp_path: Path, monkeypatc
     with pytest.raises(InvalidInput, match="column `question` unpacks [0-9,]+ bytes to 16,777,"):
         open_records(path, Data(train="")).get([0])
     assert open_records(path, Data(train="", question="wide")).get([0])[0]["wide"] == "1"
+
+
+def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, 2000, 600)
+    monkeypatch.setattr(parquet, "_MEMORY", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(InvalidInput, match=r"no room for the unpacked file: its columns take(.|\n)*TMPDIR="):
+            open_records(path, Data(train=""))
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **_: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(InvalidInput, match=r"no room for the unpacked file(.|\n)*TMPDIR="):
+        open_records(path, Data(train="")).get([0])

@@ -38,7 +38,7 @@ def test_a_number_is_an_answer(answer, text):
     (CHAT, {"system_prompt": "Be long."}, CHAT),
     ("1 + 1?", {"prompt_suffix": " Think."}, [{"role": "user", "content": "1 + 1? Think."}]),
     (CHAT, {"prompt_suffix": " Think."}, [*CHAT[:3], {"role": "user", "content": "1 + 1? Think."}]),
-    ([{"role": "user", "content": [{"type": "image"}]}], {"prompt_suffix": "!"},
+    ([{"role": "user", "content": [{"type": "image"}]}], {"prompt_suffix": "!", "images": "images"},
      [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "!"}]}]),
     ([{**USER, "tool_calls": None}], {}, [USER]),
 ])
@@ -93,7 +93,7 @@ def test_keys_that_parquet_has_added_are_taken_out_however_deep(tmp_path):
     rows = [{"question": question, "answer": "2", "tools": tools} for question in asked]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
     records = open_records(tmp_path / "chat.parquet").get([0, 1])
-    data = Data(train="", tools="tools")
+    data = Data(train="", tools="tools", images="images")
     assert records != rows, "Parquet has added keys"
     assert [messages_of(record, data) for record in records] == asked
     assert [tools_of(record, data) for record in records] == [tools, tools]

@@ -10,10 +10,12 @@ import torch
 from PIL import Image
 from tokenizers_of_kinds import KINDS
 
+from distflow.config.load import load
 from distflow.config.run import Data
 from distflow.data.dataset import open_images
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import Metrics, current, recording
+from planners import plan as make_plan
 from workers.encode import ImageEncoder, encode_prompts, encoder
 from workers.engines.embedded import EMBEDDED_IMAGE_PROCESSOR, IMAGE, IMAGE_ID, build_tokenizer
 
@@ -149,3 +151,12 @@ def test_a_picture_that_would_fill_the_memory_is_passed_over(tokenizer, monkeypa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     record = {"question": "after", "picture": png(64, 64)}
     assert ImageEncoder(EMBEDDED_IMAGE_PROCESSOR, IMAGE_ID, Path()).too_long(tokenizer, DATA, record)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_targets_that_no_task_reads_are_not_rendered(group: int) -> None:
+    plan = make_plan(load("grpo", None, ["mode=async"]), 2).groups[group].plan
+    tokenizer, record = build_tokenizer(["one? two"]), {"question": "one?", "answer": "two"}
+    columns = encoder(tokenizer, Data(train="x"), plan=plan, sampled_elsewhere=True)([record])
+    assert "targets" not in columns
+    assert torch.equal(columns["prompts"].values, encode_prompts(tokenizer, Data(train="x"), [record])[0].values)

@@ -38,7 +38,7 @@ class Loader:
     """Two prompts a step; `position` of those that were drawn."""
 
     batch = PROMPTS
-    records = encode = seed = share = layout = None
+    records = encode = seed = share = layout = files = None
 
     def __init__(self, steps: int):
         self.position = steps * PROMPTS
@@ -218,7 +218,7 @@ def test_a_source_in_order_refuses_to_leave_out_what_was_left_over(channel, unor
     ("async", "drop", False), ("semi_sync", "keep", False), ("async", "wait", True), ("sync", "drop", True)])
 def test_a_checkpoint_with_prompts_left_over_can_be_exported(monkeypatch, mode, on_stale, refused):
     """An export joins without a dock, and trains on nothing."""
-    monkeypatch.setattr("workers.sources.dataloader", lambda *_: Dataloader([{}] * 8, None, PROMPTS, 0))
+    monkeypatch.setattr("workers.sources.dataloader", lambda *_, **__: Dataloader([{}] * 8, None, PROMPTS, 0))
     source = source_of(SimpleNamespace(
         channel=None, plan=SimpleNamespace(source=SimpleNamespace(share=lambda rank: None)), roles={"actor": None},
         prompted="actor", rank=0, balance=None,

@@ -31,7 +31,8 @@ from workers.isolation.user_code import FailureStreak
 Columns = dict[str, Sequence[Any]]
 CallResults = dict[tuple[int, int], float | FailedSample]  # result by (call, row)
 Reported = Sequence[Any]  # [name, sum, count]
-_pools: dict[float, RewardPool] = {}  # pools by memory limit; nodes and validation share them
+_pools: dict[tuple[float, bool], RewardPool] = {}
+"""Pools by memory limit and whether they are quiet; nodes and validation share them."""
 
 
 @dataclass
@@ -61,10 +62,10 @@ class Reference:
 
 class Scorer:
     """Scores batches by one recipe, and counts how many samples in a row have failed. `own_pool`: other threads score
-    at the same time, and pools are not thread-safe."""
+    at the same time, and pools are not thread-safe. `quiet`: with one that does not report slow rewards."""
 
     def __init__(self, recipe: Any, workers: int | None = None, memory_gib: float = 8.0, limit: float = 300.0,
-                 patience: int = 3, own_pool: bool = False):
+                 patience: int = 3, own_pool: bool = False, quiet: bool = False):
         self.recipe, problems = read_recipe(recipe)
         for problem in problems:
             raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
@@ -72,7 +73,7 @@ class Scorer:
         self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct_calls(self.recipe.terms)
         size = workers or _default_workers()
-        self.pool = RewardPool(size, memory_gib) if own_pool else _pool(size, memory_gib)
+        self.pool = RewardPool(size, memory_gib) if own_pool else _pool(size, memory_gib, quiet)
         self.limit, self.patience, self.failures = limit, patience, FailureStreak()
 
     def score(self, columns: Columns, names: Sequence[int]) -> Scores:
@@ -178,11 +179,11 @@ def report(scores: Scores, names: Sequence[int]) -> str:
     return f"{every or lost} of {len(scores.keep)} samples left out: {'; '.join(parts)}"
 
 
-def _pool(size: int, memory_gib: float) -> RewardPool:
-    if memory_gib not in _pools:
-        _pools[memory_gib] = RewardPool(size, memory_gib)
-    _pools[memory_gib].size = max(_pools[memory_gib].size, size)
-    return _pools[memory_gib]
+def _pool(size: int, memory_gib: float, quiet: bool) -> RewardPool:
+    key = memory_gib, quiet
+    pool = _pools[key] if key in _pools else _pools.setdefault(key, RewardPool(size, memory_gib, quiet))
+    pool.size = max(pool.size, size)
+    return pool
 
 
 def _default_workers() -> int:

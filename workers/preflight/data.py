@@ -58,13 +58,14 @@ def _answers_are_not_in_questions(records: FirstRecords) -> Iterator[FailedProof
 
 def _choices_are_offered(records: FirstRecords) -> Iterator[FailedProof]:
     offers = [set(_OFFER.findall(question)) for question in records.questions]
-    offered = [index for index, letters in enumerate(offers) if {"A", "B"} <= letters or {"a", "b"} <= letters]
+    offered = [index for index, letters in enumerate(offers) if {*"ABC"} <= letters or {*"abc"} <= letters]
     odd = [index for index in offered if re.fullmatch(r"\d|[A-Za-z]", records.answers[index].strip())
            and records.answers[index].strip() not in offers[index]]
     if odd:
         letters, answer = " ".join(sorted(offers[odd[0]])), records.answers[odd[0]].strip()
         yield from records.failed(odd, f" offers the choices {letters}, and its answer is `{answer}`, which is none of "
-                                  "them", "Write each answer as the question writes its choice.")
+                                  "them", "If a letter is asked for, write each answer as the question writes it.",
+                                  doubt=True)
 
 
 def _pairs_differ(records: FirstRecords) -> Iterator[FailedProof]:

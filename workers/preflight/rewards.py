@@ -45,14 +45,23 @@ from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
 _LIMIT, _CALLS_LIMIT, _CALL_LIMIT, _SCAN = 20.0, 10.0, 3.0, 1.5
 """Seconds for all rewards of a run, for the calls of one of them with the import of its module, for one call of a
-user's own, and for the look at references of the whole data."""
+user's own, and for the look of all rewards at references of the whole data."""
 _FEW, _SEVERAL = 3, 16
 """Records on which a reward is called; several, where the rank computes it itself in microseconds."""
 _BLOCK = 64
+_ONE_CALL = 1.0
+"""Seconds of a call from which on a user's reward gets no further one."""
+_ALWAYS = re.compile(
+    r"raised (?:NameError|UnboundLocalError|ImportError|ModuleNotFoundError|AttributeError(?!: 'NoneType')"
+    r"|TypeError: \S+\(\) (?:missing|takes|got))|returned ")
+"""Failures that do not come from the form of a completion: others may, where no reference is declared."""
 _NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)")
 _SLOW = ("took longer", "was not done", "its module")
 _FORMS = ("{}", r"\boxed{{{}}}", "#### {}", "<think>\n?\n</think>\n<answer>{}</answer>", "```python\n{}\n```")
 """Forms in which a reward that does not say so may ask for an answer."""
+_FEW_TRIES = 2
+"""Tries on a record by such a reward: the answer itself and an empty one. The others come if it earns no more."""
+_NAME_IT = "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)"
 _OWN, _SWAPPED, _EMPTY, _QUESTION, _OTHER = "own", "swapped", "an empty answer", "the repeated question", \
     "another record's answer"
 _MODULES_HINT = "The module of a reward must not end the process that imports it. What it printed stands above."
@@ -90,10 +99,11 @@ def _names(settings: Sequence[RewardSetting]) -> list[str]:
 
 def _write(spec: Spec, settings: Sequence[RewardSetting], sets: Sequence[FirstRecords], lines: TextIO) -> None:
     """Write each failed proof as a line of JSON, and a DistflowError as such."""
+    until, called = time.monotonic() + _SCAN, set[str]()
     try:
         for failed in (each for setting in settings for records in sets
                        if records.training != (setting.source is spec.run_source)
-                       for trial in _trials(spec, setting, records) for each in trial.proofs()):
+                       for trial in _trials(spec, setting, records) for each in trial.proofs(until, called)):
             print(json.dumps(asdict(failed)), file=lines, flush=True)
     except DistflowError as error:
         mistakes = error.mistakes if isinstance(error, InvalidInput) else [Diagnostic(str(error))]
@@ -111,10 +121,11 @@ def _read(line: str) -> FailedProof:
 def prove_behind(spec: Spec, records: FirstRecords, opening: str) -> Iterator[FailedProof]:
     """Prove that records have answers which the shipped rewards pay behind the `opening` that the chat template has
     written."""
+    until = time.monotonic() + _SCAN
     for setting in reward_settings(spec):
         if records.training != (setting.source is spec.run_source):
             for trial in _trials(spec, setting, records, opening):
-                yield from trial.unmatched() if trial.shipped and trial.reads_opening else ()
+                yield from trial.unmatched(until) if trial.shipped and trial.reads_opening else ()
 
 
 def _trials(spec: Spec, setting: RewardSetting, records: FirstRecords, opening: str = "") -> Iterator[_RewardTrial]:
@@ -164,21 +175,33 @@ class _RewardTrial:
         self.shipped = contract.module in SHIPPED
         limits = {} if self.shipped else {"timeout": min(term.timeout or _CALL_LIMIT, _CALL_LIMIT), "retries": 0}
         name = term.name if self.shipped else f"{contract.module}:{term.name}"
-        self.scorer = Scorer({name: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT)
+        self.scorer = Scorer({name: {**term.settings, **limits}}, workers=2, limit=_CALLS_LIMIT, quiet=True)
+        self.key = json.dumps([contract.module, term.name, term.settings], default=str)
+        self.doubt = True if term.weight == 0 else None  # it is watched, and nothing is learned from it
         marks = self.scorer.functions[term.name].__distflow_reward__
         several = self.shipped and (marks.shortcut or marks.in_rank)
         self.records = records.only(range(min(_SEVERAL if several else _FEW, len(records))))
         self.declared = marks.reference is not None
         self.reads_opening = self.declared and "opening" in inspect.signature(marks.reference).parameters
         self.references = self._references(self.records)
+        self.slow = False  # so that it was not called any further
         self.reads_answer = any(read.name in ("answers", *records.data.columns) for read in contract.columns.values())
 
-    def proofs(self) -> Iterator[FailedProof]:
-        if self.shipped and not self.declared:
+    def proofs(self, until: float, called: set[str]) -> Iterator[FailedProof]:
+        """Yield what fails. References are read until `until`. `called` has the rewards without a reference that were
+        called for another set or branch: one trial is enough of what may cost money."""
+        if not self.declared and (self.shipped or self.key in called):
             return  # a judge, or a form that has no one right answer
-        yield from self.unmatched()
-        paid = self._pay([each for row in range(len(self.records)) for each in self._tries(row)])
+        called.add(self.key)
+        yield from self.unmatched(until)
+        tries, few = [[*self._tries(row)] for row in range(len(self.records))], None if self.declared else _FEW_TRIES
+        paid = [_Paid() for _ in tries]
+        done = self._pay([each for some in tries for each in some[:few]], paid)
+        if done and few and all(each.pays(_EMPTY, each.most(_OWN) or 0.0) for each in paid):
+            done = self._pay([each for some in tries for each in some[few:]], paid)
         yield from self._calls(paid)
+        if not done:
+            return
         yield from self._right_and_wrong(paid) if self.declared else self._spread(paid)
 
     def _references(self, records: FirstRecords) -> list[Reference]:
@@ -187,9 +210,9 @@ class _RewardTrial:
         found = self.scorer.references(_columns(records), range(len(records)), self.opening)
         return next(iter(found.values()))
 
-    def unmatched(self) -> Iterator[FailedProof]:
-        """Yield the records of which no completion can be paid."""
-        until, read, problems = time.monotonic() + _SCAN, [*zip(self.whole.indices, self.whole.rows)], []
+    def unmatched(self, until: float) -> Iterator[FailedProof]:
+        """Yield the records of which no completion can be paid, of those that are read until then."""
+        read, problems = [*zip(self.whole.indices, self.whole.rows)], []
         more = (pair for pair in self.whole.whole_set() if pair[0] > read[-1][0]) if self.declared else iter(())
         block = replace(self.whole)
         while len(block):
@@ -198,14 +221,15 @@ class _RewardTrial:
             read += zip(block.indices, block.rows)
         bad = [row for row, problem in enumerate(problems) if problem]
         what, _, hint = problems[bad[0]].partition("\n") if bad else ("", "", "")
-        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint,
+        yield from self.whole.of_pairs(read).failed(bad, f": {what}", hint, self.doubt,
                                                     before=f"{self.name} cannot judge answers to ")
 
     def _tries(self, row: int) -> Iterator[_Try]:
         own, answers = self.references[row].completion, self.records.answers
         texts = [own] if own is not None else [] if self.declared else [form.format(answers[row]) for form in _FORMS]
-        yield from (_Try(row, _OWN, text, row) for text in texts)
+        yield from (_Try(row, _OWN, text, row) for text in texts[:1])
         yield _Try(row, _EMPTY, "", row)
+        yield from (_Try(row, _OWN, text, row) for text in texts[1:])
         yield _Try(row, _QUESTION, self.records.questions[row], row)
         count = len(self.records)
         other = next((each for each in ((row + step) % count for step in range(1, count))
@@ -217,11 +241,11 @@ class _RewardTrial:
             yield _Try(row, _OTHER, theirs, row)
             yield from (_Try(row, _SWAPPED, text, other) for text in texts[:1])
 
-    def _pay(self, tries: Sequence[_Try]) -> list[_Paid]:
-        """Return what is paid for each record. A reward whose first call is slow gets no other one."""
-        paid = [_Paid() for _ in range(len(self.records))]
-        for some in (tries[:1], tries[1:]):
-            texts = [each.completion for each in some]
+    def _pay(self, tries: Sequence[_Try], paid: Sequence[_Paid]) -> bool:
+        """Add what is paid for each record; return whether all was tried. A slow reward gets no further call: the first
+        one may import its module, and the second one shows how long a call takes."""
+        for number, some in enumerate(filter(None, (tries[:1], tries[1:2], tries[2:]))):
+            began, texts = time.monotonic(), [each.completion for each in some]
             columns = _columns(self.records.only([each.judge for each in some]))
             columns |= {"completions": texts, "responses": [[*text.encode(errors="replace")] for text in texts]}
             scores = self.scorer.score(columns, range(len(some)))
@@ -229,25 +253,31 @@ class _RewardTrial:
             for row, (each, parts) in enumerate(zip(some, scores.parts)):
                 value = failed[row] if row in failed else next(iter(parts.values()))
                 paid[each.record].values.setdefault(each.kind, []).append(value)
-            if any(each.reason.startswith(_SLOW) for each in failed.values()):
-                break
-        return paid
+            self.slow = not self.shipped and number == 1 and time.monotonic() > began + _ONE_CALL
+            if self.slow or any(each.reason.startswith(_SLOW) for each in failed.values()):
+                return False
+        return True
 
     def _calls(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         """Yield what keeps the reward from returning a number: a doubt, if some calls do, or time and network may."""
         values = [(row, value) for row, each in enumerate(paid) for some in each.values.values() for value in some]
         failures = [(row, value) for row, value in values if isinstance(value, FailedSample)]
+        where = Location(shown(self.contract.where.file), self.contract.where.line)
+        if not failures and self.slow:
+            what = f"{self.name} takes over {_ONE_CALL:g} s for a call, so that it was tried on the first record only"
+            yield FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True)
         if not failures:
             return
         reason = Counter(each.reason for _, each in failures).most_common(1)[0][0]
         row, failed = next((row, each) for row, each in failures if each.reason == reason)
-        slow, line, where = reason.startswith(_SLOW), users_line(failed.trace), self.contract.where
+        slow, line = reason.startswith(_SLOW), users_line(failed.trace)
         which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
         call = "is slow: its first call " * slow
         what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
-        doubt = slow or len(failures) < len(values) or bool(_NETWORK.match(reason))
+        of_form = not (self.declared or _ALWAYS.match(reason))
+        doubt = bool(self.doubt or slow or of_form or len(failures) < len(values) or _NETWORK.match(reason))
         hint = "The run starts without that proof." if slow else "Samples without a reward leave the step."
-        yield FailedProof(Diagnostic(what, Location(shown(where.file), where.line), hint), doubt)
+        yield FailedProof(Diagnostic(what, where, f"{hint} {_NAME_IT}" if of_form and not slow else hint), doubt)
 
     def _right_and_wrong(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         own = [each.most(_OWN) for each in paid]
@@ -255,13 +285,14 @@ class _RewardTrial:
         unpaid = [row for row, value in enumerate(own) if value is not None and value < full[row]]
         if unpaid:
             text = shortened(self.references[unpaid[0]].completion or "")
-            yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}",
+            yield from self.records.failed(unpaid, f": {text} earns {own[unpaid[0]]:g}", doubt=self.doubt,
                                            before=f"{self.name} does not pay in full for the answer of ")
         for kind in (_EMPTY, _QUESTION, _OTHER):
             wrong = [row for row, each in enumerate(paid) if (own[row] is not None or self.shipped)
                      and each.pays(kind, full[row])
                      and not (kind == _OTHER and each.pays(_SWAPPED, full[row]))]  # answers that are equal in value
-            yield from self.records.failed(wrong, before=f"{self.name} pays {kind} as much as the answer of ")
+            yield from self.records.failed(wrong, doubt=self.doubt,
+                                           before=f"{self.name} pays {kind} as much as the answer of ")
 
     def _spread(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
         values = [value for each in paid for some in each.values.values() for value in some]
@@ -271,8 +302,7 @@ class _RewardTrial:
         if len(values) > 1 and len(numbers) == 1 and all(isinstance(value, float) for value in values):
             yield from self.records.failed(
                 range(len(paid)), ": its answer in several forms, another record's, an empty one and its question",
-                "If it asks for another form, name the function that writes it:  @reward(reference=FUNCTION)",
-                doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
+                _NAME_IT, doubt=True, before=f"{self.name} pays {numbers.pop():g} for all that was tried on ")
         elif self.reads_answer and len(silent) == len(paid):
             yield from self.records.failed(
                 range(len(paid)), f": {silent[0][1]:g}, and {silent[0][0]:g}", "A model learns from it to say nothing.",

@@ -25,9 +25,9 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                   "has its question as its answer"),
     "questions end with their answers": (Task([{**each, "question": f"{each['question']}\n{each['answer']}"}
                                                for each in ANSWERED]), False, "ends with its answer"),
-    "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), True,
+    "choices in another case": (Task([{**each, "answer": each["answer"].lower()} for each in CHOICES]), False,
                                 "offers the choices A B C, and its answer is `a`"),
-    "choices by number": (Task([{**each, "answer": "ABC".index(each["answer"])} for each in CHOICES], "math"), True,
+    "choices by number": (Task([{**each, "answer": "ABC".index(each["answer"])} for each in CHOICES], "math"), False,
                           "its answer is `0`, which is none of them"),
     "chosen is rejected": (Task([{**each, "rejected": each["chosen"]} for each in PAIRS], dag="dpo",
                                 data={"columns": ["chosen", "rejected"]}), True, "has the same answer as `chosen`"),
@@ -51,6 +51,18 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                              "attribute 'score', at"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
                                                     False, "raised ValueError: invalid literal for int()"),
+    "a reward of a form that nobody knows": (MINE(reward(
+        "import json; return float(json.loads(completion)['answer'] == answer)")), False,
+        "raised TypeError: 'int' object is not"),
+    "a reward of a match that nobody knows": (MINE(reward(
+        "import re; return float(re.search('So: (.*)', completion).group(1) == answer)")), False,
+        "raised AttributeError: 'NoneType'"),
+    "a reward that takes seconds": (MINE(reward("import time; time.sleep(1.2); return float(completion == answer)")),
+                                    False, "takes over 1 s for a call"),
+    "a watched reward that does not understand": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
+                                                        for each in SUMS],
+                                                       {"format": 1.0, "math": 0.0}), False,
+                                                  "reward `math` cannot judge"),
     "a reward that compares the wrong way round": (MINE(reward("return float(completion in answer)")), False,
                                                    "pays an empty answer no less than the answer of each"),
     "a constant reward": (MINE(reward("return 0.5")), False, "pays 0.5 for all that was tried"),
@@ -75,6 +87,8 @@ def test_a_task_with_a_fault_is_refused_or_noted(name: str, tmp_path: Path, monk
 GOOD = {
     "numbers that are no text": Task([{**each, "answer": int(each["answer"])} for each in SUMS], "math"),
     "choices": Task(CHOICES, "math"),
+    "parts of a question": Task([{"question": f"(a) Add {a}. (b) Say the digit.", "answer": str(a % 10)}
+                                 for a in range(2, 14)], "math"),
     "yes and no": Task([{"question": f"Is {a} even?", "answer": ["yes", "no"][a % 2]} for a in range(12)],
                        "mine:paid", reward("return float(completion.strip().lower() == answer)")),
     "a reward of one's own": MINE(reward("return float(completion.strip().endswith(answer))")),
@@ -100,3 +114,11 @@ def test_a_good_task_is_proved_without_a_word(name: str, tmp_path: Path, monkeyp
     account = proved(GOOD[name], tmp_path, f"good_{[*GOOD].index(name)}")
     assert account.doubts == []
     assert {"data", "rewards"} <= account.proved.keys()
+
+
+@pytest.mark.parametrize(("body", "calls"), [("return float(completion == answer)", 6), ("return 0.5", 27)])
+def test_a_reward_of_ones_own_is_called_seldom(body: str, calls: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    counted = reward(f"open({str(tmp_path / 'calls')!r}, 'a').write('x'); {body}")
+    proved(MINE(counted, held_out=[{"question": "2 * 2?", "answer": "4"}] * 3), tmp_path, f"counted_{calls}")
+    assert len((tmp_path / "calls").read_text()) == calls
