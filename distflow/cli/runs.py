@@ -155,8 +155,9 @@ def export(options: argparse.Namespace) -> int:
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
-    plan(load_spec(options), ranks)
-    _check_export_folder(folder, run)
+    spec = load_spec(options)
+    plan(spec, ranks)
+    _check_export_folder(folder, run, [name for name, role in spec.dag.roles.items() if role.trained])
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
     models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir() and not path.suffix]
     print("\n".join(f"wrote {path}" for path in models), flush=True)

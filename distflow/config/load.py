@@ -323,7 +323,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each key that a node or a logger takes from this machine, and that is not there."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
-    loggers = [lack_of(name, settings) for name, settings in loggers_of(spec.run.log).items()]
+    logs = loggers_of(spec.run.log) if os.environ.get("RANK", "0") == "0" else {}  # of the ranks the first logs
+    loggers = [lack_of(name, settings) for name, settings in logs.items()]
     return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)
             for what, hint in loggers if what] + [
             Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
