@@ -358,7 +358,7 @@ def _check_data(spec: Spec) -> None:
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             meant = nearest_file(name, "data", spec.folder) if not hub else None
-            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name) or hint
+            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:

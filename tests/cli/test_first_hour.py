@@ -99,17 +99,21 @@ def test_files_behind_pythons_own_hide_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "said"), [
-    ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "is in the run's own folder"),
-    ("full", "full/model exists, and would be written over"), ("run", ""), ("new/folder", "")])
+    ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "that the run itself writes"),
+    ("run/best", "that the run itself writes"), ("full", "full/model exists, and would be written over"),
+    ("roles", "roles/model-critic exists"), ("run", ""), ("run/final", ""), ("new/folder", ""), ("others", "")])
 def test_a_folder_to_export_to_is_looked_at_before_the_start(target: str, said: str, folder: Path) -> None:
     (folder / "file").touch()
     (folder / "full/model").mkdir(parents=True)
-    (folder / "run/model").mkdir(parents=True)
+    for name in ("run/model", "roles/model-critic", "others/models/qwen",
+                 "others/model-old", "others/model.partial"):
+        (folder / name).mkdir(parents=True)
+    names = ["model", "model-actor", "model-critic"]
     if said:
         with pytest.raises(InvalidInput, match=said):
-            runs._check_export_folder(Path(target), Path("run"))
+            runs._check_export_folder(Path(target), Path("run"), names)
     else:
-        runs._check_export_folder(Path(target), Path("run"))
+        runs._check_export_folder(Path(target), Path("run"), names)
 
 
 def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path, monkeypatch, capsys) -> None:
