@@ -108,7 +108,7 @@ def test_a_batch_of_verl_that_is_not_cut_has_no_mini_batches(mini: str | None, c
     """Neither are those of verl's default among what the file got."""
     size = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}" if mini else ""
     text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 " \
-           f"train_files="['train.jsonl']" actor_rollout_ref.model.path=m trainer.total_training_steps=3 {size}\n"
+           f"data.train_files=train.jsonl actor_rollout_ref.model.path=m trainer.total_training_steps=3 {size}\n"
     dag, _ = converted(text, "theirs.sh")
     assert "mini_batches" not in dag["nodes"]["update"]["with"]
     assert "ppo_mini_batch_size" not in capsys.readouterr().out
