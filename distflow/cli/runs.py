@@ -185,7 +185,7 @@ def _check_export_folder(folder: Path, run: Path, names: list[str]) -> None:
 
 
 _OF_RUNS = ("best", "candidates", "checkpoints")
-"""Folders that a run writes in its own, apart from its models."""
+"""Folders that a run writes next to its models."""
 VERBS = {
     "validate": Verb("check a DAG, a run and its data, and report every mistake", _add_validate_arguments, validate),
     "run": Verb("run a DAG on the GPUs (or cores) of this machine, or print the job for Slurm", _add_run_arguments,
