@@ -280,9 +280,11 @@ def _verl_loss(done: Conversion, actor: str) -> None:
         if mode == "fixed_length_sum":
             done.arguments["update.fixed_length"] = done.get("data.max_response_length", 512)
     mini, batch = done.number(actor + "ppo_mini_batch_size", 0), done.number("data.train_batch_size", 0)
-    if batch and 0 < mini < batch or f"{actor}ppo_mini_batch_size" in done.given:
+    if mini > 0 and batch and (mini < batch or f"{actor}ppo_mini_batch_size" in done.given):
         for node in ("update", "critic") if done.algorithm == "ppo" else ("update",):
             done.arguments[f"{node}.mini_batches"] = math.ceil(batch / mini)
+    else:
+        done.filled.pop(f"{actor}ppo_mini_batch_size", None)
     loss_weight, in_loss = done.get(actor + "kl_loss_coef", 0.001), done.get(actor + "use_kl_loss", False)
     reward_weight = done.get("algorithm.kl_ctrl.kl_coef", 0.001)
     in_reward = done.get("algorithm.use_kl_in_reward", False)

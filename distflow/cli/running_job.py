@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,17 @@ def change_settings(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     if not folder.is_dir():
         raise no_run(folder)
+    with contextlib.ExitStack() as stack:
+        with _writing(folder):  # or of two commands at once one would take back what the other has set
+            stack.enter_context(locked(folder / "run.yaml"))
+        return _change_settings(folder, options.settings)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise InvalidInput if the block fails to write to a run's folder."""
     try:
-        with locked(folder / "run.yaml"):  # or of two commands at once one would take back what the other has set
-            return _change_settings(folder, options.settings)
+        yield
     except OSError as error:
         raise InvalidInput(f"{folder} cannot be written: {error.strerror}. The job goes on as it was.") from None
 
@@ -200,10 +209,12 @@ def _change_settings(folder: Path, texts: list[str]) -> int:
     if not settings:
         print("these are the settings in force already")
         return 0
-    RunFolder.describe(folder, after, planned)
+    with _writing(folder):
+        RunFolder.describe(folder, after, planned)
     groups = sorted({TRAINER if group == ROLLOUT and after.run.trainer_samples_alone else group
                      for text, each in affected.items() for group in each if ".".join(paths[text]) in settings})
-    live_config.write(folder, groups, settings)
+    with _writing(folder):
+        live_config.write(folder, groups, settings)
     for key, (old, new) in settings.items():
         print(f"{key}: {old} → {new}")
     print(f"from the next step on; what starts again: {', '.join(groups)}. events.jsonl says when")

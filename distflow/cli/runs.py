@@ -155,10 +155,12 @@ def export(options: argparse.Namespace) -> int:
     elif options.private:
         raise InvalidInput("--private says who sees what is uploaded, and nothing is:  --push OWNER/NAME --private")
     options.overrides = ["mode=sync", "groups={}"]  # a rollout has no training state to write
-    plan(load_spec(options), ranks)
-    _check_export_folder(folder, run)
+    spec = load_spec(options)
+    plan(spec, ranks)
+    names = ["model", *(f"model-{name}" for name, role in spec.dag.roles.items() if role.trained)]
+    _check_export_folder(folder, run, names)
     code = torchrun(ranks, ["--resume", options.resume, "--export", str(folder), *_set_arguments(options.overrides)])
-    models = [] if code else [path for path in sorted(folder.glob("model*")) if path.is_dir() and not path.suffix]
+    models = [] if code else [folder / name for name in names if (folder / name).is_dir()]
     print("\n".join(f"wrote {path}" for path in models), flush=True)
     for path in models if options.push else ():
         name = options.push + path.name.removeprefix("model")
@@ -167,13 +169,14 @@ def export(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_export_folder(folder: Path, run: Path) -> None:
-    """Raise InvalidInput: models cannot be written there, or would take the place of others."""
-    inside = folder.resolve().is_relative_to(run.resolve())
-    if inside and folder.resolve() != run.resolve():
-        raise InvalidInput(f"{folder} is in the run's own folder. Without FOLDER the model becomes {run / 'model'}:  "
-                           f"distflow export {quoted(run)}   or name a folder elsewhere")
-    if not inside and (there := next((path for path in sorted(folder.glob("model*")) if path.is_dir()), None)):
+def _check_export_folder(folder: Path, run: Path, names: list[str]) -> None:
+    """Raise InvalidInput: models of these names cannot be written there, or would take the place of others."""
+    within = folder.resolve().is_relative_to(run.resolve())
+    place = folder.resolve().relative_to(run.resolve()).parts if within else None
+    if place and place[0] in (*names, *_OF_RUNS):
+        raise InvalidInput(f"{folder} is in a folder that the run itself writes. Without FOLDER the model becomes "
+                           f"{run / 'model'}:  distflow export {quoted(run)}   or name a folder elsewhere")
+    if place != () and (there := next((folder / name for name in names if (folder / name).exists()), None)):
         raise InvalidInput(f"{there} exists, and would be written over. Name another folder, or delete it:  "
                            f"rm -r {quoted(there)}")
     if why := unwritable(folder):
@@ -181,6 +184,8 @@ def _check_export_folder(folder: Path, run: Path) -> None:
                            "FOLDER")
 
 
+_OF_RUNS = ("best", "candidates", "checkpoints")
+"""Folders that a run writes next to its models."""
 VERBS = {
     "validate": Verb("check a DAG, a run and its data, and report every mistake", _add_validate_arguments, validate),
     "run": Verb("run a DAG on the GPUs (or cores) of this machine, or print the job for Slurm", _add_run_arguments,

@@ -22,7 +22,7 @@ from distflow.errors import InvalidInput, did_you_mean
 _NAMES = {"models": re.compile(r"(?:hf://)?([\w.-]*\w/[\w.-]*\w)(?:@([\w./-]+))?"),
           "data": re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/\w+|[^/]+))?/(.+)")}
 _DATA_SET = re.compile(r"(?:hf://)?(?:datasets/)?([\w.-]+/[\w-]+(?:\.[\w-]+)*?)(?:@([^/]+))?/?"
-                       r"(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.csv)")
+                       r"(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?<!\.csv)(?<!\.txt)(?<!\.arrow)")
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors"]
 _TOKENIZERS = ["tokenizer.json", "tokenizer.model", "vocab.json"]
@@ -167,18 +167,15 @@ def _data_files(name: HubName) -> list[str]:
     return [file for file in files if file.endswith((".jsonl", ".json", ".parquet"))]
 
 
-def data_set_line(name: str) -> str:
+def data_set_line(name: str, folder: Path) -> str:
     """Return what to write in place of the bare name of a data set on the hub, as openai/gsm8k; "" if it is no such
-    name. The hub is asked for its files."""
+    name, or one of a local folder's: here or in `folder`."""
     bare = _DATA_SET.fullmatch(name)
-    if bare is None:
+    if bare is None or any((place / bare[1].split("/")[0]).exists() for place in (Path(), folder)):
         return ""
-    found = HubName(bare[1], bare[2])
-    files = _data_files(found)
-    likely = next((file for file in files if "train" in file), next(iter(files), "FILE.parquet"))
-    page = "" if files else f"\nIts files:  https://huggingface.co/datasets/{found.repository}/tree/main"
     return f"If that is a data set of the Hugging Face hub, name a file of it:  data: {{train: " \
-           f"{replace(found, path=likely)}}}{page}"
+           f"{HubName(bare[1], bare[2], 'FILE.parquet')}}}\n" \
+           f"Its files:  https://huggingface.co/datasets/{bare[1]}/tree/main"
 
 
 def check_push(repository: str) -> None:

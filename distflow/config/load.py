@@ -323,7 +323,8 @@ def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each key that a node or a logger takes from this machine, and that is not there."""
     named = [(node, settings.settings.get("key_variable")) for node, settings in spec.dag.nodes.items()]
-    loggers = [lack_of(name, settings) for name, settings in loggers_of(spec.run.log).items()]
+    logs = loggers_of(spec.run.log) if os.environ.get("RANK", "0") == "0" else {}  # of the ranks the first logs
+    loggers = [lack_of(name, settings) for name, settings in logs.items()]
     return [Diagnostic(what, spec.run_source.location(("log",)), hint, of_machine=True)
             for what, hint in loggers if what] + [
             Diagnostic(f"node `{node}` takes its key from the environment variable {key}, which is not set",
@@ -357,7 +358,7 @@ def _check_data(spec: Spec) -> None:
             hint = "Give a .jsonl or .parquet file, a folder that `datasets` saved, or a file of a data set on the " \
                    "Hugging Face hub, as hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
             meant = nearest_file(name, "data", spec.folder) if not hub else None
-            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name) or hint
+            hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
     if spec.run.data.images and len(folders) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import importlib.util
 import netrc
 import os
@@ -35,26 +37,38 @@ def lack_of(name: str, settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return what a logger lacks on this machine to send anything, and the remedy; "" and "" if nothing."""
     if name == "mlflow" and importlib.util.find_spec("sqlalchemy") is None:
         uri = settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-        if not uri.startswith(_MLFLOW_SERVERS):
+        if "://" in uri and not uri.startswith(_MLFLOW_SERVERS):  # a bare path is a folder of files
             return f"`mlflow` needs sqlalchemy and alembic for {uri}", pip_line("loggers")
-    if name == "wandb" and not _wandb_stays_here(settings) and not _wandb_key():
+    if name == "wandb" and not _wandb_stays_here(settings, known := _wandb_settings()) and not _wandb_key(known):
         return ("`wandb` has no key to send with: neither WANDB_API_KEY nor a login of this machine",
                 "Log in once:  wandb login   or keep it here:  log: [{wandb: {mode: offline}}]")
     return "", ""
 
 
-def _wandb_stays_here(settings: Mapping[str, Any]) -> bool:
-    return (settings.get("mode") or os.environ.get("WANDB_MODE", "online")) in ("offline", "disabled", "dryrun")
+def _wandb_settings() -> dict[str, str]:
+    """Return what W&B's own files say: that of this user, and over it that of this folder (`wandb offline`)."""
+    here = Path(os.environ.get("WANDB_DIR") or ".")
+    folders = [os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", here / "wandb", here / ".wandb"]
+    files = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):  # W&B says so, and ignores the file
+        files.read([Path(folder).expanduser() / "settings" for folder in folders], encoding="utf-8")
+    return dict(files["default"]) if files.has_section("default") else {}
 
 
-def _wandb_key() -> bool:
+def _wandb_stays_here(settings: Mapping[str, Any], known: Mapping[str, str]) -> bool:
+    mode = settings.get("mode") or os.environ.get("WANDB_MODE") or known.get("mode")
+    return mode in ("offline", "disabled", "dryrun")
+
+
+def _wandb_key(known: Mapping[str, str]) -> bool:
     """Return whether W&B finds a key where its login leaves one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or known.get("base_url") or "https://api.wandb.ai")
     file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     try:
-        return file.is_file() and netrc.netrc(file).authenticators(host) is not None
+        keys = netrc.netrc(file) if file.is_file() else None
+        return bool(keys) and any(keys.authenticators(name) for name in (server.netloc, server.hostname or ""))
     except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
         return True  # W&B itself says what is wrong with it
 

@@ -189,7 +189,7 @@ class RoleRun(Document):
     """What becomes of the learning rate after the warm-up: it stays, or falls to `min_learning_rate` at the last step,
     in a line or along a cosine. A resume with other `steps` stretches it, and says how the rate jumps."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the last step, with `schedule: linear` or `cosine`."""
+    """Learning rate at the last step, with `schedule: linear` or `cosine`; 0 would be that of the step after it."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0

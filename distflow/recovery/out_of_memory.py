@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
+import traceback
 from pathlib import Path
 
-_LIMITS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Errors at a limit: of a user's processes (`fork`), of a process's open files, of those of the system."""
+_LIMITS = (errno.EMFILE, errno.ENFILE)
+"""Errors at a limit: of a process's open files, and of those of the system."""
+_FORK = re.compile(r"\b(_execute_child|os\.fork|os\.forkpty|_fork_exec|posix_spawnp?)\b")
+"""Calls whose EAGAIN says that a user has no processes left; a socket's says that nothing has come yet."""
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
 
@@ -33,7 +37,13 @@ def is_exhausted(error: BaseException) -> bool:
     """Return whether this process or another one has no threads, processes or open files left, or the dock no memory,
     of all of which a restarted worker needs as much."""
     return getattr(error, "exhausted", False) or "can't start new thread" in str(error) or (
-        isinstance(error, OSError) and error.errno in _LIMITS)
+        isinstance(error, OSError) and (error.errno in _LIMITS or error.errno == errno.EAGAIN and _forks(error)))
+
+
+def _forks(error: BaseException) -> bool:
+    """Return whether an error comes from the call that starts a process."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(_FORK.search(f"{frame.name} {frame.line}") for frame in last)
 
 
 def killed_since(before: int | None) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 
 from distflow.store.interface import Store
 
@@ -174,7 +175,8 @@ class RestartCoordinator:
 def pause_before(attempt: Attempt) -> float:
     """Return for how many seconds the workers of an attempt wait before they start."""
     last = attempt.failures[-1] if attempt.failures else None
-    may_pass = last and (last.exhausted or last.phase in _CONCLUDING) and not (last.outside or last.symptom)
+    may_pass = last and (last.exhausted or last.phase in _CONCLUDING) and not (
+        last.outside or last.symptom or last.setting_to_halve)
     return _PAUSE if may_pass else 0.0
 
 
@@ -204,10 +206,12 @@ def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
         return "its restart has failed twice"
-    if before and last.exhausted and before[-1].exhausted and not last.finished:
+    since = list(takewhile(lambda each: each.outside, reversed(failures[:-1])))
+    adjoining = before and not any(each.finished for each in since)  # else it came further than the failure before
+    if adjoining and last.exhausted and before[-1].exhausted and not last.finished:
         return "threads, open files or memory have run out twice (`ulimit -u`, `ulimit -n`, `pids.max`), and each " \
                "start needs as many"
-    if before and last.phase == before[-1].phase in _CONCLUDING and last.step in (0, before[-1].step):
+    if adjoining and last.phase == before[-1].phase in _CONCLUDING and last.step in (0, before[-1].step):
         return f"it failed twice in the same place ({last.phase})"
     if before and last.step and before[-1].step == last.step:
         half = f", also with half of its {last.setting_to_halve}" if last.setting_to_halve else ""

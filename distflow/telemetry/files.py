@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from distflow.errors import FolderUnavailable
 from distflow.telemetry import events
@@ -20,12 +22,18 @@ AWAY = frozenset({errno.EROFS, errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ET
                   errno.EREMOTEIO})
 """Errors of a file system that is away: a server restarts, or the kernel has made a mount read-only."""
 _WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_ABANDONED = 3600.0  # seconds after which nobody writes to a partial file any more
+_LOCK_POLL = 0.05  # seconds between two attempts to take a lock
 _POLL = 0.5  # seconds between two attempts to write
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file whole or not at all, in place of an older one; of several writers at once, the last one's stays.
     Raises OSError: it cannot be written."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):  # by a writer that was killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -38,16 +46,28 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, limit: float = 30.0) -> Iterator[None]:
     """Hold the lock of a file that several processes read, change and replace. Where the file system has no `flock`
-    there is none. Raises OSError: the folder cannot be written."""
+    there is none. Raises OSError: the folder cannot be written, or as TimeoutError another process has held the lock
+    for more than `limit` seconds."""
+    until = time.monotonic() + limit
     with path.with_name(f"{path.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _WITHOUT_FLOCK:
-                raise
+        while not _take(lock):
+            if time.monotonic() > until:
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held {lock.name} for {limit:g} s")
+            time.sleep(_LOCK_POLL)
         yield
+
+
+def _take(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _WITHOUT_FLOCK:
+            raise
+    return True
 
 
 @contextlib.contextmanager

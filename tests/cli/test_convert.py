@@ -103,6 +103,17 @@ def test_a_file_of_verl_with_a_critic() -> None:
     assert left == "critic.ppo_mini_batch_size: 16\n", "what only refers to another setting is left out"
 
 
+@pytest.mark.parametrize("mini", ["0", None])
+def test_a_batch_of_verl_that_is_not_cut_has_no_mini_batches(mini: str | None, capsys) -> None:
+    """Neither are those of verl's default among what the file got."""
+    size = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}" if mini else ""
+    text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 " \
+           f"data.train_files=train.jsonl actor_rollout_ref.model.path=m trainer.total_training_steps=3 {size}\n"
+    dag, _ = converted(text, "theirs.sh")
+    assert "mini_batches" not in dag["nodes"]["update"]["with"]
+    assert "ppo_mini_batch_size" not in capsys.readouterr().out
+
+
 def test_what_verls_ppo_leaves_out_is_verls_own_default(capsys) -> None:
     dag, run = converted({"algorithm": {"adv_estimator": "gae"}, "data": {"train_files": "train.jsonl",
                                                                           "train_batch_size": 64}})

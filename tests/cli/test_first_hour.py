@@ -14,6 +14,7 @@ from harness import ROOT
 import distflow
 from distflow.__main__ import hiding_files
 from distflow.cli import main, runs
+from distflow.config import loggers
 from distflow.config.loggers import lack_of
 from distflow.config.overrides import joined
 from distflow.errors import InvalidInput
@@ -98,17 +99,21 @@ def test_files_behind_pythons_own_hide_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "said"), [
-    ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "is in the run's own folder"),
-    ("full", "full/model exists, and would be written over"), ("run", ""), ("new/folder", "")])
+    ("file", "file is not a folder"), ("file/below", "is not a folder"), ("run/model", "that the run itself writes"),
+    ("run/best", "that the run itself writes"), ("full", "full/model exists, and would be written over"),
+    ("roles", "roles/model-critic exists"), ("run", ""), ("run/final", ""), ("new/folder", ""), ("others", "")])
 def test_a_folder_to_export_to_is_looked_at_before_the_start(target: str, said: str, folder: Path) -> None:
     (folder / "file").touch()
     (folder / "full/model").mkdir(parents=True)
-    (folder / "run/model").mkdir(parents=True)
+    for name in ("run/model", "roles/model-critic", "others/models/qwen",
+                 "others/model-old", "others/model.partial"):
+        (folder / name).mkdir(parents=True)
+    names = ["model", "model-actor", "model-critic"]
     if said:
         with pytest.raises(InvalidInput, match=said):
-            runs._check_export_folder(Path(target), Path("run"))
+            runs._check_export_folder(Path(target), Path("run"), names)
     else:
-        runs._check_export_folder(Path(target), Path("run"))
+        runs._check_export_folder(Path(target), Path("run"), names)
 
 
 def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path, monkeypatch, capsys) -> None:
@@ -116,6 +121,7 @@ def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path,
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
     assert main(["validate", "grpo", "--set", "log=[wandb]"]) == 2
     assert "`wandb` has no key to send with" in capsys.readouterr().err
     assert main(["validate", "grpo", "--set", "log=[{wandb: {mode: offline}}]"]) == 0
@@ -124,6 +130,30 @@ def test_weights_and_biases_without_a_key_is_told_before_the_start(folder: Path,
     assert lack_of("wandb", {}) == ("", "")
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert lack_of("wandb", {})[0]
+
+
+def test_weights_and_biases_is_set_up_by_its_own_files_too(folder: Path, monkeypatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
+    (folder / "netrc").write_text("machine wandb.example.org:8443 login user password key\n")
+    assert lack_of("wandb", {})[0]
+    (folder / "config").mkdir()
+    (folder / "config/settings").write_text("[default]\nbase_url = https://wandb.example.org:8443\n")
+    assert lack_of("wandb", {}) == ("", "")
+    (folder / "netrc").unlink()
+    assert lack_of("wandb", {})[0]
+    (folder / "wandb").mkdir()
+    (folder / "wandb/settings").write_text("[default]\nmode = offline\n")  # as `wandb offline` writes it
+    assert lack_of("wandb", {}) == ("", "")
+    assert lack_of("wandb", {"mode": "online"})[0]
+
+
+def test_mlflow_needs_no_database_for_a_folder_of_files(monkeypatch) -> None:
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda _: None)
+    assert lack_of("mlflow", {"uri": "/shared/mlruns"}) == ("", "")
+    assert lack_of("mlflow", {"uri": "sqlite:///mlflow.db"})[0]
 
 
 @pytest.mark.skipif(not shutil.which("python3.10") or subprocess.run(["python3.10", "-V"], check=False).returncode != 0,

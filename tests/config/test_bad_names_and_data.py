@@ -15,6 +15,7 @@ import pytest
 
 from distflow import cli, launch
 from distflow.config import command_line
+from distflow.config.hub import data_set_line
 from distflow.config.load import load
 from distflow.data.dataloader import UsableRecords
 from distflow.data.dataset import RequiredFields, check_records, open_records
@@ -86,6 +87,15 @@ def test_the_commands_that_mend_a_file_do(tmp_path: Path) -> None:
         command = re.sub(r"^.*:  python ", f"{sys.executable} ", str(caught.value).splitlines()[-1])
         subprocess.run(re.sub(r"^.*:  ", "", command), shell=True, check=True)
         assert check_records(open_records(tmp_path / made), FIELDS) == []
+
+
+@pytest.mark.parametrize("name", ["data/train", "there/train", "owner/train.txt", "owner/train.arrow"])
+def test_a_local_path_is_not_taken_for_a_data_set_of_the_hub(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "run_files/there"):
+        Path(folder).mkdir(parents=True)
+    assert data_set_line("owner/train", Path("run_files"))
+    assert data_set_line(name, Path("run_files")) == ""
 
 
 def test_fields_of_other_names_are_proposed_by_what_data_sets_call_them(tmp_path: Path) -> None:

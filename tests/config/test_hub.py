@@ -71,7 +71,7 @@ def test_a_run_downloads_what_it_names_and_keeps_the_commit(hub, tmp_path):
     (run_of("tiny/modle"), "there is no model folder `tiny/modle`, and the hub has no model `tiny/modle`"),
     (run_of("tiny/model@v2"), "model `tiny/model` has no revision `v2`"),
     (run_of(data="hf://datasets/tiny/sums/trian.jsonl"), "Did you mean `train.jsonl`?"),
-    (run_of(data="tiny/sums"), "name a file of it:  data: {train: hf://datasets/tiny/sums/train.jsonl}"),
+    (run_of(data="tiny/sums"), "name a file of it:  data: {train: hf://datasets/tiny/sums/FILE.parquet}"),
     (run_of("tiny/model, lora: {rank: 2, targets: [q_porj]}"), "Did you mean `q_proj`?"),
 ])
 def test_a_name_that_the_hub_does_not_have_is_a_mistake_with_its_line(hub, tmp_path, run, said):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +23,29 @@ from distflow.recovery.supervisor import Supervisor
 def test_the_cause_of_a_kill_is_no_more_than_is_known(monkeypatch, before, now, said):
     monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
     assert out_of_memory.kill_cause(before).startswith(said)
+
+
+WITHOUT_PROCESSES = """
+import os, resource, socket, subprocess
+from distflow.recovery.out_of_memory import is_exhausted
+
+here, there = socket.socketpair()
+here.setblocking(False)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if os.getuid() == 0:
+    os.setuid(65534)  # root has no such limit
+for act in (lambda: here.recv(1), lambda: subprocess.Popen(["true"])):
+    try:
+        act()
+    except BlockingIOError as error:
+        print(is_exhausted(error))
+"""
+
+
+def test_only_the_start_of_a_process_says_with_eagain_that_processes_have_run_out():
+    """A socket says with it that nothing has come."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PROCESSES], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize(("now", "outside"), [(3, True), (4, False)])

@@ -71,6 +71,10 @@ FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
     ([concluding("validating"), concluding("validating", 0, 0)], 20, "it failed twice in the same place (validating)"),
     ([concluding("saving"), concluding("saving", 0, 0)], 20, "it failed twice in the same place (saving)"),
     ([concluding("validating"), concluding("validating", step=4)], 20, ""),  # of another step
+    ([concluding("validating", 40), failed(300, 250, outside=True), concluding("validating", 0, 0)], 20, ""),
+    ([concluding("validating", 40), failed(0, 0, outside=True), concluding("validating", 0, 0)], 20,
+     "it failed twice in the same place (validating)"),
+    ([starved(), failed(300, 250, outside=True), starved()], 20, ""),
     ([concluding("validating"), concluding(step=0, finished=0)], 20, ""),  # further than before
     ([concluding(outside=True)] * 3, 20, ""),
     ([starved()], 20, ""),
@@ -91,7 +95,7 @@ def test_what_happens_again_is_a_mistake(failures, budget, why):
 @pytest.mark.parametrize(("failures", "waits"), [
     ([], False), ([concluding()], True), ([concluding("validating")], True), ([concluding("saving")], True),
     ([failed()], False), ([concluding(outside=True)], False), ([concluding(symptom=True)], False),
-    ([concluding(), failed()], False), ([starved()], True)])
+    ([concluding(), failed()], False), ([starved()], True), ([replace(FULL, phase="validating")], False)])
 def test_pause_before_waits_for_what_may_pass_at_the_end_of_a_step(failures, waits):
     assert bool(pause_before(Attempt(len(failures), tuple(failures)))) is waits
 

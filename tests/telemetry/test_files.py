@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,6 +58,20 @@ def test_locked_lets_processes_change_a_file_one_after_the_other(tmp_path):
     running = [subprocess.Popen([sys.executable, "-c", script, str(file)], cwd=ROOT) for _ in range(3)]
     assert [process.wait(60) for process in running] == [0, 0, 0]
     assert file.read_text() == "300"
+
+
+def test_write_atomically_removes_what_writers_left_long_ago(tmp_path):
+    for name, age in (("a.json.1.partial", 7200), ("a.json.2.partial", 0), ("b.json.1.partial", 7200)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    write_atomically(tmp_path / "a.json", "{}")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json", "a.json.2.partial", "b.json.1.partial"]
+
+
+def test_locked_names_a_process_that_keeps_the_lock(tmp_path):
+    with locked(tmp_path / "count"), pytest.raises(TimeoutError, match=r"another process has held .*count.lock"), \
+            locked(tmp_path / "count", 0.1):
+        pass
 
 
 def test_locked_raises_what_the_block_raises(tmp_path):

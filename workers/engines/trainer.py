@@ -208,11 +208,12 @@ def even_cuts(needed: Sequence[int], cap: int, count: int,
 
 
 def schedule(settings: RoleRun, step: int, steps: int) -> float:
-    """Return the learning rate's factor at `step` (from 0) of `steps`: linear warm-up, then decay to its minimum, which
-    the last step has."""
+    """Return the learning rate's factor at `step` (from 0) of `steps`: linear warm-up, then decay to its minimum in the
+    last step, or if that is 0 in the step after it, so that the last one trains too."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps))
+    end = steps - 1 if settings.min_learning_rate else steps
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, end - settings.warmup_steps))
     if settings.schedule == "constant":
         return 1.0
     left = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -229,9 +230,9 @@ def schedule_jump(name: str, before: RoleRun, after: RoleRun, done: int, steps: 
     new = after.learning_rate * schedule(after, done, steps[1])
     settings = ["schedule=constant", *["min_learning_rate=0"] * bool(after.min_learning_rate), f"learning_rate={old:g}"]
     keep = " ".join(f"--set roles.{name}.{setting}" for setting in settings)
-    hint = f" To keep it as it was:  {keep}" if old else ""
     return f"the learning rate of role `{name}` was {old:g} in step {done} and is {new:g} in step {done + 1}: its " \
-           f"{after.schedule} schedule now lasts {steps[1]} steps, where it lasted {steps[0]}.{hint}"
+           f"{after.schedule} schedule now lasts {steps[1]} steps, where it lasted {steps[0]}. " \
+           f"To keep it as it was:  {keep}"
 
 
 def _placeholder(pad_token: int, with_images: bool) -> Batch:

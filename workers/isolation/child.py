@@ -35,7 +35,7 @@ import msgpack
 from distflow.telemetry.processes import Child, adopt_orphans, children, die_with, kill_descendants, spawn
 from distflow.telemetry.screen import prepare
 from distflow.telemetry.stack_file import StackFile, ignore_dumps, location_in
-from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, family, files_in_memory
+from workers.isolation.sandbox.memory_limit import PollSchedule, SharedMemoryUse, files_in_memory, unlink_unused
 from workers.isolation.user_code import guarded
 
 Message = dict[str, Any]
@@ -252,10 +252,7 @@ class _ForkServer:
         for child, _, stack in killed:
             child.wait()
             stack.close()
-        if killed:
-            others = [os.getpid(), *(process for pid in living for process in family(pid))]
-            for _, memory, _ in killed:
-                memory.unlink_files(others)
+        unlink_unused({path: inode for _, memory, _ in killed for path, inode in memory.leftovers.items()})
         for orphan in children(os.getpid()) - living:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(orphan, os.WNOHANG)

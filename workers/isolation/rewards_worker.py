@@ -79,9 +79,11 @@ class ConsoleOutput(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
-    @property
-    def buffer(self) -> Any:
-        return self.stream.buffer
+    def reconfigure(self, **_: Any) -> None:
+        """Leave the stream as it is: the encoding and buffers that a module asks for are those of all rewards."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -170,8 +170,8 @@ time.sleep(3600)
 
 
 def test_files_of_a_killed_child_in_shared_memory_are_removed_and_those_of_others_stay(pool):
-    names = [f"/dev/shm/distflow-test-{uuid.uuid4().hex}" for _ in range(4)]
-    opened, mapped, earlier, shared = map(Path, names)
+    names = [f"/dev/shm/{kind}{uuid.uuid4().hex}" for kind in ("psm_",) * 5 + ("distflow-test-",)]
+    opened, mapped, earlier, shared, read, named = files = [*map(Path, names)]
     try:
         earlier.write_bytes(b"of another process")
         child, other = pool.fork(), pool.fork()
@@ -179,11 +179,12 @@ def test_files_of_a_killed_child_in_shared_memory_are_removed_and_those_of_other
         assert next_of(pool)[1] == ""
         ask(other, f"kept = open({names[3]!r}, 'ab'); send({{'call': call['call']}}); time.sleep(3600)", hides=False)
         assert next_of(pool)[1] == ""
-        for ended, left in ((child, [earlier, shared]), (other, [earlier])):
-            pool.end(ended)
-            pool.kill_ended()
-            pool.fork()  # is answered after that
-            assert [path for path in (opened, mapped, earlier, shared) if path.exists()] == left
+        with read.open("rb"):  # by a process of another pool
+            for ended, left in ((child, [earlier, shared, read, named]), (other, [earlier, read, named])):
+                pool.end(ended)
+                pool.kill_ended()
+                pool.fork()  # is answered after that
+                assert [path for path in files if path.exists()] == left
     finally:
         for name in names:
             Path(name).unlink(missing_ok=True)

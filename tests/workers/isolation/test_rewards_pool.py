@@ -243,7 +243,9 @@ def sees(completion, answer, *, key_variable=None):
 
 
 def test_a_screen_with_few_characters_fails_no_reward(module, monkeypatch):
-    name = module("from distflow import reward\n@reward\ndef prints(completion, answer):\n    print(completion)\n"
+    name = module("import sys\nfrom distflow import reward\nsys.stdout.reconfigure(encoding='utf-8')\n"
+                  "assert sys.stdout.line_buffering in (True, False)\n@reward\n"
+                  "def prints(completion, answer):\n    print(completion)\n"
                   "    return 1.0\n")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     pool = RewardPool(1, memory_gib=1.0)

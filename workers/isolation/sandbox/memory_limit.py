@@ -11,12 +11,14 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from distflow.telemetry.processes import children
 
 _FILES = ("/dev/shm/", "/memfd:")
+_ANONYMOUS = ("psm_", "pym-", "sem.", "mp-", "torch_")
+"""How the names begin that Python and torch give to shared memory. Somebody may look for a file of any other name."""
 _INTERVAL, _RATIO = 0.25, 20.0  # shortest pause between polls: seconds, multiples of a poll's time
 Inode = tuple[int, int]
 
@@ -42,19 +44,11 @@ class SharedMemoryUse:
         self._files(processes)
         self.left |= dict(_mapped_files(processes))
 
-    def unlink_files(self, others: list[int]) -> list[str]:
-        """Remove what the processes have left in /dev/shm and none of `others` uses; return the paths."""
-        used, removed = {inode for _, inode in _mapped_files(others)}, []
-        for _, open_file in _open_files(others):
-            with contextlib.suppress(OSError):
-                used.add((os.stat(open_file).st_dev, os.stat(open_file).st_ino))
-        for path, inode in self.left.items():
-            with contextlib.suppress(OSError):
-                file = os.stat(path)
-                if (file.st_dev, file.st_ino) == inode and inode not in used and path not in self.earlier:
-                    os.unlink(path)
-                    removed.append(path)
-        return removed
+    @property
+    def leftovers(self) -> dict[str, Inode]:
+        """Anonymous files of /dev/shm that the processes have made and left behind."""
+        return {path: inode for path, inode in self.left.items()
+                if os.path.basename(path).startswith(_ANONYMOUS) and path not in self.earlier}
 
     def _files(self, processes: list[int]) -> dict[Inode, int]:
         found: dict[Inode, int] = {}
@@ -72,6 +66,16 @@ class SharedMemoryUse:
                     continue
             del self.left[path]
         return found
+
+
+def unlink_unused(files: Mapping[str, Inode]) -> None:
+    """Remove those of these files of /dev/shm that no process of this user has open or mapped."""
+    used = _used_files() if files else set()
+    for path, inode in files.items():
+        with contextlib.suppress(OSError):
+            file = os.stat(path)
+            if (file.st_dev, file.st_ino) == inode and inode not in used:
+                os.unlink(path)
 
 
 def files_in_memory() -> set[str]:
@@ -101,9 +105,20 @@ def family(process: int) -> Iterator[int]:
         yield from family(child)
 
 
-def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the /proc path of each open file that lies in memory, but of /dev/shm only those open for
-    writing: the others belong to other processes."""
+def _used_files() -> set[Inode]:
+    """Return the files in memory that processes have open or mapped, as far as this user may see."""
+    processes = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    found = {inode for _, inode in _mapped_files(processes, rights="")}
+    for _, open_file in _open_files(processes, read=True):
+        with contextlib.suppress(OSError):
+            file = os.stat(open_file)
+            found.add((file.st_dev, file.st_ino))
+    return found
+
+
+def _open_files(processes: list[int], read: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the name and the /proc path of each open file that lies in memory. Unless `read`, those of /dev/shm must be
+    open for writing: the others belong to other processes."""
     for process in processes:
         with contextlib.suppress(OSError):
             for number in os.listdir(folder := f"/proc/{process}/fd"):
@@ -111,17 +126,17 @@ def _open_files(processes: list[int]) -> Iterator[tuple[str, str]]:
                     path = os.readlink(f"{folder}/{number}")
                     # the link's own mode says how the file is open
                     written = os.lstat(f"{folder}/{number}").st_mode & stat.S_IWUSR
-                    if path.startswith(_FILES) and (written or not path.startswith(_FILES[0])):
+                    if path.startswith(_FILES) and (read or written or not path.startswith(_FILES[0])):
                         yield path, f"{folder}/{number}"
 
 
-def _mapped_files(processes: Iterable[int]) -> Iterator[tuple[str, Inode]]:
-    """Yield the files of /dev/shm that processes have mapped for writing."""
+def _mapped_files(processes: Iterable[int], rights: str = "ws") -> Iterator[tuple[str, Inode]]:
+    """Yield the files of /dev/shm that processes have mapped with these rights, by default shared and for writing."""
     for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps", errors="replace") as lines:
             for line in lines:
-                _, rights, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
-                if path and path[0].startswith(_FILES[0]) and "w" in rights and "s" in rights:
+                _, granted, _, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
+                if path and path[0].startswith(_FILES[0]) and set(rights) <= set(granted):
                     major, minor = (int(part, 16) for part in device.split(":"))
                     yield path[0], (os.makedev(major, minor), int(inode))
 
