@@ -34,7 +34,7 @@ _SCALARS = (
 )
 
 
-_LARGEST = 2**63 - 1
+_LARGEST = 2**64
 """The largest whole number that tensors, files and other programs of a run take."""
 _MOST_DIGITS = 1000  # more are not converted, which takes quadratic time
 _MOST_BYTES = 4 * 2**20  # of a file of settings, which a person has written
@@ -204,7 +204,7 @@ def _number_or_text(source: YamlSource, text: str, path: tuple) -> Any:
     value = convert(text) if len(text) <= _MOST_DIGITS else math.inf
     if isinstance(value, int) and abs(value) > _LARGEST or value in (math.inf, -math.inf) and "inf" not in text:
         hint = "A text of digits stands in quotes:  'DIGITS'"
-        what = "this number is too large or too long: whole numbers go to 2^63 - 1, others to 1.8e308"
+        what = "this number is too large or too long: whole numbers go to 2^64, others to 1.8e308"
         source.mistakes.append(Diagnostic(what, source.values[path], hint))
         source.recovered.add(path)
         return None

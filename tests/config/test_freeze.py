@@ -41,7 +41,7 @@ def test_the_parameters_of_tiny_architectures_are_known_before_they_are_built(ar
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-         "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0,
+         "intermediate_size": 64, "vocab_size": 512, "max_position_embeddings": 64, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 2}
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 2,

@@ -89,7 +89,7 @@ def test_aliases_of_a_usual_file_are_read() -> None:
     assert parse(text, "file").data["k199"] == {"x": [1, 2]}
 
 
-@pytest.mark.parametrize("number", [str(2**63), 300 * "9", 100_000 * "9", f"-{5000 * '9'}", "1e999", "-1e999",
+@pytest.mark.parametrize("number", [str(2**64 + 1), 300 * "9", 100_000 * "9", f"-{5000 * '9'}", "1e999", "-1e999",
                                     f"1.{'0' * 2000}"])
 def test_a_number_that_no_machine_holds_is_a_mistake(number: str) -> None:
     source = parse(f"a: {{b: {number}}}", "file")
