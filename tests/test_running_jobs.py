@@ -105,6 +105,6 @@ def test_what_cannot_be_done_is_said(tmp_path, monkeypatch, capsys, line, said):
         with RunFolder.created(tmp_path / name, spec, plan(spec, 3), []):
             pass
         (tmp_path / name / "events.jsonl").write_text(
-            json.dumps({"time": 1.0, "rank": 1, "event": "worker_ended", "attempt": 0}) + "\n")
+            json.dumps({"time": 1.0, "step": 1, "rank": 1, "event": "worker_ended", "attempt": 0}) + "\n")
     assert main(line) == 2
     assert said in capsys.readouterr().err

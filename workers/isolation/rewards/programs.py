@@ -151,7 +151,7 @@ def _cases(tests: str) -> list[Any]:
             not (isinstance(found, list) and found and all(map(_is_case, found))):
         raise ValueError("tests in JSON must be a list of texts in Python, or of {\"input\": text, \"output\": text}, "
                          f"not {tests[:100]!r}")
-    return found
+    return list(found)
 
 
 def _are_texts(value: Any) -> bool:
