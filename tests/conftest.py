@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from harness import command, environment, write_workspace
 from hypothesis import settings
+from ranks import forget_users
 from ready import Ready
 
 settings.register_profile("distflow", derandomize=True, deadline=None)  # the same examples each time, however slow
@@ -59,10 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _search_path() -> Iterator[None]:
-    """Take back the folders of users' modules that planning adds to Python's path: a later test must not find them."""
-    before = sys.path[:]
+    """Take back users' modules, and their folders that planning adds to Python's path: a later test must not find them.
+    """
+    before, modules = sys.path[:], {*sys.modules}
     yield
-    sys.path[:] = before
+    forget_users(before, modules)
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def _run(rank: int, port: int, call: int, ranks: int, path: str, name: str, argu
     finally:
         dist.destroy_process_group()
         _forget_groups()
-        _forget_users(search_path, modules)
+        forget_users(search_path, modules)
 
 
 def _forget_groups() -> None:
@@ -172,9 +172,9 @@ def _forget_groups() -> None:
         sys.modules["workers.engines.devices"].mesh_of.cache_clear()
 
 
-def _forget_users(search_path: list[str], modules: set[str]) -> None:
-    """Take back what a job has added to Python's path, and users' modules that it has imported: those of the next job
-    may have the same names."""
+def forget_users(search_path: list[str], modules: set[str]) -> None:
+    """Take back what was added to Python's path, and users' modules that were imported since: those of the next job may
+    have the same names."""
     sys.path[:] = search_path
     for name in {*sys.modules} - modules:
         file = Path(getattr(sys.modules[name], "__file__", None) or __file__).resolve()

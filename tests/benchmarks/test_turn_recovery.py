@@ -19,7 +19,8 @@ def turn(row, number, done=False):
 
 
 def resumed(at, rank, rows):
-    return {"time": at, "step": 1, "rank": rank, "event": "conversations_resumed", "rows": [*rows], "turns": [*rows.values()]}
+    return {"time": at, "step": 1, "rank": rank, "event": "conversations_resumed", "rows": [*rows],
+            "turns": [*rows.values()]}
 
 
 def test_conversations_are_those_of_the_rank_that_had_them_last(tmp_path):
