@@ -21,6 +21,7 @@ ELSEWHERE = {
     "resume": "tests/test_resume.py", "plan replan": "tests/test_placed_runs.py", "plan explain": "tests/cli",
     "run grpo.yaml --cluster machines.yaml --plan": "tests/test_placed_runs.py",
     "plan mixed grpo.yaml --cluster machines.yaml --runnable": "tests/test_placed_runs.py",
+    "validate grpo --run my_run.yaml --prove": "tests/workers/preflight",
     "plan mixed --from": "tests/test_calibration.py", "fit --from": "tests/test_calibration.py"}
 """Commands that need a run, a server or minutes, and the tests that call them."""
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300,

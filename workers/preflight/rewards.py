@@ -52,7 +52,8 @@ _BLOCK = 64
 _ONE_CALL = 1.0
 """Seconds of a call from which on a user's reward gets no further one."""
 _ALWAYS = re.compile(
-    r"raised (?:NameError|UnboundLocalError|ImportError|ModuleNotFoundError|AttributeError(?!: 'NoneType')"
+    r"raised (?:RuntimeError|OSError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError"
+    r"|AttributeError(?!: 'NoneType')"
     r"|TypeError: \S+\(\) (?:missing|takes|got))|returned ")
 """Failures that do not come from the form of a completion: others may, where no reference is declared."""
 _NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)")
