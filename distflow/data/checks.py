@@ -182,9 +182,11 @@ def _form_note(name: str, records: Records) -> list[str]:
     form = form_in_use(records)
     if form is None:
         return []
-    answer = f", the answer from `{form.answer}`" if form.answer else ""
+    asked, answered = "the question", f", the answer from `{form.answer}`" if form.answer else ""
+    if form.answer == form.question:  # a conversation
+        asked, answered = "question and answer", ""
     about = f" and `{form.input}`" if form.input else ""
-    return [f"{name} is read in {form.name}: the question from `{form.question}`{about}{answer}. Other fields:  "
+    return [f"{name} is read in {form.name}: {asked} from `{form.question}`{about}{answered}. Other fields:  "
             "data: {question: FIELD, answer: FIELD}"]
 
 
