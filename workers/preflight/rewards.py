@@ -51,11 +51,9 @@ _FEW, _SEVERAL = 3, 16
 _BLOCK = 64
 _ONE_CALL = 1.0
 """Seconds of a call from which on a user's reward gets no further one."""
-_ALWAYS = re.compile(
-    r"raised (?:RuntimeError|OSError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError"
-    r"|AttributeError(?!: 'NoneType')"
-    r"|TypeError: \S+\(\) (?:missing|takes|got))|returned ")
-"""Failures that do not come from the form of a completion: others may, where no reference is declared."""
+_OF_FORM = re.compile(r"raised (?:ValueError|\w*DecodeError|IndexError|KeyError|StopIteration|ZeroDivisionError"
+                      r"|(?:AttributeError|TypeError): .*(?:NoneType|not subscriptable|not iterable|indices must))")
+"""Failures that may come from the form of a completion alone, where no reference is declared."""
 _NETWORK = re.compile(r"raised \w*(?:Connect|Timeout|HTTP|URL|SSL|API|gaierror)")
 _SLOW = ("took longer", "was not done", "its module")
 _FORMS = ("{}", r"\boxed{{{}}}", "#### {}", "<think>\n?\n</think>\n<answer>{}</answer>", "```python\n{}\n```")
@@ -260,7 +258,8 @@ class _RewardTrial:
         return True
 
     def _calls(self, paid: Sequence[_Paid]) -> Iterator[FailedProof]:
-        """Yield what keeps the reward from returning a number: a doubt, if some calls do, or time and network may."""
+        """Yield what keeps the reward from returning a number. It is a doubt if the reward has returned one for the
+        answer of a record, or if the form of the answers, time or the network may be why."""
         values = [(row, value) for row, each in enumerate(paid) for some in each.values.values() for value in some]
         failures = [(row, value) for row, value in values if isinstance(value, FailedSample)]
         where = Location(shown(self.contract.where.file), self.contract.where.line)
@@ -269,14 +268,17 @@ class _RewardTrial:
             yield FailedProof(Diagnostic(what, where, "The run starts without that proof."), is_doubt=True)
         if not failures:
             return
-        reason = Counter(each.reason for _, each in failures).most_common(1)[0][0]
+        own = [value for each in paid for value in each.values.get(_OWN, ())] or [value for _, value in values]
+        never = all(isinstance(value, FailedSample) for value in own)
+        reason = Counter(each.reason for each in own if isinstance(each, FailedSample)).most_common(1)[0][0] if never \
+            else Counter(each.reason for _, each in failures).most_common(1)[0][0]
         row, failed = next((row, each) for row, each in failures if each.reason == reason)
         slow, line = reason.startswith(_SLOW), users_line(failed.trace)
         which = f"{len(failures)} of {len(values)} calls on the first {len(self.records)} records"
         call = "is slow: its first call " * slow
         what = f"{self.name} {call}{reason}{line and f', at {line}'} (in {which}, such as {self.records.location(row)})"
-        of_form = not (self.declared or _ALWAYS.match(reason))
-        doubt = bool(self.doubt or slow or of_form or len(failures) < len(values) or _NETWORK.match(reason))
+        of_form = not self.declared and _OF_FORM.match(reason) is not None
+        doubt = bool(self.doubt or slow or of_form or not never or _NETWORK.match(reason))
         hint = "The run starts without that proof." if slow else "Samples without a reward leave the step."
         yield FailedProof(Diagnostic(what, where, f"{hint} {_NAME_IT}" if of_form and not slow else hint), doubt)
 

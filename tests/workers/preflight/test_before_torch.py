@@ -49,6 +49,9 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                 "reward `code` pays an empty answer as much as the answer of each of the first 3"),
     "a reward that raises": (MINE(reward("return answer.score")), True, "raised AttributeError: 'str' object has no "
                              "attribute 'score', at"),
+    "a reward that raises for each answer but an empty one": (MINE(reward("return float(int([completion]) == 1) if "
+                                                                          "completion else 0.0")), True,
+                                                              "raised TypeError: int() argument must be"),
     "a reward that cannot read what is no number": (MINE(reward("return float(int(completion) == int(answer))")),
                                                     False, "raised ValueError: invalid literal for int()"),
     "a reward of a form that nobody knows": (MINE(reward(
