@@ -83,7 +83,7 @@ class ImageEncoder:
         if len(result) > longest:
             raise InvalidInput(f"a prompt with {len(images)} images has {len(result):,} tokens, more than "
                                f"data.max_prompt_tokens ({longest:,}), and images cannot be cut. Raise it, or shrink "
-                               "the images")  # a record that was not judged before
+                               "the images")
         return result
 
 
@@ -133,10 +133,9 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: Data, image_encoder: Image
         records = [*map(mended_record, given)]
         current().add("data/texts_mended", sum(one is not other for one, other in zip(records, given)))
         asked, answers = zip(*(asked_and_answered(record, data) for record in records)) if records else ((), ())
-        prompts, images, cut = encode_prompts(tokenizer, data, records, image_encoder)
         imitated = [_imitated(tokenizer, data, record) for record in records] if imitates or learns else []
-        if imitates and images is None:
-            prompts, cut = _cut([each.prompt for each in imitated], data)
+        prompts, images, cut = _cut([each.prompt for each in imitated], data) if imitates and not image_encoder else \
+            encode_prompts(tokenizer, data, records, image_encoder)
         current().add("data/prompts_cut", cut)
         extra: dict[str, ColumnData] = {name: encode_text(_text(record, name, data) for record in records)
                                         for name in data.columns}
@@ -183,10 +182,11 @@ def _text(record: Record, name: str, data: Data) -> str:
     return answer_text(record[name])
 
 
-def _cut(prompts: list[list[int]], data: Data) -> tuple[Ragged, int]:
+def _cut(prompts: list[list[int]], data: Data) -> tuple[Ragged, None, int]:
+    """Return the ends of prompts, which have no images, and how many were longer."""
     cut = sum(len(row) > data.max_prompt_tokens for row in prompts)
     kept = [torch.tensor(row[-data.max_prompt_tokens :], dtype=torch.int64) for row in prompts]
-    return Ragged.from_rows(kept), cut
+    return Ragged.from_rows(kept), None, cut
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list[Record],
@@ -194,8 +194,7 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, data: Data, records: list
     """Return the records' questions, their images (None without an encoder), and how many questions were cut."""
     if image_encoder:
         return *image_encoder.prompts(tokenizer, data, records), 0
-    prompts, cut = _cut([_prompt(tokenizer, data, record) for record in records], data)
-    return prompts, None, cut
+    return _cut([_prompt(tokenizer, data, record) for record in records], data)
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, data: Data, record: Record) -> list[int]:
