@@ -35,6 +35,7 @@ from distflow.data.problems import (
     answer_text,
     differs_from_question,
     has_other_parts,
+    holds_answer,
     is_conversation,
     is_empty,
     is_empty_question,
@@ -397,6 +398,9 @@ def _remedy(name: str, record: Record, fields: RequiredFields) -> str:
         return f"{did_you_mean(name, record, 'It has')}\n`data.columns` or the validation asks for `{name}`: name a " \
                "field that the records have, or add it to them."
     listed = [*field_names(record)]
+    if name == taken["answer"] and (whole := next((each for each in listed if holds_answer(each) and
+                                                   is_conversation(record.get(each))), "")):
+        return f"{listing(listed, 'It has')}\nTo learn the messages:  --set data.question={whole}"
     free = [each for each in listed if each not in taken.values()]
     meant = {key: next((each for pattern in _SYNONYMS[key] for each in free
                         if fnmatchcase(each.lower().rpartition(".")[2], pattern)), "FIELD")

@@ -1,7 +1,7 @@
 """Forms of records: nested fields by dotted names, the forms of public data sets, conversations in their spellings.
 
-`Named` gives each record the fields that the run file names at its top level, so that whatever reads a record behind it
-reads `record[data.question]`. A form is taken only where the run file names no field and the record has all of its.
+`reader_of` gives each record the fields that the run file names at its top level, so that all else reads
+`record[data.question]`. A form is taken only where the run file names no field and the record has all of its.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from distflow.config.expressions import OWN_FILTER
 from distflow.config.run import Data
 from distflow.data.problems import answer_text, holds_answer, is_conversation
+from distflow.errors import Diagnostic, InvalidInput, abbreviated
 
 Record = dict[str, Any]
 QUESTION, ANSWER = (str(Data.model_fields[name].default) for name in ("question", "answer"))
@@ -99,8 +100,10 @@ def reader_of(data: Data) -> Callable[[Record], Record]:
 def _with_context(asked: Any, record: Record) -> Any:
     """Return a question behind its record's `system` text and `history` of pairs, as LLaMA-Factory has them."""
     system, history = record.get("system"), record.get("history")
-    turns = [turn for turn in (history if isinstance(history, list) else ())
-             if isinstance(turn, list) and [*map(type, turn)] == [str, str]]
+    turns = history if isinstance(history, list) else [history] if history else []
+    if not all(isinstance(turn, list | tuple) and [*map(type, turn)] == [str, str] for turn in turns):
+        raise InvalidInput(Diagnostic(f"field `history` must be a list of pairs of question and answer, not "
+                                      f"{abbreviated(history)}", None, 'Write it as [["question", "answer"], …]'))
     before = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn)]
     if isinstance(system, str) and system.strip():
         before.insert(0, {"role": "system", "content": system})

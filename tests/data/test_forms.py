@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from distflow.config.run import Data
 from distflow.data.dataset import check_records, fields_of, open_records
+from distflow.data.forms import reader_of
 from distflow.data.problems import answer_text, messages_of
 from distflow.errors import InvalidInput
 
@@ -153,3 +154,19 @@ def test_what_has_no_text_is_no_answer(tmp_path: Path, value: Any) -> None:
 def test_two_fields_of_one_name_are_to_be_named() -> None:
     with pytest.raises(ValueError, match=r"columns: \{a_id: a.id, b_id: b.id\}"):
         Data(train="", columns=["a.id", "b.id"])  # pyright: ignore[reportArgumentType]
+
+
+def test_messages_beside_a_prompt_are_named_where_answers_are_learned(tmp_path):
+    """As ultrachat has them: the prompt alone would have no answer."""
+    talk = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "one?", "prompt_id": "1", "messages": talk}) + "\n")
+    data = Data(train="train.jsonl")
+    with pytest.raises(InvalidInput, match="To learn the messages:  --set data.question=messages"):
+        check_records(open_records(tmp_path / "train.jsonl", data), fields_of(data, ()))
+
+
+@pytest.mark.parametrize("history", [[["x"]], "x", [[1, 2]]])
+def test_a_history_that_is_none_is_refused(history):
+    read = reader_of(Data(train="x"))
+    with pytest.raises(InvalidInput, match="field `history` must be a list of pairs"):
+        read({"instruction": "q", "input": "", "output": "a", "history": history})

@@ -4,6 +4,7 @@
     choices      a question that offers letters has one of them as its answer
     pairs        the chosen and the rejected answer of a record differ
     tool calls   have arguments that are JSON, and name a tool of the record
+    tools        are shown in the prompts if records have them
 
 The form of each record, duplicates and what is validated on: `distflow.data.checks`.
 """
@@ -15,7 +16,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.data.problems import Message, Record, answer_text, tools_of
+from distflow.data.problems import Message, Record, answer_text, tools_error, tools_of
 from workers.preflight.proofs import FailedProof, FirstRecords, shortened
 
 _ENOUGH = 8
@@ -26,7 +27,8 @@ _OFFER = re.compile(r"(?:^|[\s(\[])([A-J]|[a-j])[).:\]]\s", re.MULTILINE)
 
 
 def prove_data(records: FirstRecords) -> Iterator[FailedProof]:
-    for proof in (*(_OF_ANSWERS if records.have_answers else ()), _pairs_differ, _tool_calls_can_be_read):
+    for proof in (*(_OF_ANSWERS if records.have_answers else ()), _pairs_differ, _tool_calls_can_be_read,
+                  _tools_are_named):
         yield from proof(records)
 
 
@@ -89,6 +91,13 @@ def _tool_calls_can_be_read(records: FirstRecords) -> Iterator[FailedProof]:
                               f"{next(iter(broken.values()), '')}", 'Write them as {"x": 1}, or as JSON text of that.')
     yield from records.failed([*unknown], f" calls the tool `{next(iter(unknown.values()), '')}`, which it does not "
                               f"list in `{records.data.tools}`", "Name each tool as the list does.")
+
+
+def _tools_are_named(records: FirstRecords) -> Iterator[FailedProof]:
+    unread = [index for index, row in enumerate(records.rows) if row.get("tools") and not tools_error(row["tools"])]
+    if records.data.tools is None:
+        yield from records.failed(unread, " has tools in its field `tools`, which no prompt shows",
+                                  "Show them:  --set data.tools=tools", doubt=True)
 
 
 _OF_ANSWERS = (_answers_differ, _answers_are_not_counted, _answers_are_not_in_questions, _choices_are_offered)

@@ -35,6 +35,8 @@ FAULTY: dict[str, tuple[Task, bool, str]] = {
                                      data={"columns": ["chosen", "rejected"]}), False, "1 of the first 13 records has"),
     "arguments of a tool are no JSON": (Task([changed(each, arguments="x=1") for each in CALLED]), True,
                                         "arguments are not a JSON object: `x=1`"),
+    "tools that no prompt shows": (Task([{**each, "tools": [{"type": "function", "function": {"name": "add"}}]}
+                                         for each in SUMS]), False, "has tools in its field `tools`, which no prompt"),
     "held-out questions are trained on": (Task(SUMS, held_out=SUMS), False, "questions of heldout.jsonl are in the "
                                           "training set"),
     "references that are not understood": (Task([{**each, "answer": rf"\foo{{{each['answer']}}} or ("}
