@@ -24,6 +24,7 @@ from distflow.config.load import Spec
 from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.telemetry.metrics import Metrics, recording
+from workers.engines.capabilities import attend_by
 from workers.engines.devices import is_half
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
@@ -118,7 +119,7 @@ def loaded_numbers(model: PreTrainedModel, rows: ProofRows) -> Tensor | None:
     if that took long."""
     if sum(parameter.numel() for parameter in model.parameters()) > _LOADED or model.dtype != torch.float32:
         return None
-    model.set_attn_implementation("eager")
+    attend_by(model, "eager")
     with torch.no_grad():
         found = [_of_row(model, prompt, response) for prompt, response in zip(rows.prompts.rows, rows.responses.rows)]
     return torch.cat(found)
