@@ -86,9 +86,14 @@ class BaseEngine:
             return self.engine.top_logprobs(prompts, responses, temperature, count, images)
 
 
-def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
-    """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
-    `weights`: whole adapters and value head, by their names after `attach`."""
+def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor],
+                   folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights,
+    and the names of the weights that have changed, float32. `weights`: whole adapters and value head, by their names
+    after `attach`."""
+    changed = {f"{name.split('.lora_')[0]}.weight" if is_adapter(name) else name for name in weights}
+    for name in changed:
+        model.get_parameter(name).data = model.get_parameter(name).data.float()
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
     missed = wrapped.load_state_dict({peft_name(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
@@ -96,7 +101,7 @@ def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor
     if odd:
         raise EngineError(f"the adapters to be saved differ from the model's: {odd[:5]}")
     wrapped.save_pretrained(str(folder), save_embedding_layers=False)
-    return cast(PreTrainedModel, wrapped.merge_and_unload())
+    return cast(PreTrainedModel, wrapped.merge_and_unload()), changed
 
 
 def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
