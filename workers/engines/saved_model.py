@@ -195,9 +195,9 @@ class ModelWriter:
 
     def _load(self, folder: Path, unknown: Set[str]) -> PreTrainedModel:
         """Load a folder by transformers alone; a large model without its values."""
-        place = {} if self.computes else {"device_map": "meta"}
-        model, report = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
-                                                  output_loading_info=True, **place)
+        kind: Any = self.kind
+        model, report = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                             output_loading_info=True, device_map=None if self.computes else "meta")
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if odd := sorted(map(str, set(report.get(what) or ()) - unknown)):
                 raise ModelDamaged(f"transformers does not load the written model {folder} as it is: "
