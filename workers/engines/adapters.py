@@ -91,10 +91,13 @@ def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor
     """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights,
     and the names of the weights that have changed, float32. `weights`: whole adapters and value head, by their names
     after `attach`."""
-    changed = {f"{name.split('.lora_')[0]}.weight" if is_adapter(name) else name for name in weights}
-    for name in changed:
-        model.get_parameter(name).data = model.get_parameter(name).data.float()
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
+    changed = {name for name in weights if not is_adapter(name)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):  # of a tensor of experts, or of a linear layer
+            base, kind = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+            setattr(base, kind, nn.Parameter(getattr(base, kind).detach().float().clone(), False))  # tied to none
+            changed.add(f"{name.replace('.base_layer', '')}.{kind}")
     missed = wrapped.load_state_dict({peft_name(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])

@@ -111,9 +111,6 @@ class ModelWriter:
         folder's tensors that transformers does not load are copied; they have no place in a model of another kind."""
         self.kind, self.config = type(model), copy.deepcopy(model.config)
         self.source, self.copies_rest = source, copies_rest
-        head: Any = model.get_output_embeddings() if getattr(self.config, "tie_word_embeddings", False) else None
-        if head is not None and head.weight is not model.get_input_embeddings().weight:
-            self.config.tie_word_embeddings = False  # transformers does not tie what differs in the files
         self.conversions = getattr(model, "_weight_conversions", None)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
@@ -126,21 +123,24 @@ class ModelWriter:
         """Return the tensors to be saved. `weights`: whole tensors by their names in the loaded model, at least those
         that are `trained`. Raises EngineError: the model has others."""
         model = self._skeleton()
+        if not weights.keys().isdisjoint(model.all_tied_weights_keys):  # they differ in the files, or one has adapters
+            self.config.tie_word_embeddings = self.config.get_text_config().tie_word_embeddings = False
+            model = self._skeleton()
         if odd := sorted(trained - (weights.keys() & dict(model.named_parameters()).keys())):
             raise EngineError(f"the weights to be saved differ from the model's: {odd[:5]}")
-        source, places = ModelFiles(self.source) if self.source else {}, _Places(model)
-        found: dict[str, Tensor] = {}
+        source = ModelFiles(self.source) if self.source else {}
+        find, tied, found = _Places(model), model.all_tied_weights_keys, dict[str, Tensor]()
+        places = {name: find(name) for name in source}
+        loaded = {each for names, _ in places.values() for each in names}
         copied, left_out, done = set(), set(), set()
-        for name in source:
-            names, fused = places(name)
-            owners = [places.tied.get(each, each) for each in names]
+        for name, (names, fused) in places.items():
+            owners = [tied.get(each, each) for each in names]
             if trained.isdisjoint(owners):
                 (copied if names or self.copies_rest else left_out).add(name)
-            elif owners != names:
+            elif owners != names and not loaded.isdisjoint(owners):
                 left_out.add(name)
-                continue
             elif not fused:
-                found[name] = weights[names[0]]
+                found[name] = weights[owners[0]]
             done.update([] if fused else owners)
         found |= {name: source[name] for name in copied}
         rest = revert_weight_conversion(model, {name: weights[name] for name in weights.keys() - done})
@@ -269,7 +269,6 @@ class _Places:
         self.converters = [each for each in mapping if isinstance(each, WeightConverter)]
         self.by_pattern = {pattern: each for each in self.converters for pattern in each.source_patterns}
         self.prefix, self.there = model.base_model_prefix, model.state_dict()
-        self.tied = model.all_tied_weights_keys
 
     def __call__(self, name: str) -> tuple[list[str], bool]:
         """Return the names in the loaded model, none if the tensor is not loaded, and whether it is fused or cut."""
@@ -280,4 +279,4 @@ class _Places:
             return [], False
         first, *others = self.by_pattern[pattern].target_patterns if pattern else [place]
         places = [place, *(place.replace(first, other) for other in others)]
-        return [self.tied.get(each, each) for each in places], pattern is not None
+        return places, pattern is not None

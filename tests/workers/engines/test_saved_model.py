@@ -144,6 +144,36 @@ def test_save_pretrained_changes_nothing_but_adapted_layers(alone, tmp_path, fam
     assert compare(source, tmp_path / "model", lambda name: "q_proj.weight" in name) > 9
 
 
+@pytest.mark.parametrize(("family", "target", "changed", "more"), [
+    ("tied", "lm_head", 1, {"lm_head.weight"}), ("tied", "embed_tokens", 2, {"lm_head.weight"}),
+    ("mixtral", "all-linear", 34, set())])
+def test_save_pretrained_merges_adapters_of_tied_heads_and_of_experts(alone, tmp_path, family, target, changed, more):
+    """The check compares the log-probabilities of the merged folder with those of the adapted engine."""
+    source = source_of(family, tmp_path / "source")
+    role = role_of(source, lora=Lora(rank=2, targets=[target]))
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    before, after = ModelFiles(source), ModelFiles(tmp_path / "model")
+    assert after.keys() - before.keys() == more
+    new = [name for name in after if name not in before or not torch.equal(before[name].float(), after[name].float())]
+    assert len(new) == changed
+
+
+@pytest.mark.parametrize(("names", "written"), [
+    (["lm_head.weight", "model.embed_tokens.weight"], ["model.embed_tokens.weight"]),
+    (["lm_head.weight"], ["lm_head.weight"])])
+def test_save_pretrained_writes_tied_tensors_once(alone, tmp_path, names, written):
+    source = source_of("tied", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {name: embedding.clone() for name in names}, source / "model.safetensors",
+              metadata={"format": "pt"})
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert ModelFiles(tmp_path / "model").keys() - tensors.keys() == set(written)
+
+
 def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, tmp_path):
     source = source_of("llama", tmp_path / "source")
     role = role_of(source, head="value")
