@@ -115,14 +115,13 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
-        return _read(classifier, folder, **_WEIGHTS)
+        return _frozen_as_built(_read(classifier, folder, **_WEIGHTS))
     vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    model = _read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS)
-    _freeze_as_built(model)
+    model = _frozen_as_built(_read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS))
     return with_value_head(model) if head == "value" else model
 
 
-def _freeze_as_built(model: PreTrainedModel) -> None:
+def _frozen_as_built(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze the parameters that the family builds frozen, such as biases of routers: transformers loads them as if
     they were trained."""
     with torch.device("meta"):
@@ -130,6 +129,7 @@ def _freeze_as_built(model: PreTrainedModel) -> None:
     for name, parameter in built.named_parameters():
         if not parameter.requires_grad:
             model.get_parameter(name).requires_grad_(False)
+    return model
 
 
 def _read(kind: Any, folder: Path, **options: Any) -> Any:

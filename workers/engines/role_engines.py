@@ -258,7 +258,7 @@ class RoleEngines:
         first, weights = dist.get_rank() == self.writer, {}
         for name, tensor in self.engine.export():
             if first:  # the others only help to gather it
-                weights[name] = tensor.cpu().clone()
+                weights[name] = tensor.to("cpu", torch.float32, copy=True)
         if not first:
             return
         with replacing_folder(folder, keeps=ModelDamaged) as partial:
