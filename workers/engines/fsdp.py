@@ -28,12 +28,13 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
+from distflow.telemetry.metrics import current
 from distflow.weights.reshard import gather_tensors
 from workers.engines import tensor_parallel
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
-from workers.engines.routing import Routers, alike_before, packed_choices
+from workers.engines.routing import Routers, alike_before, balance_of, packed_choices
 from workers.engines.tensor_parallel import decoder_layers
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.value import ValueModel
@@ -142,6 +143,8 @@ class FSDPEngine(Trainer):
         # Choices are replayed in the order of packed tokens, and one chunk is always packed.
         self.policy = HEADS[head](model, chunks=4 if self.small and not self.routers else 1, context=context)
         self.pads = not self.policy.packs
+        if trained and head == "lm":
+            self.policy.balance = balance_of(model, context.join if context else None)
         if self.routers and self.pads:
             raise EngineError("`routing_replay` wants rows that are packed: no cp, images or layers with windows. Take "
                               "it out of `generation`")
@@ -260,16 +263,28 @@ class FSDPEngine(Trainer):
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         try:
-            for index, micro in enumerate(micros):
-                self._add_gradient(micro, loss_of, temperature, index == len(micros) - 1)
+            shares = self._token_shares(micros) if self.policy.balance else [0.0] * len(micros)
+            for index, (micro, share) in enumerate(zip(micros, shares)):
+                self._add_gradient(micro, loss_of, temperature, share, index == len(micros) - 1)
         finally:
             self._reshard()
 
-    def _add_gradient(self, micro: Batch, loss_of: LossOf, temperature: float, last: bool) -> None:
+    def _token_shares(self, micros: list[Batch]) -> list[float]:
+        """Return the share that each micro-batch has of the tokens of all ranks' rows."""
+        counts = torch.tensor([0.0 if is_placeholder(micro) else float(micro["prompts"].lengths.sum() +
+                                                                       micro["responses"].lengths.sum())
+                               for micro in micros], dtype=torch.float64)
+        return (counts / self.total(counts.sum()).clamp(min=1.0)).tolist()
+
+    def _add_gradient(self, micro: Batch, loss_of: LossOf, temperature: float, share: float, last: bool) -> None:
         self.sharded.set_requires_gradient_sync(last or not self.small)  # else each rank adds up whole gradients
         self.sharded.set_requires_all_reduce(last)  # between `replicas`
         outputs = self._forward(micro, temperature)
         loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
+        if self.policy.balance:
+            balance = self.policy.balance.take()
+            loss = loss + self.policy.balance.coefficient * share * balance
+            current().mean("router/aux_loss", balance.detach() * share, share)
         (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
 
     def _reshard(self) -> None:
@@ -301,7 +316,8 @@ class FSDPEngine(Trainer):
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, torch.device("cpu"), same)
         if self.routers:
             self.routers.replayed = None if routed is None else packed_choices(
-                routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
+                routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist(), self.policy.rest_of(inputs[4]),
+                self.routers.routing.unknown).to(self.device)
         more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1])}
         if images is None:
             on_gpu = self.device.type == "cuda" and self.policy.packs
