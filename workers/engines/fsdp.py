@@ -73,6 +73,13 @@ def _pieces(gradient: Tensor) -> int:
                      if not placement.is_replicate())
 
 
+def decays(name: str, weight: Tensor) -> bool:
+    """Return whether `weight_decay` is applied to a parameter: to matrices, routers' and embeddings' too, but not to
+    biases, norms and decay rates (`A_log`), which may be stacked by expert, head or channel."""
+    *owners, last = name.split(".")
+    return weight.ndim > 1 and not last.endswith("bias") and last != "A_log" and not (owners and "norm" in owners[-1])
+
+
 def recompute_layer(layer: nn.Module) -> None:
     """Recompute all but the layer's input (Chen et al. 2016); unlike transformers' own, it keeps the cache."""
     number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
@@ -188,9 +195,9 @@ class FSDPEngine(Trainer):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
-        for shard in self._changing().values():
-            groups.setdefault((shard.ndim > 1, getattr(shard, "device_mesh", None)), []).append(shard)
-        return torch.optim.AdamW([{"params": shards, "decays": matrices} for (matrices, _), shards in groups.items()],
+        for name, shard in self._changing().items():
+            groups.setdefault((decays(name, shard), getattr(shard, "device_mesh", None)), []).append(shard)
+        return torch.optim.AdamW([{"params": shards, "decays": decaying} for (decaying, _), shards in groups.items()],
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
