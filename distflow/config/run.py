@@ -193,7 +193,7 @@ class RoleRun(Document):
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's, for weight matrices."""
+    """AdamW's, for weight matrices: not for biases and norms, stacked ones either."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """AdamW's decay of the mean and of the squared mean of gradients."""
     max_grad_norm: PositiveFloat = 1.0
