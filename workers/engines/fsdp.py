@@ -244,7 +244,8 @@ class FSDPEngine(Trainer):
 
     def own_logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the log-probabilities by the model's own eager attention with these weights, of each row alone."""
-        model, used = self.policy.model, self.policy.model.config._attn_implementation
+        model = self.policy.model
+        used = str(model.config._attn_implementation)
         attend_by(model, "eager")
         self.has_long_rows = True
         try:

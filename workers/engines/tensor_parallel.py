@@ -42,7 +42,8 @@ class ExpertsParallel(ParallelStyle):
             cut = distribute_tensor(weight.detach(), device_mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(cut, weight.requires_grad))
         own = cast(int, module.num_experts) // device_mesh.size()
-        module.num_experts, module._is_expert_parallel = own, True  # transformers' code skips experts from `own` on
+        # transformers' code skips experts from `own` on.
+        vars(module).update(num_experts=own, _is_expert_parallel=True)
         first = own * device_mesh.get_local_rank()
         module.forward = functools.partial(_own_experts, module, module.forward, device_mesh, range(first, first + own))
         return module
