@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
@@ -21,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
+from workers.engines.capabilities import Capabilities
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
@@ -55,7 +55,7 @@ class HFRollout(Rollout):
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
-        self.plain = _plain_reason(model)
+        self.plain = Capabilities.of(model).plain  # why rows cannot share slots
         self.captures = generation.cuda_graphs and model.device.type == "cuda" and can_be_captured(model)
         self.wakes = 0  # how often the weights have got new places
         if self.plain and generation.routing_replay:
@@ -114,17 +114,6 @@ class HFRollout(Rollout):
     def check_health(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def _plain_reason(model: PreTrainedModel) -> str:
-    """Return why rows of this model cannot share slots, as a sentence without its subject; "" if they can."""
-    other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers
-             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
-    if other:
-        return f"keeps {', '.join(sorted(other))} between tokens, not keys and values alone"
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        return "takes no `position_ids`"
-    return ""
 
 
 class HFSession(TransformersSession):
