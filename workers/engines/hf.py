@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -31,7 +32,7 @@ from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import PrefilledRow, SlotCache, prefixes
-from workers.engines.plain_session import PlainSession
+from workers.engines.plain_session import PlainSession, keeps_rows
 from workers.engines.rollout import Rollout, SampledRow, require_shapes
 from workers.engines.routing import Routers
 from workers.engines.sampling import TokenLimits
@@ -82,8 +83,12 @@ class HFRollout(Rollout):
         keep_cache &= self.generation.batch_rows > 1  # with one slot a row rounds alike, however long its tools take
         temperature = self.generation.temperature if temperature is None else temperature
         if self.plain:
-            return PlainSession(self, self.model, key, temperature, limits)
+            return PlainSession(self, self.model, key, temperature, limits, self._keeps_rows)
         return HFSession(self, key, temperature, keep_cache, limits)
+
+    @cached_property
+    def _keeps_rows(self) -> bool:
+        return keeps_rows(self.model)
 
     def weight_buffers(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}

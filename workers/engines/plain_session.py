@@ -5,25 +5,29 @@ get from the model what each would get alone.
 
     PlainSession   the session: rows of one length become a cohort once there is room for them
     _Cohort        rows that began together, and what the model keeps of them
+    keeps_rows     whether what a model keeps is to be relied on; else all tokens are read again for each new one
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
-from workers.engines.rollout import SampledRow
+from workers.engines.rollout import Rollout, SampledRow
+from workers.engines.sampling import TokenLimits
 from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns
 
+_ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 0.05
+"""Mean difference between log-probabilities of the same tokens, of 4 bytes and of 2."""
 _FRACTION = 8
 """A cohort begins once an eighth of the batch is free, or as much as its first prompt's rows need."""
 
@@ -31,7 +35,12 @@ _FRACTION = 8
 class PlainSession(TransformersSession):
     """Session of any causal language model: `step` samples one token for each row of each cohort."""
 
-    cohorts: tuple[_Cohort, ...] = ()
+    def __init__(self, engine: Rollout, model: PreTrainedModel, key: int, temperature: float,
+                 limits: TokenLimits | None, keeps: bool):
+        """`keeps`: see `keeps_rows`."""
+        super().__init__(engine, model, key, temperature, limits)
+        self.keeps = keeps
+        self.cohorts: tuple[_Cohort, ...] = ()
 
     @property
     def busy(self) -> bool:
@@ -95,7 +104,7 @@ class _Cohort:
                               "alone, and a prompt has images. Give the role another `rollout`")
         for row in rows:
             row.begin()
-        self.reader, self.turns = _Reader(session.model), Turns(session, {})
+        self.reader, self.turns = _Reader(session.model, session.keeps), Turns(session, {})
         prompts = torch.stack([group[0].sequence for group in together]).to(session.device)
         logits = self.reader.read(prompts)
         places = torch.arange(len(rows), device=session.device)
@@ -121,35 +130,31 @@ class _Cohort:
 
 
 class _Reader:
-    """Model that reads rows [B] of one length, a few tokens at a time, with what it keeps of them itself. If that
-    cannot be divided among rows, it reads all tokens again for each new one."""
+    """Model that reads rows [B] of one length, a few tokens at a time, with its own cache or without one."""
 
-    def __init__(self, model: PreTrainedModel):
-        self.model, self.takes = model, inspect.signature(model.forward).parameters
-        self.kept: dict[str, Cache] | None = None
+    def __init__(self, model: PreTrainedModel, keeps: bool):
+        self.model, self.keeps, self.takes = model, keeps, inspect.signature(model.forward).parameters
         self.length = 0  # tokens that were read of each row
+        self.kept: dict[str, Cache] = {}
         self.tokens: Tensor | None = None  # they themselves [B, L], where nothing is kept
 
     def read(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, V] after `tokens` [B, 1 or more], which follow those read before."""
-        self.length += tokens.shape[1]
-        if self.kept is None:
-            output = self._forward(tokens, use_cache=True)
+        start, self.length = self.length, self.length + tokens.shape[1]
+        if self.keeps:
+            output = self.forward(tokens, start, logits_to_keep=1, use_cache=True, **self.kept)
             self.kept = {name: value for name, value in output.items()
                          if name in self.takes and isinstance(value, Cache)}
-            self.tokens = None if self.kept else tokens
             return output.logits[:, -1]
-        if self.tokens is None:
-            return self._forward(tokens, use_cache=True, **self.kept).logits[:, -1]
-        self.tokens = torch.cat([self.tokens, tokens], 1)
-        some = self.tokens.split(max(PREFILL_TOKENS // self.tokens.shape[1], 1))
-        return torch.cat([self._forward(each, use_cache=False).logits[:, -1] for each in some])
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        some = self.tokens.split(max(PREFILL_TOKENS // self.length, 1))
+        return torch.cat([self.forward(each, 0, logits_to_keep=1, use_cache=False).logits[:, -1] for each in some])
 
-    def _forward(self, tokens: Tensor, **given: Any) -> Any:
-        count, width = tokens.shape
-        # Without them some models count the tokens of their first layer, also if that keeps none (MiniMax).
-        places = torch.arange(self.length - width, self.length, device=tokens.device).expand(count, width)
-        given = {"position_ids": places, "logits_to_keep": 1, **given}
+    def forward(self, tokens: Tensor, start: int, **given: Any) -> Any:
+        """Return the model's output for `tokens` [B, L] at the positions from `start` on."""
+        # Without positions some models count the tokens of their first layer, also if that keeps none (MiniMax).
+        places = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        given = {"position_ids": places, **given}
         return self.model(tokens, **{name: value for name, value in given.items() if name in self.takes})
 
     def select(self, rows: Tensor) -> None:
@@ -157,15 +162,54 @@ class _Reader:
         self.kept, self.tokens = _select(self.kept, rows), _select(self.tokens, rows)
 
 
+@torch.inference_mode()
+def keeps_rows(model: PreTrainedModel) -> bool:
+    """Return whether what a model keeps of some rows can be divided among them, and continues them as one forward pass
+    of the whole rows does. In transformers some steps compute otherwise (Nemotron-H, Zamba2), and some models keep a
+    part in their modules (RecurrentGemma)."""
+    count, first, last = 5, 11, 19
+    vocabulary = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    tokens = (torch.arange(count * last, device=model.device) * 7919 % vocabulary).view(count, last)
+    reader, other, order = _Reader(model, True), _Reader(model, True), torch.tensor([3, 0, 0, 4, 2, 1, 3])
+    reader.read(tokens[:, :first])
+    if not reader.kept or any(len(each) != count for each in _tensors(reader.kept) if each.ndim):
+        return False
+    reader.select(order.to(model.device))
+    stepwise = []
+    for column in range(first, last):
+        other.read(tokens[:2, column : column + 1])
+        stepwise.append(reader.read(tokens[order, column : column + 1]))
+    whole = other.forward(tokens[order], 0, use_cache=False).logits[:, first:]
+    difference = (torch.stack(stepwise, 1).float().log_softmax(-1) - whole.float().log_softmax(-1)).abs().mean()
+    return bool(difference <= (_ROUNDING if model.dtype.itemsize >= 4 else _ROUNDING_OF_HALVES))
+
+
+def _tensors(kept: Any) -> Iterator[Tensor]:
+    if isinstance(kept, Tensor):
+        yield kept
+    for part in _parts(kept).values():
+        yield from _tensors(part)
+
+
+def _parts(kept: Any) -> dict[Any, Any]:
+    """Return what a model keeps by name, number or attribute, of one level; that of a cache may be replaced."""
+    if isinstance(kept, (list, tuple)):
+        return dict(enumerate(kept))
+    if isinstance(kept, (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)):
+        return vars(kept)
+    return kept if isinstance(kept, dict) else {}
+
+
 def _select(kept: Any, rows: Tensor) -> Any:
     """Return what a model keeps, with these `rows` of each tensor in it. Some caches of transformers have tensors that
     their `reorder_cache` does not reorder (MiniMax, DeepSeek-V4)."""
     if isinstance(kept, Tensor):
         return kept.index_select(0, rows) if kept.ndim else kept
+    parts = {name: _select(part, rows) for name, part in _parts(kept).items()}
     if isinstance(kept, dict):
-        return {name: _select(value, rows) for name, value in kept.items()}
+        return parts
     if isinstance(kept, (list, tuple)):
-        return type(kept)(_select(value, rows) for value in kept)
-    if isinstance(kept, (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)):
-        vars(kept).update(_select(vars(kept), rows))
+        return type(kept)(parts.values())
+    if parts:
+        vars(kept).update(parts)
     return kept

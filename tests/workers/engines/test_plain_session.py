@@ -14,7 +14,7 @@ from distflow.errors import EngineError
 from workers.engines import attention
 from workers.engines.embedded import build_tokenizer
 from workers.engines.hf import HFRollout
-from workers.engines.plain_session import PlainSession
+from workers.engines.plain_session import PlainSession, keeps_rows
 from workers.engines.rollout import StopStrings
 
 VOCABULARY = 270
@@ -48,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**SIZES, **MAMBA, **EXPERTS, "shared_intermediate_size": 16,
                          "layer_types": ["mamba", "attention"]},
     "minimax": {**SIZES, **EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    "nemotron_h": {**SIZES, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1,
+                   "chunk_size": 4, "time_step_min": 0.1, "layers_block_type": ["mamba", "attention"]},
     "recurrent_gemma": {**SIZES, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 4},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -95,6 +97,13 @@ def test_a_row_gets_what_the_models_own_forward_pass_gives_it_alone(family, prom
     assert 0 < samples.finished.sum() < 15
 
 
+@pytest.mark.parametrize(("family", "kept"), [("nemotron_h", False), ("recurrent_gemma", False), ("qwen3_next", True),
+                                              ("minimax", True), ("llama4_text", True), ("mamba2", True)])
+def test_what_a_model_keeps_is_relied_on_if_it_continues_rows_rightly(family, kept):
+    """A step of Nemotron-H leaves out a bound on its time step; RecurrentGemma's state lies in its modules."""
+    assert keeps_rows(tiny(family)) == kept
+
+
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.6, "min_p": 0.01}])
 def test_slots_and_cohorts_draw_the_same(family, limits, prompts):
@@ -140,10 +149,14 @@ def test_turns_aborts_versions_and_stop_strings(family, prompts):
 
 def test_a_prompt_is_read_once_and_rows_that_wait_begin_when_there_is_room(prompts):
     model, read = tiny("mistral"), []
-    model.register_forward_pre_hook(lambda _, args: read.append(tuple(args[0].shape)))
     made = engine(model, max_new_tokens=2, batch_rows=6)
-    made.end_tokens = torch.tensor([-1])
-    made.generate(prompts.slice(0, 4), 3, torch.arange(12), key=1)
+    made.end_tokens, session = torch.tensor([-1]), made.session(1)  # which has tried what the model keeps
+    model.register_forward_pre_hook(lambda _, args: read.append(tuple(args[0].shape)))
+    rows = made.rows(prompts.slice(0, 4), 3, torch.arange(12))
+    for start in range(0, 12, 3):
+        session.add(rows[start : start + 3])
+    while session.busy:
+        session.step()
     assert read == [(2, 6), (6, 1), (1, 2), (1, 11), (3, 1), (3, 1)]
 
 
