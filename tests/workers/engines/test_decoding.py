@@ -11,8 +11,7 @@ from distflow.data.batch import Ragged
 from workers.engines import attention, decode_graph
 from workers.engines.decode_graph import can_be_captured
 from workers.engines.embedded import build_model
-from workers.engines.hf import HFRollout, HFSession
-from workers.engines.plain_session import PlainSession
+from workers.engines.hf import HFRollout
 from workers.engines.policy import Policy, inputs_of
 
 ENDS = [2, *range(3, 270, 9)]
@@ -144,13 +143,6 @@ def test_layers_with_a_sliding_window(prompts):
     for prompt, row in zip(prompts.rows, ours):
         theirs = model.generate(prompt[None], max_new_tokens=9, do_sample=False, eos_token_id=ENDS, pad_token_id=0)[0]
         assert row.tolist() == theirs[len(prompt) :].tolist()
-
-
-def test_a_model_that_keeps_another_state_is_sampled_the_plain_way(model):
-    assert isinstance(engine(model).session(1), HFSession)
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    assert "LinearAttentionLayer" in engine(model).plain
-    assert isinstance(engine(model).session(1), PlainSession)
 
 
 def test_versions_say_which_weights_sampled_each_token(model, prompts):

@@ -104,6 +104,11 @@ def test_what_a_model_keeps_is_relied_on_if_it_continues_rows_rightly(family, ke
     assert keeps_rows(tiny(family)) == kept
 
 
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "bloom", "llama4_text"])
+def test_models_whose_layers_are_not_keys_and_values_alone_are_sampled_so(family):
+    assert isinstance(engine(tiny(family), "").session(1), PlainSession)
+
+
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 @pytest.mark.parametrize("limits", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.6, "min_p": 0.01}])
 def test_slots_and_cohorts_draw_the_same(family, limits, prompts):
