@@ -30,9 +30,9 @@ NO_MASK = (1, 1, 0, 0)
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
            scaling: float | None = None, attention_pattern: Any = None, **settings) -> tuple[Tensor, None]:
     """Attend with a mask and grouped queries, at less cost than transformers' `sdpa`, which repeats keys and values.
-    query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool. In its place an
-    `attention_pattern` may say which keys each query sees: `LastColumns`, or `packing.Packing`, where B is 1. Raises
-    EngineError: it is given what it does not know."""
+    query [B, H, Q, D]; key [B, K, L, D]; value [B, K, L, any]; H a multiple of K; attention_mask [B, 1, Q, L] bool. In
+    its place an `attention_pattern` may say which keys each query sees: `LastColumns`, or `packing.Packing`, where B is
+    1. Raises EngineError: it is given what it does not know."""
     if unknown := [name for name, value in settings.items() if value is not None and name not in KNOWN]:
         raise EngineError(f"{type(module).__name__} hands `{unknown[0]}` to attention, which distflow's does not know. "
                           "Give the role another model")
@@ -48,7 +48,7 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     if count == 1 and query.is_cuda:  # heads that share keys are treated as positions: none of the kernels copies
         grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
         output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-        return output.reshape(rows, 1, heads, size), None
+        return output.reshape(rows, 1, heads, -1), None
     if query.is_cuda:  # with a mask only kernels that know no groups
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **settings)
     if count > 1:
@@ -59,16 +59,17 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], size)
     scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
     weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)
-    return (weights @ value).reshape(rows, 1, heads, size), None
+    return (weights @ value).reshape(rows, 1, heads, -1), None
 
 
 def has_flash(model: PreTrainedModel) -> bool:
     """Return whether torch's FlashAttention reads this model's cache where it is: on NVIDIA GPUs from Ampere on, in
-    half precision."""
+    half precision, with values as wide as keys."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return model.device.type == "cuda" and torch.version.cuda is not None and model.dtype in _HALVES and \
-        size % 8 == 0 and size <= 256 and torch.cuda.get_device_capability(model.device) >= (8, 0)
+        getattr(config, "v_head_dim", None) is None and size % 8 == 0 and size <= 256 and \
+        torch.cuda.get_device_capability(model.device) >= (8, 0)
 
 
 class LastColumns:

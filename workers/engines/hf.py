@@ -4,7 +4,8 @@
     HFSession   its session: rows join the batch at any time, leave it when they end, and may come back with more to
     read
 
-A prompt is read once for all its samples. Keys and values lie in `workers.engines.kv_slots`.
+A prompt is read once for all its samples. Keys and values lie in `workers.engines.kv_slots`. A model that keeps other
+things between tokens, or is not understood, gets a `workers.engines.plain_session` in place of an HFSession.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -25,20 +27,22 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
+from workers.engines.capabilities import Capabilities
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
 from workers.engines.kv_slots import PrefilledRow, SlotCache, prefixes
-from workers.engines.rollout import Rollout, SampledRow, Session, StopStrings, require_shapes
+from workers.engines.plain_session import PlainSession, keeps_rows
+from workers.engines.rollout import Rollout, SampledRow, require_shapes
 from workers.engines.routing import Routers
-from workers.engines.sampling import TokenLimits, sample_tokens, uniform
+from workers.engines.sampling import TokenLimits
+from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns
 from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
 """The cache is compacted once an eighth of the slots is empty and no row waits; rows are prefilled by eighths."""
 _FRACTION_CAPTURED = 2
 """Where steps are captured, once half of them is: for a capture Python launches a step twice (not timed)."""
-_PREFILL_TOKENS = 2**15  # at a time: their activations are beside the cache
 
 
 class HFRollout(Rollout):
@@ -52,16 +56,15 @@ class HFRollout(Rollout):
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)
+        self.plain = Capabilities.of(model).plain  # why rows cannot share slots
         self.captures = generation.cuda_graphs and model.device.type == "cuda" and can_be_captured(model)
         self.wakes = 0  # how often the weights have got new places
+        if self.plain and generation.routing_replay:
+            raise EngineError(f"`routing_replay` cannot record the experts of {type(model).__name__}, since it "
+                              f"{self.plain}. Take it out of `generation`")
         self.routers = Routers(model) if generation.routing_replay else None
         if self.routers:
             self.routers.records = True
-        other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers
-                 if not isinstance(layer, DynamicLayer)}
-        if other:
-            raise EngineError(f"{type(model).__name__} keeps {', '.join(sorted(other))} between tokens, not keys and "
-                              "values alone; generation by transformers cannot let its rows come and go")
 
     @classmethod
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
@@ -76,10 +79,16 @@ class HFRollout(Rollout):
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
-                limits: TokenLimits | None = None) -> HFSession:
+                limits: TokenLimits | None = None) -> HFSession | PlainSession:
         keep_cache &= self.generation.batch_rows > 1  # with one slot a row rounds alike, however long its tools take
         temperature = self.generation.temperature if temperature is None else temperature
+        if self.plain:
+            return PlainSession(self, self.model, key, temperature, limits, self._keeps_rows)
         return HFSession(self, key, temperature, keep_cache, limits)
+
+    @cached_property
+    def _keeps_rows(self) -> bool:
+        return keeps_rows(self.model)
 
     def weight_buffers(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
@@ -112,35 +121,33 @@ class HFRollout(Rollout):
     def close(self) -> None: ...
 
 
-class HFSession(Session):
-    """Session of a transformers model: `step` samples one token for each row in a slot."""
+class HFSession(TransformersSession):
+    """Session of a model that keeps keys and values: `step` samples one token for each row in a slot."""
+
+    engine: HFRollout
 
     def __init__(self, engine: HFRollout, key: int, temperature: float, keep_cache: bool = False,
                  limits: TokenLimits | None = None):
-        self.engine, self.model, self.key, self.limits = engine, engine.model, key, limits
-        self.temperature, self.keep_cache = temperature, keep_cache
-        self.device = self.model.device
-        self.unread: deque[list[SampledRow]] = deque()  # lists of rows that share their whole sequence; to be prefilled
+        super().__init__(engine, engine.model, key, temperature, limits)
+        self.keep_cache = keep_cache
         self.ready: deque[tuple[SampledRow, PrefilledRow]] = deque()
         self.parked: dict[SampledRow, None] = {}  # rows with a past that are in no slot, longest parked first
         self.returning: set[SampledRow] = set()  # ended rows that may get another turn
-        self.rows: list[SampledRow | None] = []  # row of each slot
-        self.live = 0  # number of occupied slots
-        self.slots, self.state, self.version = SlotCache(), _no_slots(self.device), engine.version
-        self.graph: DecodeGraph | None = None
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        more = {"length": none, "shift": none}
         if engine.routers:
-            self.state["experts"] = torch.zeros(0, 0, 0, 0, dtype=engine.routers.routing.dtype, device=self.device)
+            sizes = engine.routers.routing
+            more["experts"] = torch.zeros(0, 0, sizes.layers, sizes.experts_per_token, dtype=sizes.dtype,
+                                          device=self.device)
+        self.slots, self.turns = SlotCache(), Turns(self, more)
+        self.graph: DecodeGraph | None = None
 
     @property
     def busy(self) -> bool:
-        return bool(self.live or self.unread or self.ready)
-
-    def add(self, rows: list[SampledRow]) -> None:
-        self.unread.append(rows)
+        return bool(self.turns.live or self.unread or self.ready)
 
     def extend(self, row: SampledRow, observation: Tensor, limit: int) -> None:
-        row.extend(observation, limit)
-        self.unread.appendleft([row])
+        super().extend(row, observation, limit)
         self.returning.discard(row)
 
     def forget(self, row: SampledRow) -> None:
@@ -149,14 +156,15 @@ class HFSession(Session):
 
     @torch.inference_mode()
     def abort(self, rows: Sequence[SampledRow] | None = None) -> list[SampledRow]:
-        waiting = [row for together in self.unread for row in together] + [row for row, _ in self.ready]
-        wanted = {*waiting, *filter(None, self.rows)}.intersection(self.rows + waiting if rows is None else rows)
-        self.unread = deque(filter(None, ([row for row in each if row not in wanted] for each in self.unread)))
-        self.ready = deque((row, past) for row, past in self.ready if row not in wanted)
-        left = [row for row in waiting if row in wanted]
-        for row in left:
+        under_way = {row for row in self.turns.rows if row}
+        waiting = {row for row, _ in self.ready}.union(*self.unread)
+        wanted = (under_way | waiting).intersection(under_way | waiting if rows is None else rows)
+        left = self.abort_unread(wanted)
+        for row in (row for row, _ in self.ready if row in wanted):
             row.end_unsampled()
-        slots = [slot for slot, row in enumerate(self.rows) if row in wanted]
+            left.append(row)
+        self.ready = deque((row, past) for row, past in self.ready if row not in wanted)
+        slots = [slot for slot, row in enumerate(self.turns.rows) if row in wanted]
         if slots:
             left += self._leave(torch.tensor(slots, device=self.device), [False] * len(slots))
         return left
@@ -170,52 +178,30 @@ class HFSession(Session):
         if self.engine.paused:
             return []
         self._fill()
-        if not self.rows:
+        if not self.turns.rows:
             return []
-        if self.version != self.engine.version:
-            self._adopt_version()
         heartbeat.current().tick()
-        state, slot = self.state, torch.arange(len(self.rows), device=self.device)
-        limits = self.limits or self.engine.generation
-        chosen, logprobs = sample_tokens(state["logits"], state["noise"][slot, state["count"]], self.temperature,
-                                         limits.top_k, limits.top_p, limits.min_p)
-        state["tokens"][slot, state["count"]] = chosen
-        state["logprobs"][slot, state["count"]] = logprobs
-        state["count"] += state["live"]
-        end = (chosen[:, None] == self.engine.end_tokens).any(-1)
-        if self.engine.stop:
-            end |= self._is_stopped(self.engine.stop)
-        gone = ((end | (state["count"] >= state["limit"])) & state["live"]).nonzero().squeeze(1)
-        left = self._leave(gone, end[gone].tolist()) if len(gone) else []
-        if self.live:
+        chosen, gone, finished = self.turns.sample()
+        left = self._leave(gone, finished) if len(gone) else []
+        if self.turns.live:
             self._advance(chosen)
         return left
 
-    def _adopt_version(self) -> None:
-        self.version, versions = self.engine.version, self.state["versions"]
-        to_come = torch.arange(versions.shape[1], device=self.device) >= self.state["count"][:, None]
-        versions.masked_fill_(to_come, self.version)
-
-    def _is_stopped(self, stop: StopStrings) -> Tensor:
-        stopped = torch.zeros_like(self.state["live"])
-        live = self.state["live"].nonzero().squeeze(1)
-        last = last_tokens(self.state["tokens"], self.state["count"], live, stop.window)
-        ends = [stop.reached(self.rows[slot], tokens) for slot, tokens in zip(live.tolist(), last)]
-        stopped[live] = torch.tensor(ends, dtype=torch.bool, device=self.device)  # of no live row too
-        return stopped
-
     def _advance(self, chosen: Tensor) -> None:
         fraction = _FRACTION_CAPTURED if self.engine.captures else _FRACTION
-        if not self.unread and not self.ready and (len(self.rows) - self.live) * fraction >= len(self.rows):
-            chosen = self._compact(chosen)
+        empty = len(self.turns.rows) - self.turns.live
+        if not self.unread and not self.ready and empty * fraction >= len(self.turns.rows):
+            kept = self.turns.keep_live()
+            self.slots.keep(kept, len(kept), self.slots.width)
+            chosen = chosen[kept]
         self.slots.grow()
-        length = self.state["length"]
+        state = self.turns.state
         read = self._next_logits_by_graph if self.engine.captures else self._next_logits
-        self.state["logits"] = read(chosen, length + self.state["shift"], length)
+        state["logits"] = read(chosen, state["length"] + state["shift"], state["length"])
         if self.engine.routers:
-            slot = torch.arange(len(self.rows), device=self.device)
-            self.state["experts"][slot, self.state["count"] - 1] = self.engine.routers.take()
-        length += self.state["live"]
+            slot = torch.arange(len(self.turns.rows), device=self.device)
+            state["experts"][slot, state["count"] - 1] = self.engine.routers.take()
+        state["length"] += state["live"]
 
     def _next_logits(self, tokens: Tensor, positions: Tensor, lengths: Tensor) -> Tensor:
         """Return the logits [B, V] after `tokens` [B], which have `lengths` [B] tokens before them."""
@@ -229,46 +215,34 @@ class HFSession(Session):
             self.graph = DecodeGraph(self.model, self.slots, self.engine.wakes, self.graph)
         return self.graph.step(tokens, positions, lengths)
 
-    def _compact(self, chosen: Tensor) -> Tensor:
-        kept = self.state["live"].nonzero().squeeze(1)
-        self.rows = [row for row in self.rows if row is not None]
-        self.slots.keep(kept, len(kept), self.slots.width)
-        self.state = {name: value[kept] for name, value in self.state.items()}
-        return chosen[kept]
-
     def _leave(self, gone: Tensor, finished: list[bool]) -> list[SampledRow]:
-        state, slots = self.state, gone.tolist()
-        rows, counts, lengths = ([self.rows[slot] for slot in slots], state["count"][gone].tolist(),
-                                 state["length"][gone].tolist())
-        tokens, logprobs, versions = (state[name][gone].cpu() for name in ("tokens", "logprobs", "versions"))
-        experts = state["experts"][gone].cpu() if self.engine.routers else None
-        for index, (row, count) in enumerate(zip(rows, counts)):
-            if experts is not None and row.experts is not None:  # the last token has not been read
-                row.experts = torch.cat([row.experts, experts[index, : max(count - 1, 0)]])
-            row.end(tokens[index, :count], logprobs[index, :count], versions[index, :count], finished[index])
+        state = self.turns.state
+        lengths, counts = state["length"][gone].tolist(), state["count"][gone].tolist()
+        experts = state["experts"][gone].cpu() if self.engine.routers else [None] * len(gone)
+        rows = self.turns.end(gone, finished)
+        for row, count, choices in zip(rows, counts, experts):
+            if choices is not None and row.experts is not None:  # the last token has not been read
+                row.experts = torch.cat([row.experts, choices[: max(count - 1, 0)]])
         if self.keep_cache:
             batch = self.slots.take(gone, max(lengths))
             for index, (row, length) in enumerate(zip(rows, lengths)):
                 row.past = PrefilledRow(batch, index, length)
                 self.parked[row] = None
             self.returning.update(rows)
-        state["live"][gone], state["count"][gone] = False, 0
-        for slot in slots:
-            self.rows[slot] = None
-        self.live -= len(slots)
-        if self.live:
+        if self.turns.live:
             self.slots.set_window(int(state["length"][state["live"]].max()))
         return rows
 
     def _fill(self) -> None:
-        free = self.engine.generation.batch_rows - self.live
-        enough = not self.live or sum(map(len, self.unread)) * _FRACTION >= self.live + len(self.returning)
+        free = self.engine.generation.batch_rows - self.turns.live
+        enough = not self.turns.live or \
+            sum(map(len, self.unread)) * _FRACTION >= self.turns.live + len(self.returning)
         while enough and self.unread and free > len(self.ready):
             self._read_next(max(free - len(self.ready), self.engine.generation.batch_rows // _FRACTION))
         coming = [self.ready.popleft() for _ in range(min(free, len(self.ready)))]
         if coming:
             self._join([row for row, _ in coming], [past for _, past in coming])
-        while self.parked and self.live + len(self.parked) > self.engine.generation.batch_rows:
+        while self.parked and self.turns.live + len(self.parked) > self.engine.generation.batch_rows:
             self._drop(next(iter(self.parked)))  # a dropped row is prefilled from its beginning when it returns
 
     def _read_next(self, wanted: int) -> None:
@@ -276,7 +250,7 @@ class HFSession(Session):
         longest = 0
         while self.unread and sum(map(len, chosen)) < wanted:
             longest = max(longest, len(self.unread[0][0].sequence))
-            if chosen and (len(chosen) + 1) * longest > _PREFILL_TOKENS:
+            if chosen and (len(chosen) + 1) * longest > PREFILL_TOKENS:
                 break
             chosen.append(self.unread.popleft())
         for row in (row for rows in chosen for row in rows):
@@ -361,61 +335,15 @@ class HFSession(Session):
         return {**inputs, "position_ids": every}, shifts
 
     def _join(self, rows: list[SampledRow], pasts: list[PrefilledRow]) -> None:
-        empty = [slot for slot, row in enumerate(self.rows) if row is None][: len(rows)]
-        old, count = len(self.rows), len(self.rows) + len(rows) - len(empty)
-        taken = [*empty, *range(old, count)]
-        self.rows += [None] * (count - old)
-        slots = torch.tensor(taken, device=self.device)
-        width = max(SlotCache.width_of(pasts), self.slots.width if self.live else 0)
+        empty = [slot for slot, row in enumerate(self.turns.rows) if row is None][: len(rows)]
+        old, count = len(self.turns.rows), len(self.turns.rows) + len(rows) - len(empty)
+        slots = torch.tensor([*empty, *range(old, count)], device=self.device)
+        width = max(SlotCache.width_of(pasts), self.slots.width if self.turns.live else 0)
         if count > old or width > self.slots.width:
             self.slots.keep(None, count, width)
         self.slots.put(slots, pasts)
         self.slots.set_window(width)
-        for slot, row in zip(taken, rows):
-            self.rows[slot] = row
-        self.live += len(rows)
-        self._start(rows, pasts, slots, count)
-
-    def _start(self, rows: list[SampledRow], pasts: list[PrefilledRow], slots: Tensor, count: int) -> None:
-        limits = torch.tensor([row.limit for row in rows], device=self.device)
-        first = torch.tensor([len(row.sequence) - row.prompt for row in rows], device=self.device)
-        ids = torch.tensor([row.id for row in rows], device=self.device)
-        table = max(int(limits.max()), self.state["tokens"].shape[1])
-        keys = torch.tensor([self.key_of(row) for row in rows], device=self.device)
-        noise = uniform(keys[:, None], ids[:, None], first[:, None] + torch.arange(table, device=self.device))
-        logits = torch.stack([cast(torch.Tensor, past.logits) for past in pasts])
-        fresh = {"limit": limits, "length": torch.tensor([past.length for past in pasts], device=self.device),
-                 "count": torch.zeros_like(limits), "live": torch.ones_like(limits, dtype=torch.bool),
-                 "shift": torch.tensor([past.shift for past in pasts], device=self.device),
-                 "logits": logits, "noise": noise,
-                 "versions": torch.full_like(noise, self.version, dtype=torch.int32)}
-        if self.engine.routers:
-            sizes = self.engine.routers.routing
-            fresh["experts"] = self.state["experts"].new_zeros(len(rows), table, sizes.layers, sizes.experts_per_token)
-        for name, old in self.state.items():
-            new = fresh.get(name)
-            shape = (count, table) if new is None else (count, *new.shape[1:])
-            if old.shape != shape:
-                grown = (old if new is None else new).new_zeros(shape)
-                grown[: len(old), *(slice(0, size) for size in old.shape[1:])] = old
-                self.state[name] = old = grown
-            if new is not None:
-                old[slots] = new
-
-
-def _no_slots(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of zero slots: tables [slots, tokens of a turn], next-token logits [slots, V] and counts."""
-    kinds = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int32, "noise": torch.float64}
-    numbers = {"limit": torch.int64, "length": torch.int64, "shift": torch.int64, "count": torch.int64,
-               "live": torch.bool}
-    return {**{name: torch.zeros(0, 0, dtype=kind, device=device) for name, kind in kinds.items()},
-            **{name: torch.zeros(0, dtype=kind, device=device) for name, kind in numbers.items()},
-            "logits": torch.zeros(0, 0, device=device)}
-
-
-def last_tokens(tokens: Tensor, counts: Tensor, slots: Tensor, window: int) -> list[list[int]]:
-    """Return the last `window` of the `counts` tokens of each slot; only these leave the device."""
-    counts = counts[slots]
-    columns = counts[:, None] - window + torch.arange(window, device=tokens.device)
-    last = tokens[slots[:, None], columns.clamp(min=0)].tolist()
-    return [row[max(0, window - count) :] for row, count in zip(last, counts.tolist())]
+        fresh = {"logits": torch.stack([cast(torch.Tensor, past.logits) for past in pasts]),
+                 "length": torch.tensor([past.length for past in pasts], device=self.device),
+                 "shift": torch.tensor([past.shift for past in pasts], device=self.device)}
+        self.turns.start(rows, slots, fresh)

@@ -131,7 +131,8 @@ def test_new_weights_come_between_two_tokens(model, rollout, anew):
 
     def renew(shared):
         session = next(iter(shared.sessions.values()), None)
-        if not renewed.is_set() and session is not None and session.live and int(session.state["count"].max()) >= 5:
+        turns = session and session.turns
+        if not renewed.is_set() and turns and turns.live and int(turns.state["count"].max()) >= 5:
             shared.rollout.load([(name, weight.data) for name, weight in model.named_parameters()], version=9)
             if anew:
                 shared.restart()
@@ -159,7 +160,7 @@ def test_a_restarted_turn_is_one_of_the_new_weights_alone(between):
 
     def renew(shared):
         session = next(iter(shared.sessions.values()), None)
-        if armed.is_set() and not renewed.is_set() and (between or int(session.state["count"].max()) >= 3):
+        if armed.is_set() and not renewed.is_set() and (between or int(session.turns.state["count"].max()) >= 3):
             shared.rollout.load([(name, old[name] + 0.02 * torch.randn(
                 old[name].shape, generator=torch.Generator().manual_seed(len(name)))) for name in old
                 if name in rollout.weight_buffers()], version=9)

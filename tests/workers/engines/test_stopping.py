@@ -7,8 +7,9 @@ import torch
 
 from distflow.config.run import Generation
 from workers.engines.embedded import EOS, build_model, build_tokenizer
-from workers.engines.hf import HFRollout, last_tokens
+from workers.engines.hf import HFRollout
 from workers.engines.rollout import SampledRow, StopStrings
+from workers.engines.turns import last_tokens
 
 
 @pytest.fixture
