@@ -12,22 +12,21 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetch, fetched, pinned
 from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
-    Shape,
     check_engines,
     check_lora,
     check_tokenizers,
-    read_shape,
-    shape_of_embedded,
 )
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
+from distflow.config.sizes import Shape, read_config, shape_of, shape_of_embedded
 from distflow.config.templates import check_chat_options
 from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
@@ -42,6 +41,7 @@ from distflow.plan import SOURCE
 
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+_OTHER_MODEL = "Take a decoder that completes texts, as Qwen/Qwen3-0.6B: one that `AutoModelForCausalLM` loads."
 DEFAULT_RUN = "embedded"
 
 
@@ -292,32 +292,37 @@ def _check_models(spec: Spec) -> None:
         if model.path is None:
             spec.shapes[role] = shape_of_embedded(model)
             continue
-        what, hint = _check_folder(spec, role, model.path)
+        what, hint, partly = _check_folder(spec, role, model.path)
         if what:
             where = spec.run_source.location(("roles", role, "model"))
-            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=role in spec.shapes))
+            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=partly))
 
 
-def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
-    """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, else "" and ""."""
+def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
+    """Add the shape of the model in a folder to the spec. Return what is wrong, the remedy, and whether only files are
+    missing that another machine may have; else empty texts."""
     remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the "
               "name of a model on its hub, as Qwen/Qwen3-0.6B.")
     folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
-        return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
+        return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
     if not (folder / "config.json").is_file():
-        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy, False
     if needs_code(folder):
-        return refusal(folder, f"`{shown(folder)}`")
+        return *refusal(folder, f"`{shown(folder)}`"), False
     try:
-        spec.shapes[role] = read_shape(folder / "config.json")
+        content = read_config(folder / "config.json")
+        if why := why_refused(content, spec.dag.roles[role].head == "value"):
+            return f"`{shown(folder)}` holds no causal language model: {why}", _OTHER_MODEL, False
+        if shape := shape_of(content):
+            spec.shapes[role] = shape
     except ValueError as error:
-        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", ""
+        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
     needed = _TOKENIZER if hub else _WEIGHTS | _TOKENIZER  # which are downloaded later
     for kind, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
-    return "", ""
+            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy, True
+    return "", "", False
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
