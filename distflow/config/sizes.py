@@ -32,7 +32,9 @@ WIDENING = 3  # width of the feed-forward layers of a model without a folder, in
 _DESCRIBES = "workers.engines.description"
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 180
-READY = "ready"  # first line of that process: torch and transformers are loaded
+READY, READ = "ready", "read"
+"""First lines of that process: torch and transformers are loaded, the configuration is read."""
+REFUSED = 3  # its exit status where no engine could compute the model
 _OF_ONE_FILE = ("_name_or_path", "transformers_version")
 """Keys that say nothing of a model."""
 
@@ -247,9 +249,9 @@ def _ask(config: str, labels: int | None) -> Shape | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = done.stdout.splitlines()
-    if lines == [READY]:
-        raise ValueError(f"transformers cannot read it: {done.stderr.strip().rpartition(chr(10))[2][:300]}")
-    return replace(from_json(lines[-1]), labels=labels) if len(lines) > 1 else None
+    if done.returncode == REFUSED or lines == [READY]:
+        raise ValueError(done.stderr.strip().rpartition("\n")[2][:300])
+    return replace(from_json(lines[-1]), labels=labels) if len(lines) > 2 else None
 
 
 def shape_of_embedded(model: Model) -> Shape:

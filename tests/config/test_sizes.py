@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from distflow.config import sizes
 from distflow.config.families import why_refused
 from distflow.config.load import load_for_planning
-from distflow.config.sizes import shape_of
+from distflow.config.sizes import Shape, shape_of
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -105,6 +107,14 @@ def test_another_process_describes_a_model_once(cache: Path, monkeypatch: pytest
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize(("config", "says"), [
+    ({"model_type": "bamba", "hidden_size": "wide"}, "hidden_size"),
+    ({"model_type": "trocr", "is_encoder_decoder": True}, "an encoder reads its prompts (is_encoder_decoder)")])
+def test_what_transformers_or_engines_refuse_is_refused(cache: Path, config: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        shape_of(config)
+
+
 def test_a_model_that_cannot_be_described_has_no_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the process fails, the run goes on, and says so."""
     monkeypatch.setattr(sizes, "_DESCRIBES", "workers.engines.nothing_of_the_kind")
@@ -159,7 +169,8 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def shape(said: str, _: int | None):
         config = json.loads(said)
-        return next(shapes_of(CONFIG_MAPPING[config.pop("model_type")](**config)))
+        _, earned = islice(shapes_of(CONFIG_MAPPING[config.pop("model_type")](**config)), 2)
+        return earned
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sizes, "_ask", shape)
@@ -199,9 +210,12 @@ def test_rows_longer_than_positions_allow_are_refused(described, config: dict, d
 
 def test_unknown_sizes_are_told_and_planned(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "_ask", lambda *_: None)
-    made = planned(write(tmp_path / "model", LEARNED), "sft")
+    folder = write(tmp_path / "model", LEARNED)
+    made = planned(folder, "sft")
     assert any("the sizes of its model" in note and "are not known" in note for note in made.notes)
     assert not made.memory
+    monkeypatch.setattr(sizes, "_ask", lambda *_: Shape(1000, 1, 8, 320, 64, plain="mixes tokens by recurrence"))
+    assert any(note.endswith("its model mixes tokens by recurrence") for note in planned(folder, "sft").notes)
 
 
 def test_known_sizes_load_no_torch(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Describes a model by its configuration: builds it without weights, on torch's meta device, and lets it read a few
 tokens.
 
-`python -m workers.engines.description < config.json` prints READY, and then shapes as JSON, each of which knows more
-than the one before it. It ends where the model fails: what is printed until then holds.
+`python -m workers.engines.description < config.json` prints READY, READ once the configuration is, and then shapes as
+JSON, each of which knows more than the one before it. It ends where the model fails: what is printed until then holds.
+It exits with REFUSED where no engine could compute the model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from distflow.config.sizes import READY, Attention, Shape
+from distflow.config.sizes import READ, READY, REFUSED, Attention, Shape
+from distflow.errors import EngineError
+from workers.engines.capabilities import Capabilities
 
 _TOKENS = 5  # that the model reads; no state of a fixed size is likely to have such a dimension
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -36,16 +39,19 @@ _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", 
                        "num_selected_experts")
 """Names that configurations have for these numbers."""
 _NO_POSITIONS = ("vision", "visual", "image", "audio", "relative")
-_VARYING = ("dynamic", "longrope")
 
 
 def shapes_of(config: PretrainedConfig) -> Iterator[Shape]:
-    """Yield the shape of a configuration's model, then again with what it keeps of the tokens that it reads."""
+    """Yield the shape of a configuration's model, then with what it has earned, then with what it keeps of the tokens
+    that it reads. Raises EngineError: no engine could compute it."""
     seeing = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(config).eval()
     shape = replace(_sizes(model, config), token_pixels=_token_pixels(config) if seeing else 0)
+    yield shape
+    earned = Capabilities.of(model)
+    shape = replace(shape, plain=earned.plain, own_length=earned.own_length)
     yield shape
     for part in model.modules():
         if type(part).__name__.endswith("Experts"):  # which ask for values where they divide tokens
@@ -73,7 +79,7 @@ def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
         experts_per_token=_number(text, _EXPERTS_OF_A_TOKEN) if of_experts else 0,
         widening=0 if of_experts else getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         head_norms=any(".q_norm." in name for name in parameters), looked_up=sum(tables.values()),
-        learned_positions=_learned_positions(model), own_length=_own_length(text))
+        learned_positions=_learned_positions(model))
 
 
 def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int:
@@ -112,13 +118,6 @@ def _learned_positions(model: PreTrainedModel) -> int:
                 and not any(part in name for part in _NO_POSITIONS)), default=0)
 
 
-def _own_length(text: PretrainedConfig) -> int:
-    rotary: Any = getattr(text, "rope_parameters", None) or {}
-    kinds = [rotary] if "rope_type" in rotary else [each for each in rotary.values() if isinstance(each, dict)]
-    return min((kind.get("original_max_position_embeddings") or text.max_position_embeddings for kind in kinds
-                if kind.get("rope_type") in _VARYING), default=0)
-
-
 def _kept(layers: Iterable[Any], text: PretrainedConfig) -> tuple[tuple[Attention, ...], int]:
     """Return the kinds of layers that keep something of each token, and the elements that others keep of a row."""
     kinds, state = Counter[tuple[int, int, int]](), 0
@@ -145,9 +144,18 @@ def main() -> None:
         Path(folder, "config.json").write_text(text, encoding="utf-8")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.is_encoder_decoder:
-        sys.exit("an encoder reads its prompts (is_encoder_decoder), and rows here are read by one decoder")
-    for shape in shapes_of(config):
-        print(json.dumps(asdict(shape)), flush=True)
+        refuse("an encoder reads its prompts (is_encoder_decoder), and rows here are read by one decoder")
+    print(READ, flush=True)
+    try:
+        for shape in shapes_of(config):
+            print(json.dumps(asdict(shape)), flush=True)
+    except EngineError as error:
+        refuse(str(error))
+
+
+def refuse(why: str) -> NoReturn:
+    print(why, file=sys.stderr)
+    sys.exit(REFUSED)
 
 
 if __name__ == "__main__":
