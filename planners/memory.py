@@ -31,7 +31,7 @@ together, and rows that find no page wait. So they do not need a cache of all ro
 `memory_gib` is not known only their weights are counted.
 
 The cache of a rollout (transformers) has the rows that a rank samples at a time: `generation.batch_rows`, or those of a
-step on that rank where they are fewer.
+step or a validation on that rank where they are fewer.
 
 A rollout that validates while it samples has a second cache (transformers), as its answers are sampled at another
 temperature.
@@ -372,7 +372,7 @@ def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Sha
 def _at_once(rows: int, generation: Generation) -> str:
     """Return how many rows are sampled at a time, and why so few."""
     return f"{rows:,} rows" if rows == generation.batch_rows else \
-        f"min(batch_rows {generation.batch_rows:,}, {rows:,} of a step) rows"
+        f"min(batch_rows {generation.batch_rows:,}, {rows:,} of a step or validation) rows"
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,

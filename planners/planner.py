@@ -171,21 +171,22 @@ def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks
 
 
 def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], group: str) -> int:
-    """Return the most rows that a rank samples at a time with a role: those of a step that it has, unless it validates,
-    or agents and clients ask for as many as they like. Where groups are cut, one may have all rows of a step, with
+    """Return the most rows that a rank samples at a time with a role: those of a step, or of a validation, that it has,
+    unless agents and clients ask for as many as they like. Where groups are cut, one may have all rows of a step, with
     those of the steps before it that are still sampled."""
     settings = spec.settings_of(role)
     most = settings.generation.batch_rows if settings else 1
     nodes = [node for node in draft.sampling if spec.dag.nodes[node].role == role]
     validates = spec.run.validation and group == TRAINER and (spec.run.mode == "sync" or spec.run.trainer_validates)
-    if validates or spec.run.training_api or agent_nodes(spec) & {*nodes}:
+    if (validates and spec.validated is None) or spec.run.training_api or agent_nodes(spec) & {*nodes}:
         return most
     rows = 1
     for node in nodes:
         layout, repeats = layouts[node], (draft.flows[each].repeats for each in draft.flows[node].out_fan)
         part = max(map(layout.part, layout.active_shares)) if spec.run.mode == "sync" and not layout.measured else \
             1 + spec.run.staleness
-        rows = max(rows, math.ceil(spec.run.data.batch * part) * math.prod(repeats))
+        rows = max(rows, math.ceil(spec.run.data.batch * part) * math.prod(repeats),
+                   math.ceil((spec.validated or 0) * part) if validates else 0)
     return min(most, rows)
 
 

@@ -42,6 +42,7 @@ from distflow.plan import SOURCE
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
 _OTHER_MODEL = "Take a decoder that completes texts, as Qwen/Qwen3-0.6B: one that `AutoModelForCausalLM` loads."
+_COUNTED = 2**26  # bytes up to which the records of a file are counted while its name is checked
 DEFAULT_RUN = "embedded"
 
 
@@ -70,6 +71,8 @@ class Spec:
     """Number of adapter parameters by role; 0 if the model's files do not say."""
     frozen: dict[str, int] = field(default_factory=dict)
     """Number of parameters that `freeze` of a trained role names, by role; 0 if the model's files do not say."""
+    validated: int | None = None
+    """Answers of the largest validation set; None if its file does not say at once."""
     mistakes: list[Diagnostic] = field(default_factory=list)
     """Mistakes found by loading; the planner adds its own and raises them all."""
     cluster_source: YamlSource | None = None
@@ -351,11 +354,18 @@ def unbounded_faults(spec: Spec, injected: Collection[int] = ()) -> list[Diagnos
             for number in numbers if why]
 
 
+def _records(file: Path | None) -> int | None:
+    """Return the number of a file's lines; None of a large one, and of one in another form."""
+    if file is None or file.suffix != ".jsonl" or file.stat().st_size > _COUNTED:
+        return None
+    return file.read_bytes().count(b"\n") + 1
+
+
 def _check_data(spec: Spec) -> None:
     named = [(("data", "train"), name) for name in spec.run.data.train]
     if spec.run.validation:
         named += [(("validation", "data", key), path) for key, path in spec.run.validation.data.items()]
-    folders = set[Path]()
+    folders, counts = set[Path](), list[int | None]()
     for path, name in named:
         found, hub = spec.data_path(name), on_hub(name, "data", spec.folder)
         if found is None:
@@ -366,6 +376,9 @@ def _check_data(spec: Spec) -> None:
             hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
+        counts += [_records(found)] if path[0] == "validation" else []
+    if spec.run.validation and all(counts):
+        spec.validated = spec.run.validation.samples * max(filter(None, counts), default=0)
     if spec.run.data.images and len(folders) > 1:
         what = "`data.images` names files beside the data, and `train` has files of several folders"
         spec.mistakes.append(Diagnostic(what, spec.run_source.location(("data", "train")), "Put them into one folder."))

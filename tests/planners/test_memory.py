@@ -310,8 +310,8 @@ def test_ranks_that_train_keep_snapshots_even_where_others_are_fuller(plan_of: C
     assert {item.name: item.bytes for item in many.host_memory} == {"actor: snapshots, each rank": 2 * state * 3 // 4}
 
 
-def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable) -> None:
-    """Two of each of 10 prompts; with all of a step where ranks validate too, or other ranks may leave them theirs."""
+def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable, tmp_path: Path) -> None:
+    """Two of each of 10 prompts, or those of a validation; all of a step where other ranks may leave them theirs."""
     def rows_of(ranks: int = 2, batch_rows: int = 512, **run) -> int:
         generation = {"max_new_tokens": 50, "batch_rows": batch_rows}
         plan = plan_of(DIAMOND, ranks=ranks, roles={"actor": {"model": {"architecture": "qwen3"},
@@ -319,7 +319,7 @@ def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable) -> None:
         cache, = (item for group in (plan, *(each.plan for each in plan.groups)) for item in group.memory
                   if item.name == "actor: rollout cache")
         rows = cache.bytes // of_a_row
-        asked = f"min(batch_rows {batch_rows}, {rows} of a step) rows ×"
+        asked = f"min(batch_rows {batch_rows}, {rows} of a step or validation) rows ×"
         assert cache.formula.startswith(f"{rows} rows ×" if rows == batch_rows else asked)
         return rows
 
@@ -327,7 +327,11 @@ def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable) -> None:
     assert [rows_of(ranks) for ranks in (1, 2, 3)] == [20, 10, 8]
     assert rows_of(1, batch_rows=7) == 7
     assert rows_of(3, layouts={"sample": {"rows": [1, 3, 1]}}) == 12
-    assert rows_of(validation={"data": {"held": "data.jsonl"}}) == 512
+    (tmp_path / "held.jsonl").write_text('{"question": "?", "answer": "!"}\n' * 59)
+    held = {"data": {"held": str(tmp_path / "held.jsonl")}}
+    assert rows_of(validation=held) == 30
+    assert rows_of(validation={**held, "samples": 4, "temperature": 1.0}) == 120
+    assert rows_of(validation={"data": {"held": str(tmp_path)}}) == 512  # a folder does not say
     assert rows_of(mode="async", staleness=2) == 60
 
 
@@ -342,5 +346,5 @@ def test_caches_are_of_the_kinds_of_layers(plan_of: Callable) -> None:
                   for each in (shape, replace(shape, plain="mixes tokens otherwise")))
     assert slots.bytes == 5 * (100 * (32 + 3 * 16) * 2 + 40)
     assert own.bytes == 5 * ((80 * 32 + 8 * 3 * 16) * 2 + 40)
-    assert own.formula == "min(batch_rows 512, 5 of a step) rows × (80 tokens × 1 layers × 64 B + " \
+    assert own.formula == "min(batch_rows 512, 5 of a step or validation) rows × (80 tokens × 1 layers × 64 B + " \
                           "8 tokens × 3 layers × 32 B + 40 B of state)"
