@@ -36,16 +36,16 @@ def check_lengths(spec: Spec, bound: dict[str, Contract]) -> list[Diagnostic]:
     mistakes = []
     sampled = dict(_sampled(spec, bound))
     samples = any(contract.samples for contract in bound.values())
-    longest = max([*sampled.values(), *([] if samples else [_targets(spec)])], key=_tokens)
+    limits = [*sampled.values(), *([] if samples else [_targets(spec)])]
+    longest = max(limits, key=_tokens)
     used = {node.role for node in spec.dag.nodes.values() if node.type in ENGINE_TYPES}
     for role in sorted(used.intersection(spec.dag.roles)):
-        shape, where = spec.shape_of(role), spec.run_source.location(("roles", role))
-        read = max((sampled.get(role, longest), longest), key=_tokens)
+        shape, own, where = spec.shape_of(role), sampled.get(role), spec.run_source.location(("roles", role))
+        read = own if own and _tokens(own) == _tokens(longest) else longest
         if shape and 0 < shape.learned_positions < _tokens(read):
             what = f"role `{role}`: rows may have {read}, and its model has learned {shape.learned_positions:,} " \
                    "positions: a token beyond them ends the run"
             mistakes.append(Diagnostic(what, where, read.lower(shape.learned_positions)))
-        own = sampled.get(role)
         if shape and own and 0 < shape.own_length < _tokens(own):
             what = f"role `{role}` may sample rows of {own}, and beyond {shape.own_length:,} tokens the rotary " \
                    "frequencies of its model depend on a row's length: rows would be trained with others than " \
