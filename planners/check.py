@@ -25,6 +25,7 @@ from distflow.plan import INFERENCE, TRAINER, Task
 from planners.columns import NodeColumns
 from planners.follow import check_follow, follow_notes
 from planners.learning import learning_notes
+from planners.lengths import length_notes
 from planners.settings import setting_value
 
 _SAYS = {"lm": "a vocabulary (head: lm)", "value": "one number for each token (head: value)"}
@@ -393,21 +394,18 @@ def notes_of(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumn
             notes.append(f"role `{role}` starts from random weights, so its samples earn no reward to learn from. "
                          f"Start it from a trained model:  --set roles.{role}.model=FOLDER   "
                          f"(`{START_MODEL}` is shipped)")
-        own, shape = spec.settings_of(role), spec.shape_of(role)
-        longest = spec.run.data.max_prompt_tokens + (own.generation.max_new_tokens if own else 0)
-        shown = _longest_beginning(spec, bound, role)
-        if shape and shape.positions and longest + shown > shape.positions:
-            more = " + max_tokens, by which `start` may lengthen a prompt" if shown else ""
-            notes.append(f"role `{role}` may generate up to {longest + shown:,} tokens (data.max_prompt_tokens + "
-                         f"generation.max_new_tokens{more}), but its model was made for {shape.positions:,}")
-    return tuple(notes)
+    return (*notes, *length_notes(spec, bound, generating), *model_notes(spec))
 
 
-def _longest_beginning(spec: Spec, bound: dict[str, Contract], role: str) -> int:
-    """Return the most tokens that an environment of the role's may put into a prompt before the first turn."""
-    nodes = [node for node, kind in spec.environments.items()
-             if kind.starts and spec.dag.nodes[node].role == role and "max_tokens" in bound[node].settings]
-    return max((setting_value(spec, node, bound[node], "max_tokens") for node in nodes), default=0)
+def model_notes(spec: Spec) -> Iterator[str]:
+    """Yield what is not known of models, and which ones engines compute the plain way."""
+    for role in model_roles(spec):
+        model, shape = spec.model_of(role), spec.shape_of(role)
+        if model and model.path and shape is None:
+            yield (f"role `{role}`: the sizes of its model `{model.path}` are not known, so that neither its memory "
+                   "nor its FLOPs are counted")
+        elif shape and shape.plain and role in spec.run.roles:
+            yield f"role `{role}`: the engine takes the plain way, slower and as right: its model {shape.plain}"
 
 
 def _idle(spec: Spec, bound: dict[str, Contract], flows: dict[str, NodeColumns]) -> Iterator[tuple[str, str, str]]:

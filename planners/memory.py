@@ -30,6 +30,9 @@ vLLM and SGLang page their cache (Kwon et al. 2023): they take `generation.memor
 together, and rows that find no page wait. So they do not need a cache of all rows at their longest, and where
 `memory_gib` is not known only their weights are counted.
 
+The cache of a rollout (transformers) has the rows that a rank samples at a time: `generation.batch_rows`, or those of a
+step or a validation on that rank where they are fewer.
+
 A rollout that validates while it samples has a second cache (transformers), as its answers are sampled at another
 temperature.
 
@@ -42,14 +45,15 @@ Where some ranks have no rows of a role, and so no model of it, that of the rank
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from distflow.config.load import Shape, Spec
+from distflow.config.load import Spec
 from distflow.config.models import adapted, base_of
 from distflow.config.run import Generation, RoleRun
+from distflow.config.sizes import Shape
 from distflow.errors import Diagnostic, Location
 from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 from planners.transfers import routing_bytes
@@ -72,8 +76,11 @@ _SAMPLING_WEIGHTS = (": rollout weights", ": rollout engine")
 """Suffixes of memory items' names."""
 _OF_A_TASK = ("activations", "weights while computing", "gradients counted twice", "rollout cache", "rollout choices")
 """Kinds of memory items that are there while a task of their role runs."""
+_STATE = 4  # bytes of an element of a state, which models keep in float32
 Layouts = dict[tuple[str, bool], Layout]
 """Layout of the model of each engine, by role and whether it is the one that samples."""
+Rows = Mapping[str, int]
+"""Rows that a rank samples at a time, by role."""
 
 
 class ParameterBytes(NamedTuple):
@@ -117,7 +124,7 @@ def adapted_bytes(width: int, undivided: bool) -> tuple[ParameterBytes, Paramete
 
 def gathered_at_once(shape: Shape) -> int:
     """Return how many parameters FSDP gathers at once: a small model's all, else two layers and what is outside."""
-    outside = shape.vocabulary * shape.hidden + shape.vocabulary_head
+    outside = (shape.looked_up or shape.vocabulary * shape.hidden) + shape.vocabulary_head
     layers = 2 * -(-max(shape.parameters - outside, 0) // shape.layers)
     return shape.parameters if shape.parameters <= SMALL else min(shape.parameters, layers + outside)
 
@@ -144,7 +151,7 @@ def activation_bytes(shape: Shape, width: int, frozen: bool = False, fused: bool
     return norms + width * ((2 if fused else 3) * shape.query_width + 2 * shape.kv_width + 4 * shape.active_widening)
 
 
-def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts,
+def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, rows: Rows,
                  ranks: int) -> list[tuple[MemoryItem, ...]]:
     """Return the memory items of each kind of rank, of `ranks` that train: those whose share of an engine's layout has
     0 rows have nothing of it."""
@@ -154,13 +161,14 @@ def of_each_kind(spec: Spec, roles: list[str], generating: set[str], layouts: La
     for own in held:
         trained, sampled = ({role for role, samples in own if samples == wanted} for wanted in (False, True))
         sampled &= generating
-        found.append(estimate(spec, [role for role in roles if role in trained | sampled], sampled, layouts,
+        found.append(estimate(spec, [role for role in roles if role in trained | sampled], sampled, layouts, rows,
                               alone=sampled - trained))
     return found
 
 
-def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, training: bool = True,
-             validated: str | None = None, alone: Collection[str] = ()) -> tuple[MemoryItem, ...]:
+def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layouts, rows: Rows,
+             training: bool = True, validated: str | None = None,
+             alone: Collection[str] = ()) -> tuple[MemoryItem, ...]:
     """Return the memory items of each rank, largest first. `training`: whether roles have the engine that trains, but
     for those that sample `alone`; else ranks sample, and at the same time infer with roles that do not. `validated`:
     the role that they validate then."""
@@ -168,13 +176,13 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
     for role in roles:
         shape, settings = spec.shape_of(role), spec.settings_of(role)
         if shape and settings and training and role not in alone:
-            items += _role_items(spec, role, settings, shape, role in generating, layouts)
+            items += _role_items(spec, role, settings, shape, rows[role] if role in generating else 0, layouts)
         elif shape and settings and role not in generating:
-            own = _role_items(spec, role, settings, shape, False, layouts)
+            own = _role_items(spec, role, settings, shape, 0, layouts)
             items += [replace(item, phase=item.phase and SAMPLING) for item in own]
         elif shape and settings:
             tp, width = layouts[role, True].tp, _width(shape, settings)
-            items += _phased(_rollout(spec, role, settings, shape, tp, width, False))
+            items += _phased(_rollout(spec, role, settings, shape, tp, width, False, rows[role]))
             items += _validation(spec, role, settings, shape, tp, width) if role == validated else []
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
 
@@ -291,8 +299,10 @@ def _width(shape: Shape, settings: RoleRun) -> int:
     return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
-def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generates: bool,
+def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, rows: int,
                 layouts: Layouts) -> list[MemoryItem]:
+    """Return the items of a role that samples `rows` rows at a time, 0: that does not."""
+    generates = rows > 0
     valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
     shape = shape.with_value_head() if valued else shape
     outputs = shape.labels or shape.vocabulary
@@ -308,13 +318,13 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, generate
         items = [] if shared else _weights(spec, role, settings, shape, own, width)
     items.append(_activations(role, settings, shape, trained, own, width, outputs, has_adapters))
     if generates:
-        items += _rollout(spec, role, settings, shape, sampling.tp, width, shares)
+        items += _rollout(spec, role, settings, shape, sampling.tp, width, shares, rows)
     swaps = settings.swap and generates and trained
     return [_in_phase(item) for item in items] if swaps else _phased(items)
 
 
 def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int,
-             shares: bool) -> list[MemoryItem]:
+             shares: bool, rows: int) -> list[MemoryItem]:
     generation, limit = settings.generation, spec.cluster.memory_gib
     weights = [] if shares else [MemoryItem(f"{role}: rollout weights", -(-shape.parameters * width // tp),
                                                   f"{shape.parameters:,} × {width} B{_by(tp=tp)}")]
@@ -324,16 +334,16 @@ def _rollout(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, wi
             return weights
         return [MemoryItem(f"{role}: rollout engine", share,
                            f"memory_share {generation.memory_share:g} × {limit:g} GiB, weights and cache")]
-    cache = _cache(f"{role}: rollout cache", spec, settings, generation.max_new_tokens, shape, tp, width)
-    return [*weights, cache, *_choices(spec, role, generation)]
+    cache = _cache(f"{role}: rollout cache", spec, settings, generation.max_new_tokens, shape, tp, width, rows)
+    return [*weights, cache, *_choices(spec, role, generation, rows)]
 
 
-def _choices(spec: Spec, role: str, generation: Generation) -> list[MemoryItem]:
+def _choices(spec: Spec, role: str, generation: Generation, rows: int) -> list[MemoryItem]:
     """Return the experts that are recorded of the answers under way."""
     prompts, each = spec.run.data.max_prompt_tokens, routing_bytes(spec, role)
     each = each * generation.max_new_tokens // (prompts + generation.max_new_tokens)
-    return [MemoryItem(f"{role}: rollout choices", generation.batch_rows * each,
-                       f"{generation.batch_rows:,} rows × {each:,} B of experts")] if each else []
+    return [MemoryItem(f"{role}: rollout choices", rows * each, f"{_at_once(rows, generation)} × {each:,} B of experts")
+            ] if each else []
 
 
 def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int, width: int) -> list[MemoryItem]:
@@ -341,15 +351,28 @@ def _validation(spec: Spec, role: str, settings: RoleRun, shape: Shape, tp: int,
     if settings.rollout in PAGED or spec.run.validation is None:
         return []
     tokens = spec.run.validation.max_new_tokens or settings.generation.max_new_tokens
-    return [_cache(f"{role}: validation cache", spec, settings, tokens, shape, tp, width)]
+    return [_cache(f"{role}: validation cache", spec, settings, tokens, shape, tp, width,
+                   settings.generation.batch_rows)]
 
 
-def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Shape, tp: int, width: int) -> MemoryItem:
+def _cache(name: str, spec: Spec, settings: RoleRun, new_tokens: int, shape: Shape, tp: int, width: int,
+           rows: int) -> MemoryItem:
+    """Return the cache of `rows` rows at their longest. Slots have room to grow and keep rows whole; a model's own
+    cache drops what is behind a window."""
     length = new_tokens + spec.run.data.max_prompt_tokens
-    length += length // 4  # room to grow
-    rows, per_token = settings.generation.batch_rows, 2 * shape.kv_width * width
-    return MemoryItem(name, rows * length * shape.layers * per_token // tp,
-                      f"{rows:,} rows × {length:,} tokens × {shape.layers} layers × {per_token:,} B{_by(tp=tp)}")
+    length += 0 if shape.plain else length // 4
+    kinds = [(kind, min(length, kind.window) if kind.window and shape.plain else length) for kind in shape.attending]
+    each = sum(kind.layers * kind.cached * kept for kind, kept in kinds) * width + _STATE * shape.state
+    parts = [f"{kept:,} tokens × {kind.layers} layers × {kind.cached * width:,} B" for kind, kept in kinds]
+    parts += [f"{_STATE * shape.state:,} B of state"] if shape.state else []
+    of_a_row = parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
+    return MemoryItem(name, rows * each // tp, f"{_at_once(rows, settings.generation)} × {of_a_row}{_by(tp=tp)}")
+
+
+def _at_once(rows: int, generation: Generation) -> str:
+    """Return how many rows are sampled at a time, and why so few."""
+    return f"{rows:,} rows" if rows == generation.batch_rows else \
+        f"min(batch_rows {generation.batch_rows:,}, {rows:,} of a step or validation) rows"
 
 
 def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layout: Layout, width: int,

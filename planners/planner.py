@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.config.load import Spec
+from distflow.contracts.agents import agent_nodes
 from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
@@ -28,6 +30,7 @@ from planners.groups import (
 )
 from planners.inference import with_one_layout
 from planners.learning import check_learning
+from planners.lengths import check_lengths
 from planners.resampling import after_drawing, draws_of
 
 _MOST_RANKS = 65_536
@@ -110,7 +113,8 @@ def _draft(spec: Spec) -> _Draft:
     flows, untraced = columns.trace(spec, graph, chain, bound, unbound | tangled | guessed.intersection(chain))
     return _Draft(bound, chain, later + added, flows, [*spec.mistakes, *mistakes, *found, *found_late, *untraced,
                                                        *check_temperatures(spec, bound, flows),
-                                                       *check_learning(spec, bound, flows), *check_profile(spec)])
+                                                       *check_learning(spec, bound, flows), *check_profile(spec),
+                                                       *check_lengths(spec, bound)])
 
 
 def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = None, group: str = TRAINER) -> Plan:
@@ -125,8 +129,9 @@ def _lay_out(spec: Spec, draft: _Draft, ranks: int, halves: GroupCut | None = No
     samplers = halves.samplers if halves and training and generating else {}
     engines = placement.engine_layouts(spec, roles, layouts, draft.sampling, max(ranks, 1))
     engines |= {(role, True): layout for role, layout in samplers.items()} | some
-    kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, ranks) if not samples else \
-        [memory.estimate(spec, roles, generating, engines, False, _validated(spec, draft, group))]
+    rows = {role: _rows_at_once(spec, draft, role, layouts, group) for role in generating}
+    kinds = [] if mistakes else memory.of_each_kind(spec, roles, generating, engines, rows, ranks) if not samples else \
+        [memory.estimate(spec, roles, generating, engines, rows, False, _validated(spec, draft, group))]
     items = max(kinds, key=memory.needed, default=())
     if mistakes := [*draft.mistakes, *mistakes, *check_layouts(spec, engines, draft.sampling),
                     *memory.refuse_overflow(spec, items)]:
@@ -163,6 +168,26 @@ def _partial_models(spec: Spec, draft: _Draft, layouts: dict[str, Layout], ranks
         return placement.on_first(set(roles) - _generating(spec, draft.bound), ranks)
     fused = halves.fused if halves else ()
     return placement.partial_engines(spec, roles, layouts, draft.sampling, ranks, fused) if group == TRAINER else {}
+
+
+def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, Layout], group: str) -> int:
+    """Return the most rows that a rank samples at a time with a role: those of a step, or of a validation, that it has,
+    unless agents and clients ask for as many as they like. Where groups are cut, one may have all rows of a step, with
+    those of the steps before it that are still sampled."""
+    settings = spec.settings_of(role)
+    most = settings.generation.batch_rows if settings else 1
+    nodes = [node for node in draft.sampling if spec.dag.nodes[node].role == role]
+    validates = spec.run.validation and group == TRAINER and (spec.run.mode == "sync" or spec.run.trainer_validates)
+    if (validates and spec.validated is None) or spec.run.training_api or agent_nodes(spec) & {*nodes}:
+        return most
+    rows = 1
+    for node in nodes:
+        layout, repeats = layouts[node], (draft.flows[each].repeats for each in draft.flows[node].out_fan)
+        part = max(map(layout.part, layout.active_shares)) if spec.run.mode == "sync" and not layout.measured else \
+            1 + spec.run.staleness
+        rows = max(rows, math.ceil(spec.run.data.batch * part) * math.prod(repeats),
+                   math.ceil((spec.validated or 0) * part) if validates else 0)
+    return min(most, rows)
 
 
 def _validated(spec: Spec, draft: _Draft, group: str) -> str | None:

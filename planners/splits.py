@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distflow.config.load import Spec
-from distflow.config.models import ROLLOUTS, TRAINERS, Shape
+from distflow.config.models import ROLLOUTS, TRAINERS
+from distflow.config.sizes import Shape
 from distflow.errors import Diagnostic
 
 

@@ -129,8 +129,10 @@ class Sink:
         seconds = time.perf_counter() - self.began
         timings.current().write(done, seconds)
         speed = values.get("tokens", 0.0) / seconds
+        read = values.get("samples", 0.0) * values.get("prompt/length", 0.0) / seconds
         values |= {"epoch": epoch, "seconds": seconds, "tokens_per_second": speed,
-                   "tokens_per_second_per_device": speed / self.devices}
+                   "tokens_per_second_per_device": speed / self.devices,
+                   "all_tokens_per_second_per_device": (speed + read) / self.devices}
         if self.run.all_samples:
             write_samples(self.part, done, _all_samples(buffer, self.run.data.columns))
         if self.folder and self.progress:

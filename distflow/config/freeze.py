@@ -15,9 +15,10 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from distflow.config.models import VOCABULARY, WIDENING, embedded_vision, mixture_of, tensor_shapes_of
+from distflow.config.models import tensor_shapes_of
 from distflow.config.run import Model
 from distflow.config.shipped import find
+from distflow.config.sizes import VOCABULARY, WIDENING, mixture_of, vision_sizes
 from distflow.errors import Diagnostic, InvalidInput, Location, listing, nearest
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _of_embedded(model: Model) -> Sizes:
     sizes = {f"{text}.embed_tokens.weight": VOCABULARY * hidden, f"{text}.norm.weight": hidden}
     layer = _of_layer(model)
     sizes |= {f"{text}.layers.{number}.{name}": size for number in range(model.layers) for name, size in layer.items()}
-    return {**(_of_vision(hidden) if model.takes_images else {}), **sizes}
+    return {**(vision_sizes(hidden) if model.takes_images else {}), **sizes}
 
 
 def _of_layer(model: Model) -> Sizes:
@@ -190,24 +191,3 @@ def _of_layer(model: Model) -> Sizes:
         return sizes | {"mlp.experts.gate_up_proj": experts * 2 * inner * hidden, "mlp.gate.weight": experts * hidden,
                         "mlp.experts.down_proj": experts * inner * hidden}
     return sizes | {f"mlp.{name}_proj.weight": WIDENING * hidden * hidden for name in ("gate", "up", "down")}
-
-
-def _of_vision(hidden: int) -> Sizes:
-    """Return the parameters of the image encoder of a tiny architecture; linear layers and norms have biases."""
-    vision = embedded_vision(hidden)
-    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    joined, pixels = vision["spatial_merge_size"] ** 2 * width, vision["patch_size"] ** 2
-    linears = {"patch_embed.proj": (3 * vision["temporal_patch_size"] * pixels, width)}
-    for block in range(vision["depth"]):
-        linears |= {f"blocks.{block}.{name}": sizes for name, sizes in {
-            "attn.qkv": (width, 3 * width), "attn.proj": (width, width), "mlp.linear_fc1": (width, inner),
-            "mlp.linear_fc2": (inner, width), "norm1": (1, width), "norm2": (1, width)}.items()}
-    mergers = {"merger": width, **{f"deepstack_merger_list.{index}": joined
-                                   for index in range(len(vision["deepstack_visual_indexes"]))}}
-    for merger, normed in mergers.items():
-        linears |= {f"{merger}.norm": (1, normed), f"{merger}.linear_fc1": (joined, joined),
-                    f"{merger}.linear_fc2": (joined, out)}
-    sizes = {"model.visual.pos_embed.weight": vision["num_position_embeddings"] * width}
-    for name, (inputs, outputs) in linears.items():
-        sizes |= {f"model.visual.{name}.weight": inputs * outputs, f"model.visual.{name}.bias": outputs}
-    return sizes

@@ -12,22 +12,21 @@ from typing import Any, TypeVar
 from distflow.config import command_line
 from distflow.config.cluster import Cluster, check_cluster
 from distflow.config.dag import Dag
+from distflow.config.families import why_refused
 from distflow.config.freeze import check_freeze
 from distflow.config.hub import data_set_line, fetch, fetched, pinned
 from distflow.config.loggers import lack_of, loggers_of
 from distflow.config.memory_limit import limited_command, why_unbounded
 from distflow.config.model_code import needs_code, refusal
 from distflow.config.models import (
-    Shape,
     check_engines,
     check_lora,
     check_tokenizers,
-    read_shape,
-    shape_of_embedded,
 )
 from distflow.config.overrides import override
 from distflow.config.run import Model, RoleRun, Run
 from distflow.config.shipped import FOLDERS, SHIPPED, find, find_yaml, nearest_file, on_hub
+from distflow.config.sizes import Shape, read_config, shape_of, shape_of_embedded
 from distflow.config.templates import check_chat_options
 from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
@@ -42,6 +41,8 @@ from distflow.plan import SOURCE
 
 _WEIGHTS = {"weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"]}
 _TOKENIZER = {"tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
+_OTHER_MODEL = "Take a decoder that completes texts, as Qwen/Qwen3-0.6B: one that `AutoModelForCausalLM` loads."
+_COUNTED = 2**26  # bytes up to which the records of a file are counted while its name is checked
 DEFAULT_RUN = "embedded"
 
 
@@ -70,6 +71,8 @@ class Spec:
     """Number of adapter parameters by role; 0 if the model's files do not say."""
     frozen: dict[str, int] = field(default_factory=dict)
     """Number of parameters that `freeze` of a trained role names, by role; 0 if the model's files do not say."""
+    validated: int | None = None
+    """Answers of the largest validation set; None if its file does not say at once."""
     mistakes: list[Diagnostic] = field(default_factory=list)
     """Mistakes found by loading; the planner adds its own and raises them all."""
     cluster_source: YamlSource | None = None
@@ -292,32 +295,37 @@ def _check_models(spec: Spec) -> None:
         if model.path is None:
             spec.shapes[role] = shape_of_embedded(model)
             continue
-        what, hint = _check_folder(spec, role, model.path)
+        what, hint, partly = _check_folder(spec, role, model.path)
         if what:
             where = spec.run_source.location(("roles", role, "model"))
-            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=role in spec.shapes))
+            spec.mistakes.append(Diagnostic(f"role `{role}`: {what}", where, hint, of_machine=partly))
 
 
-def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str]:
-    """Add the shape of the model in a folder to the spec. Return what is wrong and the remedy, else "" and ""."""
+def _check_folder(spec: Spec, role: str, path: str) -> tuple[str, str, bool]:
+    """Add the shape of the model in a folder to the spec. Return what is wrong, the remedy, and whether only files are
+    missing that another machine may have; else empty texts."""
     remedy = ("Give the path of a folder in Hugging Face's format (config.json, *.safetensors, tokenizer.json), or the "
               "name of a model on its hub, as Qwen/Qwen3-0.6B.")
     folder, hub = find(path, "models", spec.folder), on_hub(path, "models", spec.folder)
     if folder is None:
-        return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy
+        return f"there is no model folder `{path}`" + (f", and {fetched(hub)}" if hub else ""), remedy, False
     if not (folder / "config.json").is_file():
-        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy
+        return f"`{shown(folder)}` is no model folder: it has no config.json", remedy, False
     if needs_code(folder):
-        return refusal(folder, f"`{shown(folder)}`")
+        return *refusal(folder, f"`{shown(folder)}`"), False
     try:
-        spec.shapes[role] = read_shape(folder / "config.json")
+        content = read_config(folder / "config.json")
+        if why := why_refused(content, spec.dag.roles[role].head == "value"):
+            return f"`{shown(folder)}` holds no causal language model: {why}", _OTHER_MODEL, False
+        if shape := shape_of(content):
+            spec.shapes[role] = shape
     except ValueError as error:
-        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", ""
+        return f"{shown(folder / 'config.json')} is not the configuration of a language model: {error}", "", False
     needed = _TOKENIZER if hub else _WEIGHTS | _TOKENIZER  # which are downloaded later
     for kind, patterns in needed.items():
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy
-    return "", ""
+            return f"`{shown(folder)}` is no whole model folder: it has no {kind}", remedy, True
+    return "", "", False
 
 
 def _unset_keys(spec: Spec) -> list[Diagnostic]:
@@ -346,11 +354,18 @@ def unbounded_faults(spec: Spec, injected: Collection[int] = ()) -> list[Diagnos
             for number in numbers if why]
 
 
+def _records(file: Path | None) -> int | None:
+    """Return the number of a file's lines; None of a large one, and of one in another form."""
+    if file is None or file.suffix != ".jsonl" or file.stat().st_size > _COUNTED:
+        return None
+    return file.read_bytes().count(b"\n") + 1
+
+
 def _check_data(spec: Spec) -> None:
     named = [(("data", "train"), name) for name in spec.run.data.train]
     if spec.run.validation:
         named += [(("validation", "data", key), path) for key, path in spec.run.validation.data.items()]
-    folders = set[Path]()
+    folders, counts = set[Path](), list[int | None]()
     for path, name in named:
         found, hub = spec.data_path(name), on_hub(name, "data", spec.folder)
         if found is None:
@@ -361,6 +376,9 @@ def _check_data(spec: Spec) -> None:
             hint = f"Did you mean `{meant}`?\n{hint}" if meant else data_set_line(name, spec.folder) or hint
             spec.mistakes.append(Diagnostic(what, spec.run_source.location(path), hint, of_machine=True))
         folders |= {found.parent} if found and path == ("data", "train") else set()
+        counts += [_records(found)] if path[0] == "validation" else []
+    if spec.run.validation and all(counts):
+        spec.validated = spec.run.validation.samples * max(filter(None, counts), default=0)
     if spec.run.data.images and len(folders) > 1:
         what = "`data.images` names files beside the data, and `train` has files of several folders"
         spec.mistakes.append(Diagnostic(what, spec.run_source.location(("data", "train")), "Put them into one folder."))

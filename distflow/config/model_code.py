@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+
+from distflow.config.families import known_types
 
 _FILES = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _REMEDY = ("Take a model whose architecture transformers has itself, without `auto_map`, or a newer transformers that "
@@ -31,18 +31,7 @@ def refusal(folder: Path, name: str) -> tuple[str, str]:
 def needs_code(folder: Path) -> bool:
     """Return whether a model is of no kind that transformers has. Does not import transformers."""
     kind = _read(folder / "config.json").get("model_type")
-    return bool(code_of(folder)) and (not kind or f'"{kind}"' not in _known_types())
-
-
-@functools.cache
-def _known_types() -> str:
-    """Return the tables of transformers in which the names of kinds of models stand."""
-    package = importlib.util.find_spec("transformers")
-    assert package
-    assert package.submodule_search_locations
-    tables = Path(package.submodule_search_locations[0], "models/auto")
-    names = ("auto_mappings.py", "configuration_auto.py")
-    return "\n".join(file.read_text(encoding="utf-8") for name in names if (file := tables / name).is_file())
+    return bool(code_of(folder)) and (not kind or f'"{kind}"' not in known_types())
 
 
 def _read(file: Path) -> dict[str, Any]:

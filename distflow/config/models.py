@@ -3,7 +3,8 @@
     Engine, check_engines    engines that a run file can name: packages, tested versions, missing features
     check_tokenizers         roles that pass tokens to each other have one tokenizer, whose tokens their models know
     linears_of, check_lora   layers that get adapters, and the adapters' parameters, from the headers of model files
-    Shape, read_shape        sizes of a model from its configuration, from which memory is estimated
+
+Sizes are `distflow.config.sizes`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ from distflow.config.extras import pip_line
 from distflow.config.hub import tensor_shapes
 from distflow.config.run import Lora, Model
 from distflow.config.shipped import find, on_hub
+from distflow.config.sizes import WIDENING, embedded_vision
+from distflow.config.sizes import Shape as Shape
+from distflow.config.sizes import shape_of as shape_of
+from distflow.config.sizes import shape_of_embedded as shape_of_embedded
 from distflow.errors import Diagnostic, did_you_mean
 
 if TYPE_CHECKING:
@@ -388,149 +393,3 @@ def base_of(spec: Spec, role: str) -> str | None:
         if name in spec.run.roles and spec.run.roles[name].model:
             return None
     return None
-
-
-VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
-WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model on which memory depends."""
-
-    parameters: int
-    layers: int
-    kv_width: int  # elements of one token's keys in one layer: key-value heads × head size
-    vocabulary: int
-    hidden: int
-    positions: int | None = None  # most tokens of prompt and response together; None if the configuration does not say
-    dtype: str | None = None  # of the weights on disk, as `bfloat16`; None if the configuration does not say
-    vocabulary_head: int = 0  # parameters of the output layer; 0 if it shares those of the embeddings
-    labels: int | None = None  # outputs for each token in place of a vocabulary; None for a language model
-    token_pixels: int = 0  # pixels of an image that become one token; 0 for a model that takes no images
-    heads: int = 1
-    kv_heads: int = 1
-    experts: int = 0  # experts of each layer; 0 for a dense model
-    expert_parameters: int = 0  # parameters of the experts of all layers together
-    experts_per_token: int = 0  # experts of a layer that compute for a token
-    widening: int = 0  # width of the feed-forward layers; 0 where experts have their own
-    head_norms: bool = False  # whether queries and keys of each head are normalized
-
-    @property
-    def active_parameters(self) -> int:
-        idle = 1 - self.experts_per_token / self.experts if self.experts else 0
-        return self.parameters - int(idle * self.expert_parameters)
-
-    @property
-    def query_width(self) -> int:
-        """Elements of one token's queries in one layer: heads × head size, which may differ from the hidden size."""
-        return self.kv_width * self.heads // self.kv_heads
-
-    @property
-    def active_widening(self) -> int:
-        """Width of the feed-forward layers that compute for a token: of the experts that it goes to, or of the one."""
-        each = self.expert_parameters // (3 * self.hidden * max(self.experts * self.layers, 1))
-        return self.widening or self.experts_per_token * each
-
-    def forward_flops(self, prompts: float, responses: float, seen: float) -> float:
-        """Return the model FLOPs of a forward pass (Chowdhery et al. 2022, appendix B): two for each token and each
-        parameter of the layers that compute for it, four for each head's width and token that it sees (`seen` in all),
-        and two for each of the head's parameters and token of a response."""
-        head = self.hidden * (self.labels or self.vocabulary)
-        layers = self.active_parameters - self.vocabulary * self.hidden - self.vocabulary_head
-        return 2 * layers * (prompts + responses) + 4 * self.layers * self.query_width * seen + 2 * head * responses
-
-    def with_value_head(self) -> Shape:
-        return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
-                       labels=1)
-
-
-def read_shape(config: Path) -> Shape:
-    """Return the shape in a Hugging Face `config.json`. Raises ValueError, naming what a language model's lacks."""
-    try:
-        return shape_of(json.loads(config.read_text(encoding="utf-8")))
-    except KeyError as error:
-        raise ValueError(f"it has no {error}") from None
-    except TypeError as error:
-        raise ValueError(f"a value has the wrong type: {error}") from None
-
-
-def shape_of(config: dict[str, Any]) -> Shape:
-    """Return sizes from a Hugging Face configuration of the Llama and Qwen families, vision-language ones included."""
-    if "vision_config" in config:
-        outer = {name: value for name, value in config.items() if name not in ("vision_config", "text_config")}
-        inner = shape_of({**config.get("text_config", {}), **outer})
-        vision = config["vision_config"]
-        return replace(inner, parameters=inner.parameters + _vision_parameters(vision, inner.hidden),
-                       token_pixels=(vision["patch_size"] * vision.get("spatial_merge_size", 2)) ** 2)
-    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    kv_width = kv_heads * head_dim
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
-    per_layer = attention + _feed_forward(config, hidden) + 2 * hidden
-    own_head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
-    positions = config.get("max_position_embeddings")
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    parameters = layers * per_layer + vocabulary * hidden + own_head + hidden
-    return Shape(parameters, layers, kv_width, vocabulary, hidden, positions, dtype, own_head, _labels(config),
-                 heads=heads, kv_heads=kv_heads, experts=_experts(config),
-                 experts_per_token=config.get("num_experts_per_tok", 0) if _experts(config) else 0,
-                 expert_parameters=layers * _experts(config) * 3 * hidden * config.get("moe_intermediate_size", 0),
-                 widening=0 if _experts(config) else config["intermediate_size"],
-                 head_norms=str(config.get("model_type", "")).startswith("qwen3"))
-
-
-def _experts(config: dict[str, Any]) -> int:
-    return config.get("num_experts") or config.get("num_local_experts") or 0  # transformers writes the latter
-
-
-def _feed_forward(config: dict[str, Any], hidden: int) -> int:
-    experts = _experts(config)
-    if not experts:
-        return 3 * hidden * config["intermediate_size"]
-    return experts * (3 * hidden * config["moe_intermediate_size"] + hidden)
-
-
-def _vision_parameters(vision: dict[str, Any], hidden: int) -> int:
-    width, inner = vision["hidden_size"], vision["intermediate_size"]
-    matrices = 3 if vision.get("hidden_act") == "silu" else 2  # gated or not
-    patch = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
-    joined = vision.get("spatial_merge_size", 2) ** 2 * width
-    mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-    return (vision["depth"] * (4 * width**2 + matrices * width * inner) + patch * width
-            + mergers * (joined**2 + joined * hidden))
-
-
-def _labels(config: dict[str, Any]) -> int | None:
-    """Return the number of a classifier's labels; Hugging Face's default is 2."""
-    kinds = ("ForSequenceClassification", "ForTokenClassification")
-    if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
-        return None
-    return len(config.get("id2label") or (0, 1))
-
-
-def shape_of_embedded(model: Model) -> Shape:
-    text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
-            "vocab_size": VOCABULARY,
-            "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
-            "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
-            "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
-    return shape_of({**text, "vision_config": embedded_vision(model.hidden)} if model.takes_images else text)
-
-
-def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
-    """Return the configuration keys of a tiny architecture's experts, those of a token as wide as a dense layer."""
-    if not mixture:
-        return {}
-    experts, each = mixture
-    return {"num_experts": experts, "num_experts_per_tok": each, "norm_topk_prob": True,
-            "moe_intermediate_size": WIDENING * hidden // each}
-
-
-def embedded_vision(hidden: int) -> dict[str, Any]:
-    """Return the image encoder's configuration of a tiny architecture; a token is a square of 16 × 16 pixels."""
-    return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
-            "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
-            "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}

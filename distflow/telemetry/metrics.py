@@ -212,7 +212,8 @@ _current: ContextVar[Metrics] = ContextVar("metrics")
 
 
 RESERVED = frozenset([
-    "advantages", "checkpoint", "data", "distillation", "dock", "environment", "epoch", "evaluation", "filter",
+    "advantages", "all_tokens_per_second_per_device", "checkpoint", "data", "distillation", "dock", "environment",
+    "epoch", "evaluation", "filter",
     "grad_norm", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu", "mismatch",
     "peer_replica", "policy", "preference", "prompt", "response", "reward", "router", "samples", "samples_total",
     "seconds", "snapshot", "staleness", "step", "switch_at", "tokens", "tokens_per_second",

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from distflow.config.groups import Groups
 from distflow.config.load import Spec
-from distflow.config.models import ROLLOUTS, TRAINERS, Shape
+from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import RoleRun
+from distflow.config.sizes import Shape
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of
@@ -85,7 +86,7 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
     logit_bytes, rescored = _logits(kind, settings, outputs, width)
     follows = kind == INFER and spec.dag.roles[task.role].follow is not None
     return ModelTask(task.node, task.role, kind, shape.parameters, shape.layers, shape.hidden, shape.query_width,
-                     2 * width * shape.kv_width,
+                     width * shape.cached // shape.layers,
                 rows, spec.run.data.max_prompt_tokens, response, shape.active_parameters, width, outputs, shape.heads,
                      shape.experts, shape.expert_parameters, shape.experts_per_token, settings.micro_batch_tokens,
                      int(task.settings.get("epochs", 1)), int(task.settings.get("mini_batches", 1)),
@@ -95,8 +96,8 @@ def _model_task(spec: Spec, lineage: RowLineage, task: Task, response: int, sett
                      frozen=frozen if kind == TRAIN else 0, follows=follows, adapters=adapters,
                      undivided=adapters > 0 and samples and settings.rollout not in PAGED,
                      stages=_has_stages(spec, kind, settings), states=_states(shape, kind, settings),
-                     looked_up=0 if tied else shape.vocabulary * shape.hidden, logit_bytes=logit_bytes,
-                     rescored=rescored)
+                     looked_up=0 if tied else shape.looked_up or shape.vocabulary * shape.hidden,
+                     logit_bytes=logit_bytes, rescored=rescored)
 
 
 def _states(shape: Shape, kind: str, settings: RoleRun) -> float:

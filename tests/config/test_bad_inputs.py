@@ -148,6 +148,8 @@ RUNS = [
     case("model_without_config", 5, "../models/no_config", "it has no config.json"),
     case("model_with_bad_config", 5, "../models/bad_config", "not the configuration of a language model"),
     case("model_with_partial_config", 5, "../models/partial", "it has no 'num_hidden_layers'"),
+    case("model_of_unknown_family", 5, "../models/unknown", "does not know its `model_type: unheard-of`",
+         "AutoModelForCausalLM"),
     case("unknown_role", 4, "actr", "the run file has a role `actr`, but DAG `bad` does not", "Did you mean `actor`?"),
     case("unknown_layout", 3, "rollot", "`layouts` names `rollot`, which is not a node", "Did you mean `rollout`?"),
     case("dp_too_big", 3, "4", "node `reward` wants dp 4, but there are only 2 ranks", "layouts: {reward: {dp: 2}}"),
@@ -185,8 +187,8 @@ RUNS = [
 
 
 CLUSTERS = [
-    case("tiny_memory", 3, "0.015625", "a rank needs 1.18 GiB and has 0.015625 GiB",
-         "largest memory item is `actor: rollout cache` with 1.17 GiB", "Lower  roles.actor.generation.batch_rows"),
+    case("tiny_memory", 3, "0.015625", "a rank needs 0.69 GiB and has 0.015625 GiB",
+         "largest memory item is `actor: activations` with ", "Lower  roles.actor.micro_batch_tokens"),
     case("two_ranks", 3, "2", "cluster `pair` has 2 ranks, and the plan is for 4"),
     case("unknown_device", 5, "fats", "machines `hopper`: there is no device `fats`", "Did you mean `fast`?"),
     case("unknown_dtype", 3, "bfloat", "'bfloat16' or 'float32'"),

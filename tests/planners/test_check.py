@@ -13,7 +13,7 @@ from distflow.config.models import Shape, shape_of
 from distflow.errors import InvalidInput
 from planners import plan
 
-CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
+CONFIG = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True}
 LANGUAGE, CLASSIFIER, CRITIC = "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "LlamaForTokenClassification"
 VALUES = {"role": "critic", "type": "MODEL_INFERENCE", "function": "values", "dependencies": ["sample"],

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planning import DIAMOND
+from planning import DIAMOND, RUN
 
 from distflow.config.cluster import Cluster
-from distflow.config.models import Shape, shape_of, shape_of_embedded
-from distflow.config.run import Model
+from distflow.config.load import load
+from distflow.config.run import Model, RoleRun
+from distflow.config.sizes import Attention, Shape, shape_of, shape_of_embedded
 from distflow.errors import InvalidInput
 from distflow.plan import SAMPLING, TRAINING, MemoryItem, Plan
 from planners import plan
-from planners.memory import GIB, KEPT_WHOLE, LOGITS_AT_ONCE, SMALL, activation_bytes, needed
+from planners.memory import GIB, KEPT_WHOLE, LOGITS_AT_ONCE, SMALL, _cache, activation_bytes, needed
 
-CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
+CONFIG = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 10, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True,
           "max_position_embeddings": 99}
 # queries and outputs 8 × 8 each, keys and values 8 × 4 each; gate, up and down 8 × 16 each; two norms of 8
@@ -41,8 +43,7 @@ def test_the_shape_of_an_embedded_model_is_that_of_its_configuration() -> None:
     sizes = {"architecture": "qwen2", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
     made = build_model(len(build_tokenizer(["one"] * 3)), 0, **sizes)
     counted, estimated = shape_of(made.config.to_dict()), shape_of_embedded(Model(**sizes))
-    biases = 2 * (2 * 32 + 2 * 32)
-    assert counted.parameters == sum(weight.numel() for weight in made.parameters()) - biases
+    assert counted.parameters == sum(weight.numel() for weight in made.parameters())
     assert estimated.parameters - counted.parameters == (512 - counted.vocabulary) * 64
     assert (estimated.layers, estimated.hidden) == (counted.layers, counted.hidden) == (2, 64)
     assert estimated.kv_width == counted.kv_width == 32
@@ -56,7 +57,7 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
     model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
     generation = {"max_new_tokens": 50, "batch_rows": 7}
     roles = {"actor": {"model": model, "micro_batch_tokens": 100, "generation": generation}}
-    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64 + 2 * 32
     parameters = 2 * layer + 512 * 64 + 64
     nodes = {**DIAMOND, "judge": {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge",
                                   "dependencies": ["sample"]}}
@@ -67,14 +68,14 @@ def test_every_tenant_by_hand(plan_of: Callable) -> None:
         "actor: gradients counted twice": -parameters * 4 // 4,
         "actor: activations": 100 * (2 * KEPT + 12 * 512),
         "actor: rollout weights": parameters * 4,
-        "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
+        "actor: rollout cache": 6 * (80 + 20) * 2 * 2 * 32 * 4,
         "critic: weights": parameters * 4 // 4,
         "critic: weights while computing": parameters * 4,
         "critic: activations": 100 * (KEPT + 12 * 512),
     }
     assert [item.bytes for item in plan.memory] == sorted(items_of(plan).values(), reverse=True)
     halved = plan_of(nodes, {"critic": {"copy_of": "actor"}}, roles={"actor": {**roles["actor"], "dtype": "bfloat16"}})
-    assert items_of(halved)["actor: rollout cache"] * 2 == items_of(plan)["actor: rollout cache"]
+    assert items_of(halved)["actor: rollout cache"] * 2 == 7 * (80 + 20) * 2 * 2 * 32 * 4
     assert items_of(halved)["actor: training state"] == parameters * 16 // 2
 
 
@@ -108,7 +109,7 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
     model = {"architecture": "qwen3", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1}
     actor = {"model": model, "lora": {"rank": 4, "targets": ["q_proj"]}, "micro_batch_tokens": 100,
              "generation": {"max_new_tokens": 50, "batch_rows": 7}}
-    parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 512 * 64 + 64
+    parameters = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64 + 2 * 32) + 512 * 64 + 64
     adapters = 2 * 4 * (64 + 64)
     judge = {"role": "critic", "type": "MODEL_INFERENCE", "function": "judge", "dependencies": ["sample"]}
     plan = plan_of({**DIAMOND, "judge": judge}, {"critic": {"copy_of": "actor"}}, ranks=4, roles={"actor": actor})
@@ -118,7 +119,7 @@ def test_adapters_are_trained_and_their_base_lies_once(plan_of: Callable) -> Non
         "actor: weights while computing": adapters * (4 + 4),
         "actor: activations": 100 * (2 * KEPT_FROZEN + 12 * 512),
         "actor: rollout adapters": adapters * 4,
-        "actor: rollout cache": 7 * (80 + 20) * 2 * 2 * 32 * 4,
+        "actor: rollout cache": 6 * (80 + 20) * 2 * 2 * 32 * 4,
         "critic: activations": 100 * (KEPT + 12 * 512)}
     alone = items_of(plan_of({}, ranks=4, roles={"actor": actor}))
     assert alone["actor: weights"] == parameters * 4 // 4
@@ -198,7 +199,7 @@ def paged(spec_of: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
              lora: dict | None = None, **model):
         actor = {"model": {"architecture": "qwen3", **model}, "rollout": rollout, "micro_batch_tokens": 100,
                  "lora": lora, "generation": {"batch_rows": 1024, "max_new_tokens": 8192, **generation}}
-        spec = spec_of(DIAMOND, roles={"actor": actor}, layouts=layouts or {})
+        spec = spec_of(DIAMOND, roles={"actor": actor}, layouts=layouts or {}, data={**RUN["data"], "batch": 1024})
         spec.cluster = Cluster(memory_gib=memory_gib)
         return plan(spec, 2)
 
@@ -299,6 +300,7 @@ def test_a_rank_without_rows_of_a_role_has_nothing_of_it(plan_of: Callable) -> N
 def test_ranks_that_train_keep_snapshots_even_where_others_are_fuller(plan_of: Callable) -> None:
     def made(batch_rows: int) -> Plan:
         return plan_of(DIAMOND, ranks=3, layouts={"sample": {"rows": [1, 0, 0]}, "learn": {"rows": [0, 1, 1]}},
+                       data={**RUN["data"], "batch": 4096},
                        roles={"actor": {"model": {"architecture": "qwen3"}, "generation": {
                            "batch_rows": batch_rows, "max_new_tokens": 4096}}})
 
@@ -306,3 +308,43 @@ def test_ranks_that_train_keep_snapshots_even_where_others_are_fuller(plan_of: C
     assert {item.name.partition(": ")[2] for item in many.memory} == {"rollout weights", "rollout cache"}
     state = next(item.bytes for item in few.memory if item.name == "actor: training state")
     assert {item.name: item.bytes for item in many.host_memory} == {"actor: snapshots, each rank": 2 * state * 3 // 4}
+
+
+def test_a_cache_has_the_rows_that_a_rank_samples(plan_of: Callable, tmp_path: Path) -> None:
+    """Two of each of 10 prompts, or those of a validation; all of a step where other ranks may leave them theirs."""
+    def rows_of(ranks: int = 2, batch_rows: int = 512, **run) -> int:
+        generation = {"max_new_tokens": 50, "batch_rows": batch_rows}
+        plan = plan_of(DIAMOND, ranks=ranks, roles={"actor": {"model": {"architecture": "qwen3"},
+                                                              "generation": generation}}, **run)
+        cache, = (item for group in (plan, *(each.plan for each in plan.groups)) for item in group.memory
+                  if item.name == "actor: rollout cache")
+        rows = cache.bytes // of_a_row
+        asked = f"min(batch_rows {batch_rows}, {rows} of a step or validation) rows ×"
+        assert cache.formula.startswith(f"{rows} rows ×" if rows == batch_rows else asked)
+        return rows
+
+    of_a_row = (80 + 20) * 3 * 2 * 64 * 4
+    assert [rows_of(ranks) for ranks in (1, 2, 3)] == [20, 10, 8]
+    assert rows_of(1, batch_rows=7) == 7
+    assert rows_of(3, layouts={"sample": {"rows": [1, 3, 1]}}) == 12
+    (tmp_path / "held.jsonl").write_text('{"question": "?", "answer": "!"}\n' * 59)
+    held = {"data": {"held": str(tmp_path / "held.jsonl")}}
+    assert rows_of(validation=held) == 30
+    assert rows_of(validation={**held, "samples": 4, "temperature": 1.0}) == 120
+    assert rows_of(validation={"data": {"held": str(tmp_path)}}) == 512  # a folder does not say
+    assert rows_of(mode="async", staleness=2) == 60
+
+
+def test_caches_are_of_the_kinds_of_layers(plan_of: Callable) -> None:
+    """Slots keep rows whole; a model's own cache, 8 tokens of a window and a state as it is."""
+    windows = (Attention(1, 64, 32), Attention(3, 64, 16, 8))
+    shape = Shape(1000, 4, 16, 10, 64, attention=windows, state=10)
+    assert shape.cached == 32 + 3 * 16
+    assert shape.forward_flops(2, 3, 100) == 2 * (1000 - 640) * 5 + 4 * 64 * (100 + 3 * 40) + 4 * 10 * 5 + 2 * 640 * 3
+    settings, spec = RoleRun(), load("grpo", overrides=["data.max_prompt_tokens=60"])
+    slots, own = (_cache("cache", spec, settings, 20, each, 1, 2, 5)
+                  for each in (shape, replace(shape, plain="mixes tokens otherwise")))
+    assert slots.bytes == 5 * (100 * (32 + 3 * 16) * 2 + 40)
+    assert own.bytes == 5 * ((80 * 32 + 8 * 3 * 16) * 2 + 40)
+    assert own.formula == "min(batch_rows 512, 5 of a step or validation) rows × (80 tokens × 1 layers × 64 B + " \
+                          "8 tokens × 3 layers × 32 B + 40 B of state)"

@@ -73,7 +73,7 @@ def test_what_small_runs_write_is_listed_and_what_is_listed_is_written(launch, w
             if not any(each.fullmatch(known) for known in written | names_in_source)] == []
     assert {"reward/std", "reward/zero_std_groups", "advantages/std", "response/length_max", "response/truncated",
             "policy/clip_ratio_low", "policy/clip_ratio_high", "prompt/length", "epoch", "tokens_total",
-            "samples_total", "tokens_per_second_per_device"} <= written
+            "samples_total", "tokens_per_second_per_device", "all_tokens_per_second_per_device"} <= written
     sample = json.loads((workspace / "runs/async/samples.jsonl").read_text().splitlines()[-1])
     assert sample.keys() == {"step", "row", "group", "questions", "answers", "completions", "length", "rewards",
                              "reward_parts", "advantage", "tokens"}

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from distflow.config.models import embedded_vision, mixture_of
+from distflow.config.sizes import embedded_vision, mixture_of
 from workers.engines.vision import ImageProcessor, attach_images
 
 ARCHITECTURES = {

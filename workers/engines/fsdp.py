@@ -6,7 +6,6 @@ compilation.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from distflow.config.freeze import frozen_names
-from distflow.config.models import TRAINERS, shape_of
+from distflow.config.models import TRAINERS
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
@@ -132,8 +131,6 @@ class FSDPEngine(Trainer):
                                   f"{TRAINERS['fsdp'].cannot[size]}")
         super().__init__(settings, mesh, pad_token, steps)
         self.dp_group = mesh.get_group("dp" if mesh.mesh_dim_names else 0)
-        with contextlib.suppress(KeyError):  # of a family with other names of sizes
-            self.shape = shape_of(model.config.to_dict())
         self.shard_mesh = shard_mesh(mesh, settings.replicas)
         own = sum(parameter.numel() for parameter in {*model.parameters()} - {*whole})
         layers, self.small = decoder_layers(model), own <= _SMALL

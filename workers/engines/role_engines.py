@@ -96,6 +96,8 @@ class RoleEngines:
         self._trainer = meshes.trainer and engine_class(TRAINERS[settings.engine])(
             model, settings, meshes.trainer, pad_token(tokenizer), spec.run.steps, trained, self.head, frozen,
             meshes.layout, **follows)
+        if self._trainer and (shape := spec.shape_of(name)):
+            self._trainer.shape = shape.with_value_head() if self.head == "value" else shape
         self._version, self.split = 0, meshes.rollout is not None and meshes.rollout.size() > meshes.rollout.size(0)
         self.engine_swap = self._swap(meshes, settings.swap and trained)
         self.shared_engine: Sampler | None = None  # samples in place of `rollout` for several threads at a time

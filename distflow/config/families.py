@@ -1,0 +1,62 @@
+"""Families of models: which ones transformers has as causal language models, by its tables, without loading it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+_CLASSIFIERS = {"ForSequenceClassification": "SEQUENCE_CLASSIFICATION",
+                "ForTokenClassification": "TOKEN_CLASSIFICATION"}
+
+
+def why_refused(config: dict[str, Any], valued: bool) -> str:
+    """Return why a configuration's model can neither be trained nor sampled, "" if it may be. `valued`: a role that
+    gives a number for each token, for which classifiers serve too."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        return "it has no `model_type`, by which transformers finds the class of a model"
+    if f'"{kind}"' not in known_types():
+        return f"transformers {version('transformers')} does not know its `model_type: {kind}`"
+    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    if valued and any(architecture.endswith(suffix) and kind in _types(name) for suffix, name in _CLASSIFIERS.items()):
+        return ""
+    if config.get("is_encoder_decoder") or kind in _types("SEQ_TO_SEQ_CAUSAL_LM"):
+        return f"`{kind}` is an encoder and a decoder, and rows here are read by a decoder alone"
+    if kind not in _types("CAUSAL_LM") | _types("IMAGE_TEXT_TO_TEXT"):
+        return f"transformers has no causal language model of `model_type: {kind}`"
+    if kind in _types("MASKED_LM") and not config.get("is_decoder"):
+        return f"`{kind}` is an encoder, whose tokens see those after them (is_decoder: false)"
+    return ""
+
+
+@functools.cache
+def known_types() -> str:
+    """Return the tables of transformers in which the names of kinds of models stand."""
+    return "\n".join(_table(name) for name in ("auto_mappings.py", "configuration_auto.py"))
+
+
+@functools.cache
+def _types(task: str) -> frozenset[str]:
+    """Return the kinds of models that transformers has for a task."""
+    name = f"MODEL_FOR_{task}_MAPPING_NAMES"
+    for item in _tables().body:
+        if isinstance(item, ast.Assign) and isinstance(item.value, ast.Call) and ast.unparse(item.targets[0]) == name:
+            return frozenset(kind for kind, _ in ast.literal_eval(item.value.args[0]))
+    return frozenset()
+
+
+@functools.cache
+def _tables() -> ast.Module:
+    return ast.parse(_table("modeling_auto.py"))
+
+
+def _table(name: str) -> str:
+    package = importlib.util.find_spec("transformers")
+    assert package
+    assert package.submodule_search_locations
+    file = Path(package.submodule_search_locations[0], "models/auto", name)
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

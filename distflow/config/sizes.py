@@ -1,0 +1,307 @@
+"""Sizes of a model, from its configuration, before anything is loaded.
+
+    Shape              sizes on which memory and FLOPs depend
+    shape_of           of a configuration: by arithmetic for plain decoders, else those of the model that
+                       `workers.engines.description` builds without weights, in a process of its own
+    shape_of_embedded  of a model without a folder
+
+That process loads torch, which takes seconds. Its answers are kept in the user's cache folder, by the configuration,
+the version of transformers and the program that describes models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distflow.config.run import Model
+
+VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model without a folder
+WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
+_DESCRIBES = "workers.engines.description"
+_ROOT = Path(__file__).resolve().parents[2]
+_SECONDS = 180
+READY, READ = "ready", "read"
+"""First lines of that process: torch and transformers are loaded, the configuration is read."""
+REFUSED = 3  # its exit status where no engine could compute the model
+_OF_ONE_FILE = ("_name_or_path", "transformers_version")
+"""Keys that say nothing of a model."""
+
+
+class Attention(NamedTuple):
+    """Layers that keep keys and values of each token."""
+
+    layers: int
+    width: int  # heads × mean size of a head's keys and values: of the products with each token that is seen
+    cached: int  # elements that one layer keeps of a token
+    window: int = 0  # most tokens that are seen, 0: all
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model on which memory depends."""
+
+    parameters: int
+    layers: int
+    kv_width: int  # elements of one token's keys in one layer: key-value heads × head size
+    vocabulary: int
+    hidden: int
+    positions: int | None = None  # most tokens of prompt and response together; None if the configuration does not say
+    dtype: str | None = None  # of the weights on disk, as `bfloat16`; None if the configuration does not say
+    vocabulary_head: int = 0  # parameters of the output layer; 0 if it shares those of the embeddings
+    labels: int | None = None  # outputs for each token in place of a vocabulary; None for a language model
+    token_pixels: int = 0  # pixels of an image that become one token; 0 for a model that takes no images
+    heads: int = 1
+    kv_heads: int = 1
+    experts: int = 0  # experts of each layer; 0 for a dense model
+    expert_parameters: int = 0  # parameters of the experts of all layers together
+    experts_per_token: int = 0  # experts of a layer that compute for a token
+    widening: int = 0  # width of the feed-forward layers; 0 where experts have their own
+    head_norms: bool = False  # whether queries and keys of each head are normalized
+    looked_up: int = 0  # parameters of tables from which a token takes a row; 0: one row of `hidden` for each token
+    attention: tuple[Attention, ...] = ()  # by kind of layer; () with no `state`: all alike, and as wide as heads say
+    state: int = 0  # elements that layers without keys keep of a row, however long
+    learned_positions: int = 0  # rows of a table of positions, beyond which there is no token; 0: no such table
+    own_length: int = 0  # longest row whose rotary frequencies are those of shorter ones; 0: no row's depend on it
+    plain: str = ""  # why engines compute the model the plain way, as a sentence without its subject; "" if they do not
+
+    @property
+    def active_parameters(self) -> int:
+        idle = 1 - self.experts_per_token / self.experts if self.experts else 0
+        return self.parameters - int(idle * self.expert_parameters)
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries in one layer: heads × head size, which may differ from the hidden size."""
+        return max((kind.width for kind in self.attention), default=self.kv_width * self.heads // self.kv_heads)
+
+    @property
+    def active_widening(self) -> int:
+        """Width of the feed-forward layers that compute for a token: of the experts that it goes to, or of the one."""
+        each = self.expert_parameters // (3 * self.hidden * max(self.experts * self.layers, 1))
+        return self.widening or self.experts_per_token * each
+
+    @property
+    def attending(self) -> tuple[Attention, ...]:
+        alike = Attention(self.layers, self.query_width, 2 * self.kv_width)
+        return self.attention if self.attention or self.state else (alike,)
+
+    @property
+    def cached(self) -> int:
+        """Elements that all layers together keep of a token."""
+        return sum(kind.layers * kind.cached for kind in self.attending)
+
+    def forward_flops(self, prompts: float, responses: float, seen: float) -> float:
+        """Return the model FLOPs of a forward pass (Chowdhery et al. 2022, appendix B): two for each token and each
+        parameter of the layers that compute for it, four for each head's width and token that it sees (`seen` in all;
+        a window's at most), four for each element of a state, and two for each of the head's parameters and token of a
+        response."""
+        tokens, head = prompts + responses, self.hidden * (self.labels or self.vocabulary)
+        layers = self.active_parameters - (self.looked_up or self.vocabulary * self.hidden) - self.vocabulary_head
+        attended = sum(kind.layers * kind.width * (min(seen, kind.window * tokens) if kind.window else seen)
+                       for kind in self.attending)
+        return 2 * layers * tokens + 4 * attended + 4 * self.state * tokens + 2 * head * responses
+
+    def with_value_head(self) -> Shape:
+        return replace(self, parameters=self.parameters - self.vocabulary_head + self.hidden, vocabulary_head=0,
+                       labels=1)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the settings in a Hugging Face `config.json`. Raises ValueError: it holds none."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {json.dumps(content)[:80]}, not settings by their names")
+    return content
+
+
+def shape_of(config: dict[str, Any]) -> Shape | None:
+    """Return sizes from a Hugging Face configuration; None if they cannot be known. Raises ValueError: transformers
+    could not make a model of it."""
+    if not _is_plain(config):
+        return _described(config)
+    try:
+        return _by_arithmetic(config)
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except TypeError as error:
+        raise ValueError(f"a value has the wrong type: {error}") from None
+
+
+_PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"num_key_value_heads": 8}, "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128}, "qwen3_moe": {"num_key_value_heads": 4}}
+"""Families whose sizes are counted here, with defaults of their configurations."""
+_ODD = ("attention_bias", "mlp_bias", "use_sliding_window", "mlp_only_layers", "quantization_config", "text_config",
+        "vision_config")
+"""Keys by which a model of these families differs from what is counted."""
+_VARYING = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on a row's length."""
+
+
+def _is_plain(config: dict[str, Any]) -> bool:
+    kind, rotary = config.get("model_type", "llama"), config.get("rope_parameters") or config.get("rope_scaling") or {}
+    windows = any(layer != "full_attention" for layer in config.get("layer_types") or ()) or \
+        (kind == "mistral" and config.get("sliding_window", 4096))
+    return kind in _PLAIN and not windows and not any(config.get(key) for key in _ODD) and \
+        config.get("decoder_sparse_step", 1) == 1 and (rotary.get("rope_type") or rotary.get("type")) not in _VARYING
+
+
+def _by_arithmetic(config: dict[str, Any]) -> Shape:
+    kind = config.get("model_type", "llama")
+    config = {**_PLAIN[kind], **config}
+    hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    size, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
+    queries, keys, normed = heads * size, kv_heads * size, kind.startswith("qwen3")
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0  # transformers writes the latter
+    inner = config["moe_intermediate_size" if experts else "intermediate_size"]
+    of_experts = experts * 3 * hidden * inner
+    per_layer = 2 * hidden * (queries + keys) + (queries + 2 * keys) * (kind == "qwen2") + 2 * size * normed + \
+        2 * hidden + (of_experts + experts * hidden if experts else 3 * hidden * inner)
+    own_head = 0 if config.get("tie_word_embeddings") else vocabulary * hidden
+    return Shape(layers * per_layer + vocabulary * hidden + own_head + hidden, layers, keys, vocabulary, hidden,
+                 config.get("max_position_embeddings"), config.get("dtype") or config.get("torch_dtype"), own_head,
+                 labels_of(config), heads=heads, kv_heads=kv_heads, experts=experts,
+                 experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+                 expert_parameters=layers * of_experts, widening=0 if experts else inner, head_norms=normed)
+
+
+def labels_of(config: dict[str, Any]) -> int | None:
+    """Return the number of a classifier's labels; Hugging Face's default is 2."""
+    kinds = ("ForSequenceClassification", "ForTokenClassification")
+    if not str(next(iter(config.get("architectures") or ()), "")).endswith(kinds):
+        return None
+    return len(config.get("id2label") or (0, 1))
+
+
+def _described(config: dict[str, Any]) -> Shape | None:
+    """Return what another process says of a configuration, or has said before; None if it says nothing. Raises
+    ValueError: transformers cannot read the configuration."""
+    said = json.dumps({name: value for name, value in config.items() if name not in _OF_ONE_FILE}, sort_keys=True)
+    sources = [file.read_bytes() for file in _describing_files()]
+    digest = hashlib.sha256(b"\0".join([said.encode(), version("transformers").encode(), *sources])).hexdigest()[:32]
+    file = _cache_folder() / f"{digest}.json"
+    with _one_at_a_time(file):
+        if (known := _shape_in(file)) is None and (known := _ask(said, labels_of(config))):
+            _keep(file, known)
+    return known
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "distflow", "sizes")
+
+
+@functools.cache
+def _describing_files() -> list[Path]:
+    return [Path(__file__), _ROOT.joinpath(*_DESCRIBES.split(".")).with_suffix(".py")]
+
+
+@contextlib.contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Let the ranks of a machine wait for the first that asks; where nothing can be written each asks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _shape_in(file: Path) -> Shape | None:
+    try:
+        return from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # there is none, or it is broken
+        return None
+
+
+def _keep(file: Path, shape: Shape) -> None:
+    new = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        new.write_text(json.dumps(asdict(shape)), encoding="utf-8")
+        new.replace(file)
+
+
+def from_json(text: str) -> Shape:
+    """Return a shape from `json.dumps(asdict(shape))`. Raises ValueError or TypeError."""
+    said = json.loads(text)
+    return Shape(**{**said, "attention": tuple(Attention(*kind) for kind in said["attention"])})
+
+
+def _ask(config: str, labels: int | None) -> Shape | None:
+    """Return the last shape that the process prints: it knows more from line to line, as far as it comes."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": "",
+                   "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        done = subprocess.run([sys.executable, "-P", "-m", _DESCRIBES], input=config, capture_output=True, text=True,
+                              timeout=_SECONDS, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    if done.returncode == REFUSED or lines == [READY]:
+        raise ValueError(done.stderr.strip().rpartition("\n")[2][:300])
+    return replace(from_json(lines[-1]), labels=labels) if len(lines) > 2 else None
+
+
+def shape_of_embedded(model: Model) -> Shape:
+    """Return the sizes of a model without a folder, with the largest vocabulary that it may have."""
+    text = {"model_type": model.architecture, "hidden_size": model.hidden, "num_hidden_layers": model.layers,
+            "vocab_size": VOCABULARY,
+            "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim,
+            "intermediate_size": WIDENING * model.hidden, "tie_word_embeddings": True,
+            "max_position_embeddings": model.max_positions, **mixture_of(model.hidden, model.mixture)}
+    if not model.takes_images:
+        return _by_arithmetic(text)
+    seeing, vision = sum(vision_sizes(model.hidden).values()), embedded_vision(model.hidden)
+    shape = _by_arithmetic({**text, "model_type": "qwen3"})
+    return replace(shape, parameters=shape.parameters + seeing,
+                   token_pixels=(vision["patch_size"] * vision["spatial_merge_size"]) ** 2)
+
+
+def mixture_of(hidden: int, mixture: tuple[int, int] | None) -> dict[str, Any]:
+    """Return the configuration keys of a tiny architecture's experts, those of a token as wide as a dense layer."""
+    if not mixture:
+        return {}
+    experts, each = mixture
+    return {"num_experts": experts, "num_experts_per_tok": each, "norm_topk_prob": True,
+            "moe_intermediate_size": WIDENING * hidden // each}
+
+
+def embedded_vision(hidden: int) -> dict[str, Any]:
+    """Return the image encoder's configuration of a tiny architecture; a token is a square of 16 × 16 pixels."""
+    return {"depth": 2, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_heads": max(1, hidden // 32),
+            "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+
+
+def vision_sizes(hidden: int) -> dict[str, int]:
+    """Return the sizes of the image encoder's parameters of a tiny architecture, by name; linear layers and norms have
+    biases."""
+    vision = embedded_vision(hidden)
+    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    joined, pixels = vision["spatial_merge_size"] ** 2 * width, vision["patch_size"] ** 2
+    linears = {"patch_embed.proj": (3 * vision["temporal_patch_size"] * pixels, width)}
+    for block in range(vision["depth"]):
+        linears |= {f"blocks.{block}.{name}": sizes for name, sizes in {
+            "attn.qkv": (width, 3 * width), "attn.proj": (width, width), "mlp.linear_fc1": (width, inner),
+            "mlp.linear_fc2": (inner, width), "norm1": (1, width), "norm2": (1, width)}.items()}
+    mergers = {"merger": width, **{f"deepstack_merger_list.{index}": joined
+                                   for index in range(len(vision["deepstack_visual_indexes"]))}}
+    for merger, normed in mergers.items():
+        linears |= {f"{merger}.norm": (1, normed), f"{merger}.linear_fc1": (joined, joined),
+                    f"{merger}.linear_fc2": (joined, out)}
+    sizes = {"model.visual.pos_embed.weight": vision["num_position_embeddings"] * width}
+    for name, (inputs, outputs) in linears.items():
+        sizes |= {f"model.visual.{name}.weight": inputs * outputs, f"model.visual.{name}.bias": outputs}
+    return sizes

@@ -1,0 +1,229 @@
+"""Sizes of models from their configurations, and which models are refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from distflow.config import sizes
+from distflow.config.families import why_refused
+from distflow.config.load import load_for_planning
+from distflow.config.sizes import Shape, shape_of
+from distflow.errors import InvalidInput
+from planners import plan
+
+HERE = Path(__file__).parent / "configurations"
+PUBLIC = {path.stem: json.loads(path.read_text()) for path in sorted(HERE.glob("*.json"))}
+"""Configurations of published models, with the parameters that their makers state (`stated`, `active`)."""
+PLAIN = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which sizes are kept, empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "distflow" / "sizes"
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_arithmetic_counts_what_the_model_has(kind: str, tied: bool) -> None:
+    """All that the model itself says: parameters, head, experts, and FLOPs and caches of rows."""
+    from transformers import CONFIG_MAPPING
+
+    from workers.engines.description import shapes_of
+
+    given = {**PLAIN, "tie_word_embeddings": tied, "sliding_window": None, **(MIXTURE if kind == "qwen3_moe" else {})}
+    if tied and kind in ("llama", "mistral"):
+        del given["head_dim"]
+    config = CONFIG_MAPPING[kind](**given)
+    *_, built = shapes_of(config)
+    said = {name: value for name, value in config.to_dict().items() if value is not None or name == "sliding_window"}
+    assert sizes._is_plain(said)
+    counted = shape_of(said)
+    assert counted is not None
+    for name in ("parameters", "layers", "kv_width", "query_width", "vocabulary", "hidden", "positions", "heads",
+                 "vocabulary_head", "kv_heads", "experts", "experts_per_token", "expert_parameters", "widening",
+                 "head_norms", "attending", "state", "cached", "active_parameters", "learned_positions", "own_length"):
+        assert getattr(counted, name) == getattr(built, name), name
+    assert counted.forward_flops(10, 20, 300) == built.forward_flops(10, 20, 300)
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), [
+    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("mistral", "sliding_window", 8),
+    ("qwen2", "layer_types", ["sliding_attention", "full_attention"]), ("qwen3_moe", "decoder_sparse_step", 2),
+    ("llama", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0})])
+def test_what_differs_is_not_counted_by_arithmetic(kind: str, key: str, value: object) -> None:
+    plain = {**PLAIN, "model_type": kind, "sliding_window": None}
+    assert sizes._is_plain(plain)
+    assert not sizes._is_plain({**plain, key: value})
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_published_models_have_the_parameters_that_are_stated(name: str) -> None:
+    """By what builds them: the process that does is proved below."""
+    from transformers import CONFIG_MAPPING
+
+    from workers.engines.description import shapes_of
+
+    said = PUBLIC[name]
+    settings = {key: value for key, value in said["config"].items() if key != "model_type"}
+    shape = shape_of(said["config"]) if sizes._is_plain(said["config"]) else None
+    if shape is None:
+        *_, shape = shapes_of(CONFIG_MAPPING[said["config"]["model_type"]](**settings))
+    assert shape.parameters == pytest.approx(said["stated"], rel=0.01)
+    assert shape.active_parameters == pytest.approx(said["active"], rel=said.get("within", 0.03))
+    assert shape.cached == said["cached"]
+
+
+def test_another_process_describes_a_model_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is kept; a broken answer is asked again, and one that cannot be kept is no error."""
+    config = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 77}
+    first = shape_of(config)
+    assert first is not None
+    assert (first.layers, first.hidden, first.vocabulary, first.learned_positions) == (2, 64, 320, 77)
+    assert first.parameters == 320 * 64 + 77 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
+    kept, = cache.glob("*.json")
+    began = time.perf_counter()
+    assert shape_of({**config, "transformers_version": "4.0"}) == first
+    assert time.perf_counter() - began < 1
+    asked = []
+    monkeypatch.setattr(sizes, "_ask", lambda *_: asked.append(1) or first)
+    kept.write_text("{")
+    assert shape_of(config) == first
+    assert sizes.from_json(kept.read_text()) == first
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
+    assert shape_of(config) == first
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"model_type": "bamba", "hidden_size": "wide"}, "hidden_size"),
+    ({"model_type": "trocr", "is_encoder_decoder": True}, "an encoder reads its prompts (is_encoder_decoder)")])
+def test_what_transformers_or_engines_refuse_is_refused(cache: Path, config: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        shape_of(config)
+
+
+def test_a_model_that_cannot_be_described_has_no_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process fails, the run goes on, and says so."""
+    monkeypatch.setattr(sizes, "_DESCRIBES", "workers.engines.nothing_of_the_kind")
+    assert shape_of({"model_type": "gpt2"}) is None
+    assert not list(cache.glob("*.json"))
+
+
+def write(folder: Path, config: dict | str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"model_type": "t5"}, "holds no causal language model: `t5` is an encoder and a decoder"),
+    ({"model_type": "bart", "is_encoder_decoder": False}, "`bart` is an encoder and a decoder"),
+    ({"model_type": "bert"}, "`bert` is an encoder, whose tokens see those after them (is_decoder: false)"),
+    ({"model_type": "vit"}, "transformers has no causal language model of `model_type: vit`"),
+    ({"model_type": "unheard-of"}, "does not know its `model_type: unheard-of`"),
+    ({"hidden_size": 64}, "it has no `model_type`, by which transformers finds the class of a model"),
+    ("[1]", "is not the configuration of a language model: it holds [1], not settings by their names"),
+    ({**PLAIN, "model_type": "llama", "hidden_size": "wide"}, "a value has the wrong type"),
+    ({"model_type": "llama", "hidden_size": 64}, "it has no 'num_hidden_layers'")])
+def test_what_is_no_causal_language_model_is_refused_with_its_line(tmp_path: Path, config: dict | str,
+                                                                   says: str) -> None:
+    spec = load_for_planning("grpo", None, [f"roles.actor.model={write(tmp_path / 'model', config)}"])
+    mistake, = (mistake for mistake in spec.mistakes if "role `actor`" in mistake.what)
+    assert says in mistake.what
+    assert not mistake.of_machine
+
+
+def test_classifiers_serve_roles_that_give_values() -> None:
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    assert why_refused(config, valued=False)
+    assert not why_refused(config, valued=True)
+
+
+def planned(folder: Path, dag: str, *overrides: str):
+    """Plan with a model whose tokenizer is not looked at."""
+    spec = load_for_planning(dag, None, [f"roles.actor.model={folder}", "validation=null", *overrides])
+    return plan(spec, 1)
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`described(config)`: a folder whose sizes are described by this process, which has loaded torch."""
+    from transformers import CONFIG_MAPPING
+
+    from workers.engines.description import shapes_of
+
+    def shape(said: str, _: int | None):
+        config = json.loads(said)
+        _, earned = islice(shapes_of(CONFIG_MAPPING[config.pop("model_type")](**config)), 2)
+        return earned
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sizes, "_ask", shape)
+    return lambda config: write(tmp_path / "model", config)
+
+
+LEARNED = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 100}
+DYNAMIC = {**PLAIN, "model_type": "llama", "max_position_embeddings": 100,
+           "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+LONGROPE = {**{key: value for key, value in PLAIN.items() if key != "head_dim"}, "model_type": "phi3",
+            "max_position_embeddings": 400, "pad_token_id": 0, "original_max_position_embeddings": 100,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8,
+                                "long_factor": [4.0] * 8}}
+OPT = {"model_type": "opt", "vocab_size": 320, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "max_position_embeddings": 100, "word_embed_proj_dim": 64}
+LIMITS = "data.max_prompt_tokens=60", "roles.actor.generation.max_new_tokens=41", "data.max_target_tokens=41"
+
+
+@pytest.mark.parametrize(("config", "dag", "says"), [
+    (LEARNED, "grpo", "has learned 100 positions"), (LEARNED, "sft", "has learned 100 positions"),
+    (OPT, "sft", "has learned 100 positions"),
+    (DYNAMIC, "grpo", "beyond 100 tokens the rotary frequencies"), (DYNAMIC, "sft", ""),
+    (LONGROPE, "grpo", "beyond 100 tokens the rotary frequencies"), (LONGROPE, "dpo", "")])
+def test_rows_longer_than_positions_allow_are_refused(described, config: dict, dag: str, says: str) -> None:
+    folder = described(config)
+    if says:
+        with pytest.raises(InvalidInput) as caught:
+            planned(folder, dag, *LIMITS)
+        mistake = next(mistake for mistake in caught.value.mistakes if "role `actor`" in mistake.what)
+        key = "roles.actor.generation.max_new_tokens" if dag == "grpo" else "data.max_target_tokens"
+        assert says in mistake.what
+        assert mistake.hint == f"Lower their sum by 1:  --set data.max_prompt_tokens=59  or  --set {key}=40"
+    else:
+        assert planned(folder, dag, *LIMITS).ranks == 1
+    assert planned(folder, dag, *LIMITS, "data.max_prompt_tokens=59").ranks == 1
+
+
+def test_unknown_sizes_are_told_and_planned(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_ask", lambda *_: None)
+    folder = write(tmp_path / "model", LEARNED)
+    made = planned(folder, "sft")
+    assert any("the sizes of its model" in note and "are not known" in note for note in made.notes)
+    assert not made.memory
+    monkeypatch.setattr(sizes, "_ask", lambda *_: Shape(1000, 1, 8, 320, 64, plain="mixes tokens by recurrence"))
+    assert any(note.endswith("its model mixes tokens by recurrence") for note in planned(folder, "sft").notes)
+
+
+def test_known_sizes_load_no_torch(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {**PLAIN, "model_type": "qwen3"})
+    script = ("import sys\nfrom distflow.config.load import load_for_planning\n"
+              f"spec = load_for_planning('grpo', None, ['roles.actor.model={folder}'])\n"
+              "assert spec.shapes['actor'].parameters\n"
+              "sys.exit(' '.join({'torch', 'transformers'} & {*sys.modules}) or None)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True,
+                          check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
