@@ -1,5 +1,6 @@
 """Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py; dags/schema/, the JSON
-schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve: `make docs`.
+schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve; docs/models.md, what becomes
+of each family of models, from benchmarks/results/families.json: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
@@ -22,6 +23,7 @@ from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
 
 PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
+MODELS, FAMILIES = ROOT / "docs/models.md", ROOT / "benchmarks/results/families.json"
 ALGORITHMS, CURVES = ROOT / "docs/algorithms", ROOT / "benchmarks/results/algorithms.json"
 HEAD = """# The run file
 
@@ -164,12 +166,93 @@ def curve_picture(curves: dict[str, dict[str, float]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+BOUND, OF_GRADIENTS = 1e-5, 1e-4
+"""Largest differences that are rounding: of log-probabilities, and of gradients, relative to the largest value."""
+_COUNT = 0.01  # by which planning may be wrong
+_CHECKS = ("trained", "sampled", "merged", "planned")
+_MODELS = """# Models
+
+<!-- Made by `make docs` from benchmarks/results/families.json; `python -m benchmarks.families` measures it again. -->
+
+The model's own forward pass is the truth: transformers' eager attention in float32, one row alone. Each of the {all}
+families that transformers {transformers} registers as causal language models was built tiny, with random weights, and
+compared with that. Of the {language} that are decoder-only language models {right} train and sample right, {plain} of
+these the plain way, and {refused} are refused before they are loaded; {wrong} are wrong or fail.
+
+- **way**: `own` is distflow's attention, with packed rows, prompts that are read once and slots of keys and values.
+  `plain` is the model's own code on whole rows: slower, and right. A model gets the first where its code shows that
+  nothing else happens in it. The family does not matter.
+- **trains**: log-probabilities of rows that are packed, padded and share prompts, their gradients, and the saved model
+  of a step, loaded by transformers. Differences are at most {bound:g} of the largest value, for gradients
+  {of_gradients:g}.
+- **samples**: log-probabilities of sampled tokens (`rollout: hf`), before and after an update.
+- **adapters**: trained for a step, merged and saved.
+- **planned**: planning counts the parameters within {count:.0%}.
+
+{table}
+
+## What is no decoder-only language model
+
+Encoders, halves of encoder-decoders and models of more than text are registered as causal language models, too.
+
+{others}
+"""
+
+
+def models_page() -> str:
+    """Return the page of model families."""
+    data = json.loads(FAMILIES.read_text())
+    families: dict[str, dict[str, Any]] = data["families"]
+    language = {name: each for name, each in families.items() if each["kind"] == "language model"}
+    right = [each for each in language.values() if verdict(each) == "right"]
+    refused = [each for each in language.values() if verdict(each) == "refused"]
+    return _MODELS.format(
+        all=len(families), language=len(language), right=len(right), refused=len(refused),
+        plain=sum(each["trained"]["way"] != "own" for each in right), wrong=len(language) - len(right) - len(refused),
+        transformers=data["transformers"], bound=BOUND, of_gradients=OF_GRADIENTS, count=_COUNT,
+        table=_family_table(language), others=_family_table({
+            name: each for name, each in families.items() if name not in language}, "what it is"))
+
+
+def verdict(family: dict[str, Any]) -> str:
+    """Return whether a family trains and samples: right, refused, fails, wrong, or not built."""
+    found = {judged(family.get(check, {})) for check in ("trained", "sampled")}
+    return "not built" if "built" in family else next(
+        worst for worst in ("wrong", "fails", "refused", "right") if worst in found)
+
+
+def judged(found: dict[str, Any]) -> str:
+    """Return what a check found: right, refused, fails or wrong; unknown where planning counts no parameters."""
+    if "refused" in found or "failed" in found:
+        return "refused" if "refused" in found else "fails"
+    if "parameters" in found:
+        known, counted = found["parameters"], found["counted"]
+        return "unknown" if counted is None else "right" if abs(counted - known) <= _COUNT * known else "wrong"
+    wrong = any(value > (OF_GRADIENTS if name == "gradients" else BOUND) for name, value in found.items()
+                if isinstance(value, float))
+    return "wrong" if wrong or "lost" in found else "right"
+
+
+def _family_table(families: dict[str, dict[str, Any]], what: str = "") -> str:
+    head = ("family", *([what] if what else []), "way", "trains", "samples", "adapters", "planned", "note")
+    lines = [head, ["---"] * len(head)]
+    for name, each in families.items():
+        way = each.get("trained", {}).get("way", "–")
+        found = ["–" if "built" in each else judged(each[check]).replace("right", "yes") for check in _CHECKS]
+        said = (each.get(check, {}).get(key, "") for check in _CHECKS for key in ("refused", "failed"))
+        notes = dict.fromkeys(filter(None, (way if way not in ("own", "–") else "", each.get("built"), *said)))
+        lines.append([f"`{name}`", *([each["kind"]] if what else []), way if way in ("own", "–") else "plain", *found,
+                      _text("; ".join(notes))])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    MODELS.write_text(models_page())
     ALGORITHMS.mkdir(exist_ok=True)
     for name, text in algorithm_pages().items():
         (ALGORITHMS / name).write_text(text)
     SCHEMAS.mkdir(exist_ok=True)
     for name in KINDS:
         (SCHEMAS / f"{name}.json").write_text(json.dumps(schema(name), indent=1, ensure_ascii=False) + "\n")
-    print(PAGE, SCHEMAS, ALGORITHMS)
+    print(PAGE, MODELS, SCHEMAS, ALGORITHMS)
