@@ -33,7 +33,7 @@ EACH = ROWS * PROMPTS
 class Prompts:
     """What a dataloader has, of prompts that are their numbers."""
 
-    batch, records, encode, seed, share, layout, balance = PROMPTS, range(1000), None, 0, 0, Layout(1), None
+    batch, records, encode, seed, share, layout, balance, files = PROMPTS, range(1000), None, 0, 0, Layout(1), None, None
 
 
 class At:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -10,21 +12,32 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distflow.errors import EngineError
-from workers.engines.context_parallel import has_windows
 
 NAME = "distflow"
 _HALVES = (torch.bfloat16, torch.float16)
+KNOWN = frozenset({
+    "attention_mask", "scaling", "dropout", "is_causal", "position_bias",
+    "sliding_window",  # the mask has it
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "logits_to_keep",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",  # FlashAttention's own
+})
+"""Keywords that `attend` respects, and those that say nothing to it."""
 NO_MASK = (1, 1, 0, 0)
 """Shape of a mask that says nothing; of four dimensions, so that transformers makes none in its place."""
 
 
 def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           scaling: float | None = None, **settings) -> tuple[Tensor, None]:
+           scaling: float | None = None, attention_pattern: Any = None, **settings) -> tuple[Tensor, None]:
     """Attend with a mask and grouped queries, at less cost than transformers' `sdpa`, which repeats keys and values.
     query [B, H, Q, D]; key, value [B, K, L, D], H a multiple of K; attention_mask [B, 1, Q, L] bool. In its place an
-    `attention_pattern` may say which keys each query sees: `LastColumns`, or `packing.Packing`, where B is 1."""
-    if pattern := settings.pop("attention_pattern", None):
-        return pattern.attend(query, key, value, scaling), None
+    `attention_pattern` may say which keys each query sees: `LastColumns`, or `packing.Packing`, where B is 1. Raises
+    EngineError: it is given what it does not know."""
+    if unknown := [name for name, value in settings.items() if value is not None and name not in KNOWN]:
+        raise EngineError(f"{type(module).__name__} hands `{unknown[0]}` to attention, which distflow's does not know. "
+                          "Give the role another model")
+    if attention_pattern is not None:
+        return attention_pattern.attend(query, key, value, scaling), None
     if attention_mask is not None and attention_mask.shape == NO_MASK:
         raise EngineError(f"{type(module).__name__} gets no `attention_pattern`: transformers' code of this model "
                           "does not hand on what attention is given. Give the role another model")
@@ -47,14 +60,6 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     scores = (grouped * (size**-0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
     weights = scores.masked_fill_(~attention_mask, -torch.inf).softmax(-1)
     return (weights @ value).reshape(rows, 1, heads, size), None
-
-
-def sees_all_before(model: PreTrainedModel) -> bool:
-    """Return whether every layer attends to all tokens before, through `attend`, and to no image."""
-    config = model.config.get_text_config()
-    full = {*(getattr(config, "layer_types", None) or ["full_attention"])} == {"full_attention"}
-    return full and not has_windows(config) and config._attn_implementation == NAME and \
-        model._supports_attention_backend and not getattr(model, "image_processor", None)
 
 
 def has_flash(model: PreTrainedModel) -> bool:

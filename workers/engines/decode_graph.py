@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distflow.errors import EngineError
-from workers.engines.attention import NO_MASK, LastColumns, has_flash, sees_all_before
+from workers.engines.attention import NAME, NO_MASK, LastColumns, has_flash
+from workers.engines.capabilities import Capabilities
 from workers.engines.kv_slots import SlotCache
 
-_RECOMPUTED = ("dynamic", "longrope")
-"""Rotary embeddings that read positions back from the device."""
 _MIXTURE = re.compile(r"moe|mixture|expert", re.IGNORECASE)
 _FREE = 2 * 2**30
 """Bytes that should be free on the device before a capture: torch gives none of its cache back in the middle of one."""
@@ -25,9 +24,9 @@ _CAPTURING = threading.Lock()
 
 def can_be_captured(model: PreTrainedModel) -> bool:
     """Return whether a step of this model is the same kernels whatever the tokens are."""
-    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))  # perhaps of each type of layer
+    found = Capabilities.of(model)  # rotary embeddings that look at lengths read positions back from the device
     mixture = any(hasattr(module, "experts") or _MIXTURE.search(type(module).__name__) for module in model.modules())
-    return sees_all_before(model) and not mixture and not any(kind in rope for kind in _RECOMPUTED)
+    return found.packs and not found.own_length and not mixture and model.config._attn_implementation == NAME
 
 
 @functools.cache

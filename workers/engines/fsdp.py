@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from distflow.config.freeze import frozen_names
 from distflow.config.models import TRAINERS, shape_of
@@ -30,11 +30,11 @@ from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gather_tensors
 from workers.engines import tensor_parallel
+from workers.engines.capabilities import Capabilities, decoder_layers, token_mixers
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
 from workers.engines.routing import Routers, alike_before, packed_choices
-from workers.engines.tensor_parallel import decoder_layers
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.value import ValueModel
 from workers.engines.vision import image_inputs, same_as_previous, with_dummy_image
@@ -74,27 +74,28 @@ def _pieces(gradient: Tensor) -> int:
 
 def recompute_layer(layer: nn.Module) -> None:
     """Recompute all but the layer's input (Chen et al. 2016); unlike transformers' own, it keeps the cache."""
-    number: Any = getattr(layer.self_attn, "layer_idx")  # noqa: B009 - typed as a Tensor or a Module
+    number: Any = next((getattr(mixer, "layer_idx", 0) for mixer in token_mixers(layer)), 0)
     layer.forward = functools.partial(_checkpoint, layer.forward, number)
 
 
-def _checkpoint(forward: Callable, number: int, *inputs: Any, past_key_values: Cache | None = None, **more: Any) -> Any:
-    past = getattr(past_key_values, "layers", None)
+def _checkpoint(forward: Callable, number: int, *inputs: Any, **more: Any) -> Any:
+    past = getattr(more.get("past_key_values"), "layers", None)
     before = dict(vars(past[number])) if past else {}
 
     def from_start(*inputs: Any, **more: Any) -> Any:
         if past:  # the first pass has appended this layer's keys and values
             vars(past[number]).clear()
             vars(past[number]).update(before)
-        return forward(*inputs, past_key_values=past_key_values, **more)
+        return forward(*inputs, **more)
 
     return checkpoint(from_start, *inputs, use_reentrant=False, **more)
 
 
 def compile_layer(layer: nn.Module) -> None:
     """Compile the layer, but not attention, which indexes the cache by layer, or experts, whose rows vary."""
-    for name, part in layer.named_children():
-        if name != "self_attn" and not hasattr(part, "experts"):
+    mixers = {*token_mixers(layer)}
+    for part in layer.children():
+        if mixers.isdisjoint(part.modules()) and not hasattr(part, "experts"):
             part.forward = torch.compile(part.forward, dynamic=True)
 
 
@@ -109,6 +110,8 @@ HEADS: dict[str, type[SharedPrompt]] = {"lm": Policy, "value": ValueModel}
 
 class FSDPEngine(Trainer):
     """One role's model on a mesh: parameters are sharded over `dp` and `cp`, layers split by `tp`, tokens by `cp`."""
+
+    has_long_rows = False  # in the batch under way, see `Capabilities.own_length`
 
     def __init__(self, model: PreTrainedModel, settings: RoleRun, mesh: DeviceMesh, pad_token: int, steps: int,
                  trained: bool, head: str = "lm", whole: Sequence[nn.Parameter] = (), layout: Layout | None = None,
@@ -179,6 +182,8 @@ class FSDPEngine(Trainer):
                               "Set  cp: 1")
         if cp > 1 and has_windows(model.config.get_text_config()):
             raise EngineError(f"cp: {cp} cannot divide rows of a model with sliding windows. Set  cp: 1")
+        if cp > 1 and (why := Capabilities.of(model).plain):
+            raise EngineError(f"cp: {cp} cannot divide rows of a model that {why}. Set  cp: 1")
         if tp > 1:
             convert(model.parameters(), self.held)
             tensor_parallel.split(model, self.mesh["tp"])
@@ -302,9 +307,10 @@ class FSDPEngine(Trainer):
         if self.routers:
             self.routers.replayed = None if routed is None else packed_choices(
                 routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
-        more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1])}
+        more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1]),
+                "plain": self.has_long_rows}
         if images is None:
-            on_gpu = self.device.type == "cuda" and self.policy.packs
+            on_gpu = self.device.type == "cuda" and self.policy.packs and not self.has_long_rows
             packed = self.policy.pack(*inputs, device=self.device) if on_gpu else None
             return self.policy(*(on_device(part, self.device) for part in inputs), packed=packed, **more)
         pixels = image_inputs(self.policy.model, images.select(first_rows(inputs[2])))
@@ -313,6 +319,14 @@ class FSDPEngine(Trainer):
             inputs, pixels = with_dummy_image(self.policy.model, inputs)
         pixels = {name: values.to(self.device) for name, values in pixels.items()}
         return self.policy(*inputs, images=pixels, **more)
+
+    def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
+        """Cut rows, and note whether any rank's are too long for rotary frequencies that all rows share."""
+        if limit := self.policy.capabilities.own_length:
+            longest = (batch["prompts"].lengths + batch["responses"].lengths).max().to(self.device)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.dp_group)
+            self.has_long_rows = int(longest) > limit
+        return super()._micro_batches(batch, together)
 
     def _candidates(self, micro: Batch, width: int) -> Tensor | None:
         """Return [B, width, K]: the tokens whose log-probabilities a loss wants in place of the responses' own."""

@@ -37,7 +37,9 @@ from workers.engines.vision import ImageProcessor, attach_images
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*",
                     "merges.txt", "*.model", "tekken.json", "additional_chat_templates/*")
-_WEIGHTS = {"dtype": "auto", "weights_only": True}  # the latter: a .bin file is pickled, and may hold tensors alone
+_WEIGHTS = {"dtype": "auto", "weights_only": True, "attn_implementation": "eager"}
+"""How weights are read: a .bin file is pickled, and may hold tensors alone. Some models have other classes for other
+attention, of which "eager" is right for all; `capabilities.prepare` sets what is used."""
 
 
 def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from distflow.data.batch import Ragged
-from workers.engines.attention import NO_MASK, sees_all_before
+from distflow.errors import EngineError
+from workers.engines.attention import NAME, NO_MASK
+from workers.engines.capabilities import Capabilities, head_is_alone
 from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.devices import on_device
 from workers.engines.packing import Packing
 from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import score, score_logits, top_logprobs, top_logprobs_of
 
-_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Settings of models that do something to logits after the head."""
 Read = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 _PADDING = 1.25  # computed tokens for each true one, from which on packing is faster on a CPU
 
@@ -53,11 +53,16 @@ class SharedPrompt(nn.Module):
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__()
         self.model, self.chunks, self.context = model, chunks, context
-        self.packs = context is None and sees_all_before(model)
+        self.capabilities = Capabilities.of(model)
+        self.packs = context is None and self.capabilities.packs and model.config._attn_implementation == NAME
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         """Return the head's input at each token [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
         raise NotImplementedError
+
+    def run_rows(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
+        """Return the head's input [N, D] at the `places` [B, L], bool, of whole rows of tokens [B, L]."""
+        return self.model.base_model(tokens, use_cache=False, **inputs).last_hidden_state[places]
 
     def run_packed(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
         """Return the head's input [N, D] at the `places` [N] of packed tokens [1, T]."""
@@ -74,7 +79,8 @@ class SharedPrompt(nn.Module):
 
     def forward(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
                 response_lengths: Tensor, temperature: float = 1.0, images: dict[str, Tensor] | None = None,
-                candidates: Tensor | None = None, top: int = 0, packed: PackedRows | None = None) -> tuple[Tensor, ...]:
+                candidates: Tensor | None = None, top: int = 0, packed: PackedRows | None = None,
+                plain: bool = False) -> tuple[Tensor, ...]:
         """Return the values of `read` for all responses back to back, before each token (see `after_last`).
 
         Args:
@@ -84,6 +90,7 @@ class SharedPrompt(nn.Module):
             candidates: [B, R, K] tokens that are read in place of the responses' own.
             top: read the `top` most probable tokens, by `read_top`.
             packed: what `pack` has returned for these lengths.
+            plain: compute whole rows by the model's own code, whatever the model has earned.
         """
         of_top = {"count": top} if top else {}
         read = functools.partial(self.read_top if top else self.read, temperature=temperature, **of_top)
@@ -91,6 +98,9 @@ class SharedPrompt(nn.Module):
         if self.context:
             return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
                                        response_lengths, asked, read)
+        if plain or self.capabilities.plain:
+            return self._forward_plain(prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read,
+                                       images)
         if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
                                           self._is_padding_wasteful(prompts, prompt_lengths, response_lengths)):
             packed = packed or self.pack(prompts, prompt_lengths, prompt_of, responses, response_lengths)
@@ -120,6 +130,27 @@ class SharedPrompt(nn.Module):
             order_of.append((starts[rows, None] + steps)[valid])
         back = torch.argsort(torch.cat(order_of))
         return tuple(torch.cat(parts)[back] for parts in zip(*pieces))
+
+    def _forward_plain(self, prompts: Tensor, prompt_lengths: Tensor, prompt_of: Tensor, responses: Tensor,
+                       response_lengths: Tensor, asked: Tensor, read: Read,
+                       images: dict[str, Tensor] | None) -> tuple[Tensor, ...]:
+        """Compute `forward` with rows as a model of any kind reads them: whole, and padded on the right, where nothing
+        before sees it."""
+        if images:
+            raise EngineError(f"{type(self.model).__name__} {self.capabilities.plain}, and such models are computed "
+                              "without images here")
+        first, before = prompts.shape[1] - prompt_lengths[prompt_of, None], prompt_lengths[prompt_of, None]
+        columns = torch.arange(int((before + response_lengths[:, None]).max()), device=prompts.device)
+        tokens = torch.cat([prompts[prompt_of], responses], 1)
+        source = torch.where(columns < before, first + columns, prompts.shape[1] + columns - before)
+        there = columns < before + response_lengths[:, None]
+        tokens = tokens.gather(1, source.clamp(max=tokens.shape[1] - 1)).where(there, 0)
+        counts = response_lengths[:, None] + self.after_last
+        places = {"position_ids": columns.where(there, 0)} if self.capabilities.own_length else {}
+        masked = {} if there.all() else {"attention_mask": there.long()}
+        outputs = self.run_rows((columns >= before - 1) & (columns < before - 1 + counts), tokens, **places, **masked)
+        steps = torch.arange(responses.shape[1] + self.after_last, device=prompts.device)
+        return read(outputs, _padded(asked, self.after_last)[steps < counts])
 
     def _is_padding_wasteful(self, prompts: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> bool:
         """Return whether padding costs more than packing does on a CPU."""
@@ -208,9 +239,7 @@ class Policy(SharedPrompt):
 
     def __init__(self, model: PreTrainedModel, chunks: int = 4, context: ContextParallelCache | None = None):
         super().__init__(model, chunks, context)
-        head = model.get_output_embeddings()
-        scaled = any(getattr(model.config.get_text_config(), name, None) for name in _SCALES)
-        self.head_alone = type(head) is nn.Linear and head.bias is None and not scaled
+        self.head_alone = head_is_alone(model)
         """Whether the head is a plain matrix, applied to some tokens at a time to save memory."""
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
@@ -218,6 +247,11 @@ class Policy(SharedPrompt):
             return last_states(self.model, tokens, only_last, **places)
         output = self.model(tokens, use_cache=True, logits_to_keep=int(only_last), **places)
         return output.logits, output.past_key_values
+
+    def run_rows(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
+        if self.head_alone:
+            return super().run_rows(places, tokens, **inputs)
+        return self.model(tokens, use_cache=False, **inputs).logits[places]
 
     def run_packed(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
         if self.head_alone:

@@ -27,7 +27,8 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
-from workers.engines import attention, engine_class
+from workers.engines import engine_class
+from workers.engines.capabilities import prepare
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
 from workers.engines.loading import generation_config_of, load_model, save_tokenizer
@@ -71,7 +72,7 @@ class RoleEngines:
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
         self.writer = meshes.layout.active_ranks[0]  # rank that writes the trained model
-        model.set_attn_implementation(attention.NAME)
+        prepare(model)
         if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
             fuse_norms(model)
         self.lora = settings.lora if trained else None

@@ -8,7 +8,6 @@ the inputs and outputs of each part are replicated.
 from __future__ import annotations
 
 import math
-from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PretrainedConfig, PreTrainedModel
 
 from distflow.errors import EngineError
+from workers.engines.capabilities import decoder_layers
 
 Plan = dict[str, ParallelStyle]  # by name of the module within the layer
 
@@ -62,10 +62,6 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             parallelize_module(layer, mesh, {name: style}, src_data_rank=None)
     if config.vocab_size % mesh.size() == 0:
         _split_vocabulary(model, mesh)
-
-
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    return cast(nn.ModuleList, model.get_decoder().layers)
 
 
 def _require_divisible(config: PretrainedConfig, plan: Plan, tp: int) -> None:

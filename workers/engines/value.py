@@ -40,10 +40,10 @@ class ValueModel(SharedPrompt):
         return (values.squeeze(-1),)
 
     def forward(self, *inputs: Tensor, images: dict[str, Tensor] | None = None, packed: PackedRows | None = None,
-                **_: Any) -> tuple[Tensor, Tensor]:
+                plain: bool = False, **_: Any) -> tuple[Tensor, Tensor]:
         prompts, prompt_lengths, prompt_of, responses, response_lengths = inputs
         (all_values,) = super().forward(prompts, prompt_lengths, prompt_of, responses, response_lengths, images=images,
-                                        packed=packed)
+                                        packed=packed, plain=plain)
         ends = (response_lengths + 1).cumsum(0) - 1
         before = torch.ones(len(all_values), dtype=torch.bool, device=ends.device)
         before[ends] = False
