@@ -38,14 +38,15 @@ _SIZES: dict[int, str] = {
     24: "qk_head_dim",
     16: "head_dim attention_head_size kv_channels d_head dim_head swa_head_dim global_head_dim linear_head_dim "
         "linear_key_head_dim linear_value_head_dim q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim state_size "
-        "ssm_state_size mamba_d_state mamba_head_dim mamba_d_head index_head_dim router_hidden_size o_lora_rank",
+        "ssm_state_size mamba_d_state mamba_head_dim mamba_d_head index_head_dim index_n_heads "
+        "router_hidden_size o_lora_rank",
     8: "sliding_window attention_window_size window_size local_attention sliding_window_size attention_chunk_size "
        "chunk_size mamba_chunk_size block_size index_topk index_block_size qk_rope_head_dim rotary_dim "
        "laurel_rank adapter_rank hidden_size_per_layer_input",
     4: "num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads attention_heads num_heads "
        "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads linear_num_heads "
        "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads mamba_n_heads mamba_num_heads "
-       "index_n_heads zero_expert_num",
+       "zero_expert_num",
     2: "num_hidden_layers num_layers n_layer n_layers depth decoder_layers encoder_layers num_decoder_layers "
        "num_blocks num_encoder_layers num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k "
        "linear_num_key_heads n_group num_expert_group swa_num_key_value_heads index_topk_blocks hc_count hc_mult "
@@ -136,7 +137,9 @@ def shrunk(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
     """Return a model with random weights, large enough for attention to be peaked: what is left out of it shows."""
-    model = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny(family), attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     persistent = model.state_dict()
     with torch.no_grad():

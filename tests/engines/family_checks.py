@@ -140,7 +140,7 @@ def _far(found: Tensor, truth: Tensor) -> float:
 
 
 def _far_gradients(own: dict[str, Tensor], model: PreTrainedModel) -> float:
-    """Return the largest difference of a gradient, relative to the largest of its tensor, or to a thousandth of the
+    """Return the largest difference of a gradient, relative to the largest of its tensor, or to a hundredth of the
     largest of all."""
     truth = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     most = max(float(gradient.abs().max()) for gradient in truth.values())
@@ -148,7 +148,7 @@ def _far_gradients(own: dict[str, Tensor], model: PreTrainedModel) -> float:
     if gone:
         raise AssertionError(f"no gradient of {gone[:3]}")
     return max(float((own[name] - truth.get(name, torch.zeros(()))).abs().max()) /
-               max(float(truth[name].abs().max()) if name in truth else 0.0, most / 1000) for name in own)
+               max(float(truth[name].abs().max()) if name in truth else 0.0, most / 100) for name in own)
 
 
 def _update(role: RoleEngines) -> None:
