@@ -178,7 +178,7 @@ def forget_users(search_path: list[str], modules: set[str]) -> None:
     sys.path[:] = search_path
     for name in {*sys.modules} - modules:
         file = Path(getattr(sys.modules[name], "__file__", None) or __file__).resolve()
-        if not any(file.is_relative_to(folder) for folder in _OURS):
+        if "site-packages" not in file.parts and not any(file.is_relative_to(folder) for folder in _OURS):
             del sys.modules[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from workers.engines.role_engines import Meshes, RoleEngines
 from workers.engines.weight_route import WeightRoute
 
 
-def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str,
-                training: bool = True) -> dict[str, RoleEngines]:
+def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], device: str, training: bool = True,
+                look: Callable[..., None] | None = None) -> dict[str, RoleEngines]:
     """Load and shard the models of this rank's roles. `training`: whether those that sample train and infer here too.
-    """
+    `look`: is given each role's name, model and tokenizer before anything is done to them."""
     roles, streams = {}, {name: number for number, name in enumerate(sorted(sampling))}
     sharing = {name: base_of(spec, name) for name in sorted(names - sampling) if base_of(spec, name) in names}
     for name in sorted(names - sharing.keys()):
@@ -35,6 +35,8 @@ def build_roles(spec: Spec, plan: Plan, names: set[str], sampling: set[str], dev
         model, tokenizer = load_model(spec, model_of, spec.dag.roles[name].head)
         if spec.dag.roles[name].trained:
             check_loaded(spec, name, [parameter for parameter, _ in model.named_parameters()])
+        if look:
+            look(name, model, tokenizer)
         meshes = _meshes(plan, name, device, training or name not in sampling, name in sampling)
         roles[name] = RoleEngines(name, model, tokenizer, settings, meshes, spec, streams.get(name))
     for name, owner in sharing.items():

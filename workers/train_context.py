@@ -36,6 +36,7 @@ from workers.follower import (
     TrainerBuffer,
     follower_roles,
 )
+from workers.preflight.model import ModelProofs
 from workers.profiler import StepProfiler
 from workers.roles import build_roles, follow
 from workers.rollout_channel import RolloutChannel
@@ -63,8 +64,10 @@ class TrainContext:
         chain = self.plan.chain(self.rank)
         self.chain = chain[len(self.plan.early.chain(self.rank)) if self.plan.early else 0 :]
         self.prompted = prompted_role(self.spec, chain)
+        self.proofs = ModelProofs(self.spec, bool(context.resume)) if run.preflight and writes and worker.first and \
+            not self.attempt else None
         self.roles = build_roles(self.spec, self.plan, {task.role for task in chain if task.type in ENGINE_TYPES},
-                                 self._sampling_roles(), context.device)
+                                 self._sampling_roles(), context.device, look=self.proofs and self.proofs.look)
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
         following = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].follow}
         self.changing = {**self.trained, **following}
@@ -274,6 +277,8 @@ class TrainContext:
     def conclude(self, step: int) -> bool:
         """Validate and save if it is time. Return whether this was the last step."""
         self.status.set("validating and saving", "validating")
+        if self.proofs and step == self.first_step:
+            self.proofs.after_update(self.trained)
         last = self.sink.conclude(step + 1)
         heartbeat.current().finish()
         return last

@@ -206,6 +206,8 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)
+        if ctx.proofs:
+            ctx.proofs.at_start(ctx.roles, context.preflight or Preflight())
         if context.preflight and worker_context.first and not again:
             _end_preflight(context.preflight, context.spec, ctx.roles[ctx.prompted])
         dist.all_reduce(torch.zeros(1))  # all are ready; on the CPU, where one that died is noticed

@@ -33,7 +33,8 @@ EACH = ROWS * PROMPTS
 class Prompts:
     """What a dataloader has, of prompts that are their numbers."""
 
-    batch, records, encode, seed, share, layout, balance, files = PROMPTS, range(1000), None, 0, 0, Layout(1), None, None
+    batch, records, encode, seed, share, layout, balance = PROMPTS, range(1000), None, 0, 0, Layout(1), None
+    files = None
 
 
 class At:

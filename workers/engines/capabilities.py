@@ -69,10 +69,16 @@ def prepare(model: PreTrainedModel) -> Capabilities:
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"  # some classes name another
     found = Capabilities.of(model)
-    model.set_attn_implementation(found.attention)
+    attend_by(model, found.attention)
     if found.own_length:
         _separate_rows(model)
     return found
+
+
+def attend_by(model: PreTrainedModel, implementation: str) -> None:
+    """Set how a model attends. It is loaded with "eager", and some are not to be set."""
+    if model.config._attn_implementation != implementation:
+        model.set_attn_implementation(implementation)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

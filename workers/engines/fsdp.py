@@ -30,7 +30,7 @@ from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from distflow.weights.reshard import gather_tensors
 from workers.engines import tensor_parallel
-from workers.engines.capabilities import Capabilities, decoder_layers, token_mixers
+from workers.engines.capabilities import Capabilities, attend_by, decoder_layers, token_mixers
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
@@ -232,6 +232,19 @@ class FSDPEngine(Trainer):
         found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
         return responses.with_values(found[0][: len(responses.values)])
 
+    def own_logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """Return the log-probabilities by the model's own eager attention with these weights, of each row alone."""
+        model, used = self.policy.model, self.policy.model.config._attn_implementation
+        attend_by(model, "eager")
+        self.has_long_rows = True
+        try:
+            rows = [self._infer_as_they_are(Batch(row, {"prompts": prompts.select(row), "responses": responses.select(
+                row)})) for row in torch.arange(len(prompts)).split(1)]
+        finally:
+            self.has_long_rows = False
+            attend_by(model, used)
+        return responses.with_values(torch.cat(rows))
+
     def entropies(self, prompts: Ragged, responses: Ragged, temperature: float, images: Ragged | None = None,
                   routed_experts: Ragged | None = None) -> Ragged:
         found = self._infer(prompts, responses, temperature, images=images, routed_experts=routed_experts)
@@ -260,6 +273,13 @@ class FSDPEngine(Trainer):
         finally:
             self._reshard()
         return [torch.cat(parts) for parts in zip(*pieces)]
+
+    @torch.no_grad()
+    def _infer_as_they_are(self, micro: Batch) -> Tensor:
+        try:
+            return self._forward(micro, 1.0)[0].cpu()
+        finally:
+            self._reshard()
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if self.optimizer is None:

@@ -95,12 +95,12 @@ class SharedPrompt(nn.Module):
         of_top = {"count": top} if top else {}
         read = functools.partial(self.read_top if top else self.read, temperature=temperature, **of_top)
         asked = responses if candidates is None else candidates
-        if self.context:
-            return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
-                                       response_lengths, asked, read)
         if plain or self.capabilities.plain:
             return self._forward_plain(prompts, prompt_lengths, prompt_of, responses, response_lengths, asked, read,
                                        images)
+        if self.context:
+            return _forward_split_rows(self, self.context, prompts, prompt_lengths, prompt_of, responses,
+                                       response_lengths, asked, read)
         if self.packs and not images and (self.chunks == 1 or prompts.is_cuda or
                                           self._is_padding_wasteful(prompts, prompt_lengths, response_lengths)):
             packed = packed or self.pack(prompts, prompt_lengths, prompt_of, responses, response_lengths)

@@ -3,6 +3,7 @@
     data      `workers.preflight.data`      before torch is loaded, on rank 0
     rewards   `workers.preflight.rewards`   before torch is loaded, in processes of their own
     tokens    `workers.preflight.tokens`    in the first worker of rank 0, once its tokenizer is loaded
+    models    `workers.preflight.model`     in the first workers of all ranks that train, and after the first update
 
 The head of each module lists what it proves. A proof that fails for every record that it was tried on ends the start
 with the first of them; one that fails for some is a doubt, which is a note. `distflow validate --prove` runs all of

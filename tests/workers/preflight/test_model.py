@@ -1,0 +1,178 @@
+"""Faults that are put into engines are found before the first step, or after the first update; right engines pass."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from distflow.config.run import Data, Lora, RoleRun
+from distflow.data.batch import Batch
+from distflow.errors import InvalidInput
+from distflow.plan import Layout
+from workers.engines import attention
+from workers.engines.embedded import build_tokenizer
+from workers.engines.packing import Packing
+from workers.engines.role_engines import Meshes, RoleEngines
+from workers.preflight.model import ModelProofs, ProofRows
+from workers.preflight.proofs import Preflight
+
+pytestmark = pytest.mark.usefixtures("alone")
+SIZES = {"vocab_size": 270, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS = {
+    "llama": {}, "qwen2": {}, "tied": {"kind": "llama", "tie_word_embeddings": True},
+    "gemma2": {"attn_logit_softcapping": 1.0},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None, "sliding_window": 16},
+    "granite_swa": {},
+    "mistral": {"sliding_window": 16}, "granite": {"logits_scaling": 4.0}, "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}}
+
+
+@pytest.fixture
+def start(request):
+    """Makes a role's engines, and the proofs that a run begins with."""
+    def of(name="llama", lora=None):
+        torch.manual_seed(0)
+        settings = {**SIZES, **MODELS[name]}
+        config = CONFIG_MAPPING[settings.pop("kind", name)](**settings)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim > 1 or "bias" in key:
+                tensor.data.normal_(0, 0.2)
+        tokenizer, mesh = build_tokenizer(["one two"]), init_device_mesh("cpu", (1,))
+        run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
+        role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
+        roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
+        spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda _: None,
+                               settings_of=lambda _: role_run)
+        proofs = ModelProofs(spec, resumed=False)
+        proofs.look("actor", model, tokenizer)
+        role = RoleEngines("actor", model, tokenizer, role_run, Meshes(mesh, mesh, Layout(1)), spec, 0)
+        return role, proofs
+
+    return of
+
+
+def update(role):
+    samples = role.generate(ROWS.prompts.select(torch.tensor([0])), torch.arange(2), repeats=2)
+    rows = ROWS.prompts.select(torch.tensor([0, 0]))
+    role.update(Batch(torch.arange(2), {"prompts": rows, "responses": samples.tokens}),
+                lambda logprobs, *_: -logprobs.sum())
+
+
+ROWS = ProofRows.of(SimpleNamespace(run=SimpleNamespace(data=Data(train="", max_prompt_tokens=32))),
+                    CONFIG_MAPPING["llama"](**SIZES), build_tokenizer(["one two"]), 12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_right_engines_pass_at_the_start_and_after_an_update(start, name):
+    role, proofs = start(name)
+    account = Preflight()
+    proofs.at_start({"actor": role}, account)
+    assert account.proved == {"models": 3}
+    assert not account.mistakes
+    update(role)
+    proofs.after_update({"actor": role})
+
+
+def drop_sinks_and_soft_caps(patch):
+    patch.setattr(attention, "KNOWN", attention.KNOWN | {"s_aux", "softcap"})
+    patch.setattr("workers.engines.capabilities._eager_reads", lambda _: frozenset())
+
+
+def scale_wrongly(patch):
+    attend = Packing.attend
+    patch.setattr(Packing, "attend", lambda self, *parts: attend(self, *parts[:3], parts[3] * 1.1))
+
+
+def show_another_prompt(patch):
+    made = Packing.__init__
+    patch.setattr(Packing, "__init__", lambda self, prompts, prompt_of, *more: made(
+        self, prompts, [0] * len(prompt_of), *more))
+
+
+def shift_positions(patch):
+    positions = Packing.positions
+    patch.setattr(Packing, "positions", lambda self: positions(self) + (
+        torch.arange(len(positions(self))) >= sum(map(len, self.prompts))))
+
+
+@pytest.mark.parametrize(("name", "fault", "says"), [
+    ("gemma2", drop_sinks_and_soft_caps, "its attention or its head differs"),
+    ("granite_swa", drop_sinks_and_soft_caps, "attention"), ("llama", scale_wrongly, "attention"),
+    ("llama", show_another_prompt, "packing"), ("llama", shift_positions, "attention")])
+def test_faults_of_the_code_are_found(start, monkeypatch, name, fault, says):
+    fault(monkeypatch)
+    monkeypatch.setattr("workers.engines.policy._PADDING", 0)  # as on a GPU, where all rows are packed
+    role, proofs = start(name)
+    with pytest.raises(InvalidInput, match=f"`engine: fsdp`: it computes other log-probabilities.*{says}"):
+        proofs.at_start({"actor": role}, Preflight())
+
+
+def weight(role, name):
+    return dict(role.engine.policy.model.named_parameters())[name].to_local()
+
+
+def rotary(role):
+    return role.engine.policy.model.base_model.rotary_emb
+
+
+FAULTS = {
+    "a zeroed buffer": ("glm4_moe", lambda role: [each.zero_() for name, each in role.engine.policy.named_buffers()
+                                                  if "e_score_correction_bias" in name]),
+    "another rope base": ("llama", lambda role: rotary(role).inv_freq.pow_(1.1)),
+    "rope in half precision": ("llama", lambda role: rotary(role).inv_freq.copy_(rotary(role).inv_freq.bfloat16())),
+    "an untied head": ("tied", lambda role: role.engine.policy.model.set_output_embeddings(
+        torch.nn.Linear(64, 270, bias=False))),
+    "a missing bias": ("qwen2", lambda role: weight(role, "model.layers.1.self_attn.q_proj.bias").data.zero_()),
+    "logits without their scale": ("granite", lambda role: setattr(role.engine.policy, "head_alone", True)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_what_was_loaded_are_found(start, fault):
+    name, plant = FAULTS[fault]
+    role, proofs = start(name)
+    with torch.no_grad():
+        plant(role)
+    with pytest.raises(InvalidInput, match=r"than the model (that transformers loads|'s own code)"):
+        proofs.at_start({"actor": role}, Preflight())
+
+
+def keep_version(role):
+    role.rollout.version = role.version
+
+
+def load_half(role):
+    load = role.rollout.load
+    role.rollout.load = lambda weights, version: load(
+        ((name, whole) for name, whole in weights if "lora_B" not in name), version)
+
+
+@pytest.mark.parametrize(("lora", "fault"), [(None, keep_version), (Lora(rank=4), load_half)])
+def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start, lora, fault):
+    role, proofs = start(lora=lora)
+    proofs.at_start({"actor": role}, Preflight())
+    update(role)
+    fault(role)
+    with pytest.raises(InvalidInput, match="`rollout: hf`: it computes .* after the first update"):
+        proofs.after_update({"actor": role})
+
+
+def test_a_rollout_with_other_weights_is_found_at_the_start(start):
+    role, proofs = start()
+    role.rollout.weight_buffers()["model.norm.weight"].mul_(1.5)
+    with pytest.raises(InvalidInput, match="at its start that the engine which trains does not have"):
+        proofs.at_start({"actor": role}, Preflight())
+
+
+def test_the_long_row_passes_what_the_configuration_names_as_far_as_the_run_goes():
+    spec = SimpleNamespace(run=SimpleNamespace(data=Data(train="", max_prompt_tokens=64, max_target_tokens=8)))
+    for window, expected in ((16, 24), (40, 48), (4096, 24)):
+        config = CONFIG_MAPPING["mistral"](**SIZES, sliding_window=window)
+        rows = ProofRows.of(spec, config, build_tokenizer(["one two"]), 16)
+        assert (rows.prompts.lengths + rows.responses.lengths).tolist() == [10, 5, expected]
+        assert torch.equal(rows.prompts.rows[0], rows.prompts.rows[1])

@@ -1,0 +1,206 @@
+"""Proves that each model of a run computes what its own code computes, on all ranks that have it.
+
+    engine     the engine that trains, as it is: against the model's own eager attention, with the same weights, of each
+               row alone and without padding
+    loaded     the same: against the model as transformers has loaded it, before anything was done to it
+    sampling   the engine that samples: against the engine that trains, and once more after the first update
+
+What is wrong by less than rounding (`_BOUNDS`) is not found. Weights of a transformers engine that samples beside the
+trainer are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from distflow.config.load import Spec
+from distflow.data.batch import Ragged
+from distflow.errors import Diagnostic
+from distflow.telemetry.metrics import Metrics, recording
+from workers.engines.capabilities import attend_by
+from workers.engines.devices import is_half
+from workers.engines.fsdp import FSDPEngine
+from workers.engines.role_engines import RoleEngines
+from workers.engines.sampling import TokenLimits
+from workers.preflight.proofs import FailedProof, Preflight
+
+_BOUNDS = {True: (0.05, 1.0), False: (1e-4, 1e-3)}
+"""Mean and largest difference of log-probabilities, in nats, that are rounding; True: in half precision."""
+_SHORT = (4, 6)
+"""Tokens of a prompt and of a response."""
+_PAST = 8  # tokens by which the long row passes a length that the configuration names
+_LONGEST = 1024
+_LOADED = 50_000_000
+"""Parameters up to which a model is computed as it was loaded, on the CPU: a second."""
+_ANY_TOKEN = TokenLimits(0, 1.0, 0.0)
+_SAMPLED = 8
+
+
+@dataclass(frozen=True)
+class ProofRows:
+    """Rows of plain tokens: two of one short prompt, and a long one past each length that the configuration names, as
+    far as rows of the run may be."""
+
+    prompts: Ragged
+    responses: Ragged
+
+    @classmethod
+    def of(cls, spec: Spec, config: Any, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> ProofRows:
+        special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        size = min(len(tokenizer), config.get_text_config().vocab_size)
+        usable = torch.tensor([token for token in range(size) if token not in special])
+        chosen = torch.Generator().manual_seed(size)
+        data = spec.run.data
+        limit = min(data.max_prompt_tokens + max(new_tokens, data.max_target_tokens), _LONGEST)
+        longest = max((length + _PAST for length in _named_lengths(config) if length + _PAST <= limit), default=24)
+        sizes = [_SHORT, (_SHORT[0], 1), (max(longest, 24) // 2, (max(longest, 24) + 1) // 2)]
+        rows = [usable[torch.randint(len(usable), (sum(each),), generator=chosen)] for each in sizes]
+        rows[1][: _SHORT[0]] = rows[0][: _SHORT[0]]
+        return cls(*(Ragged.from_rows(part) for part in zip(*(
+            (row[:prompt], row[prompt:]) for row, (prompt, _) in zip(rows, sizes)))))
+
+
+class ModelProofs:
+    """Proofs of the models of a rank that trains, in the first worker of a run."""
+
+    def __init__(self, spec: Spec, resumed: bool):
+        self.spec, self.resumed = spec, resumed
+        self.rows: dict[str, ProofRows] = {}
+        self.loaded: dict[str, Tensor | None] = {}
+
+    def look(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep what a model computes that has just been loaded."""
+        settings = self.spec.settings_of(name)
+        if self.spec.dag.roles[name].head == "lm" and settings:
+            self.rows[name] = ProofRows.of(self.spec, model.config, tokenizer, settings.generation.max_new_tokens)
+            self.loaded[name] = None if self.resumed else loaded_numbers(model, self.rows[name])
+
+    def at_start(self, roles: Mapping[str, RoleEngines], account: Preflight) -> None:
+        """Prove all models of this rank, and add that to the account. Collective. Raises InvalidInput on the rank that
+        writes a role's model: a proof has failed."""
+        def failed() -> Iterator[FailedProof]:
+            for name, role in self._here(roles):
+                yield from _on_writer(role, [*prove_engine(role, self.rows[name], self.loaded[name]),
+                                             *self._sampling(role, "at its start")])
+
+        account.prove("models", sum(len(rows.prompts) for rows in self.rows.values()), failed)
+        account.require()
+
+    def after_update(self, roles: Mapping[str, RoleEngines]) -> None:
+        """Prove that engines which sample have the weights of the first update. See `at_start`."""
+        account = Preflight()
+        account.prove("weights", len(self.rows), lambda: [
+            failed for _, role in self._here(roles)
+            for failed in _on_writer(role, self._sampling(role, "after the first update"))])
+        account.require()
+
+    def _here(self, roles: Mapping[str, RoleEngines]) -> list[tuple[str, RoleEngines]]:
+        return [(name, role) for name, role in sorted(roles.items()) if name in self.rows and role.has_engine]
+
+    def _sampling(self, role: RoleEngines, when: str) -> list[FailedProof]:
+        beside = role.rollout is not None and not role.rollout.absent and not role.shared_engine
+        route = role.engine_swap and role.engine_swap.route
+        return list(prove_sampling(role, self.rows[role.name], when)) if beside and not route else []
+
+
+def _on_writer(role: RoleEngines, failed: list[FailedProof]) -> list[FailedProof]:
+    return failed if dist.get_rank() == role.writer else []
+
+
+def loaded_numbers(model: PreTrainedModel, rows: ProofRows) -> Tensor | None:
+    """Return the log-probabilities [T] of a model that transformers has just loaded, each row alone, in float32; None
+    if that took long."""
+    if sum(parameter.numel() for parameter in model.parameters()) > _LOADED or model.dtype != torch.float32:
+        return None
+    attend_by(model, "eager")
+    with torch.no_grad():
+        found = [_of_row(model, prompt, response) for prompt, response in zip(rows.prompts.rows, rows.responses.rows)]
+    return torch.cat(found)
+
+
+def _of_row(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
+    logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+
+
+def _named_lengths(config: Any) -> list[int]:
+    """Return the numbers of tokens from which on a model computes otherwise, by its configuration."""
+    text = config.get_text_config()
+    named = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size", "mamba_chunk_size",
+                                                    "chunk_size", "original_max_position_embeddings")]
+    rope = getattr(text, "rope_parameters", None) or {}
+    named += [each.get("original_max_position_embeddings") for each in (rope, *rope.values()) if isinstance(each, dict)]
+    return [int(length) for length in named if isinstance(length, int | float) and length > 0]
+
+
+def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> Iterator[FailedProof]:
+    """Prove the engine that trains and infers. Collective over the ranks that have it."""
+    engine = role.engine
+    if not isinstance(engine, FSDPEngine) and loaded is None:
+        return
+    found = engine.logprobs(rows.prompts, rows.responses, 1.0).values
+    if isinstance(engine, FSDPEngine):
+        own = engine.own_logprobs(rows.prompts, rows.responses).values
+        if wrong := _difference(found, own, _half(role)):
+            alone = torch.cat([engine.logprobs(rows.prompts.select(row), rows.responses.select(row), 1.0).values
+                               for row in torch.arange(len(rows.prompts)).split(1)])
+            part = "its attention or its head differs" if _difference(alone, own, _half(role)) else \
+                "rows differ by what lies beside them: packing, padding, or prompts that are read once"
+            yield _failed(role, "engine", f"other log-probabilities than the model's own code with the same weights: "
+                          f"{wrong}; {part}", "It would learn something else.")
+            return
+    if loaded is not None and (wrong := _difference(found, loaded, _half(role))):
+        yield _failed(role, "engine", f"other log-probabilities than the model that transformers loads: {wrong}",
+                      "A weight, a buffer or a setting has changed on its way into the engine.")
+
+
+def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> Iterator[FailedProof]:
+    """Prove the engine that samples, on ranks that have both. Collective over them. `when`: said of a failure."""
+    seconds = role.sampling_seconds
+    with recording(Metrics()):
+        prompts = rows.prompts.select(torch.tensor([0, 2]))
+        sampled = role.generate(prompts, -1 - torch.arange(4), 2, _SAMPLED, 1.0, limits=_ANY_TOKEN)
+        asked = prompts.select(torch.tensor([0, 0, 1, 1]))
+        trained = role.engine.logprobs(asked, sampled.tokens, 1.0).values
+    role.sampling_seconds = seconds
+    if wrong := _difference(sampled.logprobs.values, trained, _half(role)):
+        yield _failed(role, "rollout", f"log-probabilities {when} that the engine which trains does not have: {wrong}",
+                      "It samples from another policy than the one that is trained.")
+    elif stale := _stale_weight(role):
+        yield _failed(role, "rollout", f"another weight {when} than the engine which trains, `{stale}`",
+                      "It samples from an older or another policy than the one that is trained.")
+
+
+def _stale_weight(role: RoleEngines) -> str:
+    """Return the name of a weight that the engine which samples has otherwise; "" if it has none, or none to look at.
+    """
+    buffers = {} if role.settings.swap else role.sampler.weight_buffers()
+    odd = [name for name, whole in role.engine.export(role.sampler.dtype) if name in buffers
+           and not torch.equal(buffers[name], whole.to(buffers[name]))] if buffers else []
+    return odd[0] if odd else ""
+
+
+def _half(role: RoleEngines) -> bool:
+    return is_half(role.settings, role.engine.device.type)
+
+
+def _difference(found: Tensor, expected: Tensor, half: bool) -> str:
+    """Return how far log-probabilities are apart, in words; "" if that is rounding."""
+    apart = (found.float() - expected.float().to(found.device)).abs()
+    mean, most = _BOUNDS[half]
+    if bool(apart.isfinite().all()) and float(apart.mean()) <= mean and float(apart.max()) <= most:
+        return ""
+    return f"{float(apart.mean()):.2g} nats on the mean and {float(apart.max()):.2g} at most, where {mean:g} and " \
+           f"{most:g} are rounding"
+
+
+def _failed(role: RoleEngines, key: str, what: str, hint: str) -> FailedProof:
+    name = getattr(role.settings, key)
+    return FailedProof(Diagnostic(f"role `{role.name}`, `{key}: {name}`: it computes {what}", None, hint))
