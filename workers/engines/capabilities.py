@@ -83,13 +83,14 @@ def attend_by(model: PreTrainedModel, implementation: str) -> None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model. Raises EngineError: it has none in a list."""
-    decoder = model.get_decoder()
-    parts = [*decoder.children(), *getattr(decoder, "model", nn.Module()).children()]
-    lists = [part for part in parts if isinstance(part, nn.ModuleList)]
-    if not lists:
-        raise EngineError(f"{type(model).__name__} has no list of layers that could be computed one by one. Give the "
-                          "role another model")
-    return max(lists, key=len)
+    for root in (model.get_decoder(), model.base_model):  # some call their head `decoder`
+        parts = [*root.children()]
+        while parts and not any(isinstance(part, nn.ModuleList) for part in parts):
+            parts = [child for part in parts for child in part.children()]
+        if lists := [part for part in parts if isinstance(part, nn.ModuleList)]:
+            return max(lists, key=len)
+    raise EngineError(f"{type(model).__name__} has no list of layers that could be computed one by one. Give the role "
+                      "another model")
 
 
 def token_mixers(layer: nn.Module) -> Iterator[nn.Module]:
