@@ -488,7 +488,7 @@ class Run(Document):
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
     preflight: bool = True
-    """Whether data, rewards and tokens are proved on the first records, before the run starts."""
+    """Whether data, rewards and tokens are proved on the first records, and models on a few rows, before the first step."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"

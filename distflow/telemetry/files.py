@@ -25,6 +25,8 @@ _WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _ABANDONED = 3600.0  # seconds after which nobody writes to a partial file any more
 _LOCK_POLL = 0.05  # seconds between two attempts to take a lock
 _POLL = 0.5  # seconds between two attempts to write
+REASON = "reason.txt"
+"""File that says why a `.partial` folder was not taken."""
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
@@ -71,14 +73,19 @@ def _take(lock: IO[str]) -> bool:
 
 
 @contextlib.contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path, keeps: type[Exception] | tuple[()] = ()) -> Iterator[Path]:
     """Replace a folder by the one that the block writes, whose path it gets, once that is whole. If the block fails,
-    the older folder stays as it was."""
+    the older folder stays as it was, and after an error of type `keeps` also what was written, with REASON."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # which a process left that was killed
     with contextlib.ExitStack() as failed:
         failed.callback(shutil.rmtree, partial, ignore_errors=True)  # others may need the room
-        yield partial
+        try:
+            yield partial
+        except keeps as error:
+            failed.pop_all()
+            (partial / REASON).write_text(f"{error}\n", encoding="utf-8")
+            raise
         failed.pop_all()
     replace_folder(folder, partial)
 

@@ -88,17 +88,25 @@ class BaseEngine:
             return self.engine.top_logprobs(prompts, responses, temperature, count, images)
 
 
-def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
-    """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights.
-    `weights`: whole adapters and value head, by their names after `attach`."""
+def merge_adapters(model: PreTrainedModel, lora: Lora, weights: dict[str, Tensor],
+                   folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Write trained adapters to `folder` in peft's format, and return a new `model` with them added to its weights,
+    and the names of the weights that have changed, float32. `weights`: whole adapters and value head, by their names
+    after `attach`."""
     wrapped: PeftModel = get_peft_model(model, _config(lora, model))
+    changed = {name for name in weights if not is_adapter(name)}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):  # of a tensor of experts, or of a linear layer
+            base, kind = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+            setattr(base, kind, nn.Parameter(getattr(base, kind).detach().float().clone(), False))  # tied to none
+            changed.add(f"{name.replace('.base_layer', '')}.{kind}")
     missed = wrapped.load_state_dict({peft_name(name): tensor for name, tensor in weights.items()}, strict=False)
     wanted = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     odd = sorted([*wanted.intersection(missed.missing_keys), *missed.unexpected_keys])
     if odd:
         raise EngineError(f"the adapters to be saved differ from the model's: {odd[:5]}")
     wrapped.save_pretrained(str(folder), save_embedding_layers=False)
-    return cast(PreTrainedModel, wrapped.merge_and_unload())
+    return cast(PreTrainedModel, wrapped.merge_and_unload()), changed
 
 
 def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:

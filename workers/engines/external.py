@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError
@@ -39,6 +40,7 @@ class ExternalRollout(Rollout):
         self.device, self.tp = mesh.device_type, dimension(mesh, "tp")
         self.dtype = dtype_of(settings, self.device)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.constants = constant_tensors(model)
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.cached, self.numbers = True, itertools.count()
         self.sessions: weakref.WeakSet[RequestSession] = weakref.WeakSet()
@@ -47,7 +49,8 @@ class ExternalRollout(Rollout):
     def build(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: RoleRun, mesh: DeviceMesh,
               seed: int, end_tokens: list[int], shared: Iterable[nn.Parameter] = ()) -> Rollout:
         engine = cls(model, settings, mesh, seed, end_tokens)
-        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()), version=0)
+        engine.load(((name, parameter.data) for name, parameter in model.named_parameters()
+                     if parameter.requires_grad or not engine.constants), version=0)  # those that are frozen are there
         return engine
 
     def session(self, key: int, temperature: float | None = None, keep_cache: bool = False,
@@ -104,6 +107,17 @@ def end_turn(row: SampledRow, tokens: list[int], logprobs: list[float], versions
     row.end(torch.tensor(tokens, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32),
             torch.tensor(versions, dtype=torch.int32), finished)
     return row
+
+
+def constant_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors that no trainer sends, by their names in model files: persistent buffers, such as biases of
+    routers, and parameters that the family builds frozen. Empty with adapters, whose base is read from files."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if any(".lora_" in name for name in parameters):
+        return {}
+    return revert_weight_conversion(model, {
+        name: tensor.cpu() for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and not (name in parameters and parameters[name].requires_grad)})
 
 
 def cache_on_cpu(config: PretrainedConfig, generation: Generation, dtype: torch.dtype,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -48,8 +50,7 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
     seed and data. `head="value"` takes the trained head of a classifier's folder, and adds a new head to any other
     model."""
     tokenizer = load_tokenizer(spec, model)
-    if model.path:
-        folder = _existing(find(model.path, "models", spec.folder), model.path)
+    if folder := source_folder(spec, model):
         return attach_images(_load_folder(folder, head), ImageProcessor.read(folder)), tokenizer
     sizes = {**model.model_dump(exclude={"path", "experts", "experts_per_token"}), "mixture": model.mixture}
     ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos")}
@@ -59,9 +60,9 @@ def load_model(spec: Spec, model: Model, head: Head = "lm") -> tuple[PreTrainedM
 
 def load_tokenizer(spec: Spec, model: Model) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; that of an embedded one is built from the run's data."""
-    if not model.path:
+    folder = source_folder(spec, model)
+    if not folder:
         return _embedded_tokenizer(spec, model.takes_images)
-    folder = _existing(find(model.path, "models", spec.folder), model.path)
     tokenizer = _read(AutoTokenizer, folder)
     _require_end(tokenizer, folder)
     return tokenizer
@@ -98,10 +99,13 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     return [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
 
 
-def _existing(path: Path | None, name: str) -> Path:
-    if path is None:
-        raise InvalidInput(f"`{name}` was there when the run was checked, and is not any more")
-    return path
+def source_folder(spec: Spec, model: Model) -> Path | None:
+    """Return the folder that a model is loaded from; None if it is embedded. Raises InvalidInput: it is gone."""
+    if not model.path:
+        return None
+    if folder := find(model.path, "models", spec.folder):
+        return folder
+    raise InvalidInput(f"`{model.path}` was there when the run was checked, and is not any more")
 
 
 def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
@@ -111,10 +115,21 @@ def _load_folder(folder: Path, head: Head) -> PreTrainedModel:
     classifier = next((each for each in (AutoModelForSequenceClassification, AutoModelForTokenClassification)
                        if kind.endswith(each.__name__.removeprefix("AutoModel"))), None)
     if head == "value" and classifier:
-        return _read(classifier, folder, **_WEIGHTS)
+        return _frozen_as_built(_read(classifier, folder, **_WEIGHTS))
     vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    model = _read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS)
+    model = _frozen_as_built(_read(AutoModelForImageTextToText if vision else AutoModelForCausalLM, folder, **_WEIGHTS))
     return with_value_head(model) if head == "value" else model
+
+
+def _frozen_as_built(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze the parameters that the family builds frozen, such as biases of routers: transformers loads them as if
+    they were trained."""
+    with torch.device("meta"):
+        built = type(model)(copy.deepcopy(model.config))
+    for name, parameter in built.named_parameters():
+        if not parameter.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
+    return model
 
 
 def _read(kind: Any, folder: Path, **options: Any) -> Any:

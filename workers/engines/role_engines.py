@@ -14,27 +14,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from distflow.config.dag import Head
+from distflow.config.freeze import frozen_names
 from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Lora, RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
+from distflow.telemetry import events
 from distflow.telemetry.files import replacing_folder
 from distflow.telemetry.metrics import current
 from workers.engines import engine_class
 from workers.engines.capabilities import prepare
 from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_text
-from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms
-from workers.engines.loading import generation_config_of, load_model, save_tokenizer
+from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms, is_half
+from workers.engines.loading import generation_config_of, load_model, save_tokenizer, source_folder
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
 from workers.engines.routing import Routing
 from workers.engines.sampling import TokenLimits, key_of
+from workers.engines.saved_model import ModelDamaged, ModelWriter, Rows, SavedTensors, check_rows
 from workers.engines.swap import EngineSwap
 from workers.engines.trainer import LossOf, Trainer
 from workers.engines.vision import ImageProcessor
@@ -59,7 +62,7 @@ class RoleEngines:
                  meshes: Meshes, spec: Spec, stream: int | None):
         trained, self.head = spec.dag.roles[name].trained, spec.dag.roles[name].head
         self.name, self.tokenizer, self.settings = name, tokenizer, settings
-        self.kind, self.config = type(model), model.config
+        self.config = model.config
         self.image_processor: ImageProcessor | None = getattr(model, "image_processor", None)
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
@@ -69,6 +72,8 @@ class RoleEngines:
         self.source = spec.model_of(name)
         self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
         self._load = functools.partial(load_model, spec, head=self.head)
+        self._files = ModelWriter(model, self.source and source_folder(spec, self.source), self.head == "lm")
+        self._checked = False  # whether a model that was written has been read back
         here = meshes.rollout or meshes.trainer
         device = here.device_type if here else "cpu"
         self.writer = meshes.layout.active_ranks[0]  # rank that writes the trained model
@@ -243,44 +248,52 @@ class RoleEngines:
                 if isinstance(row, Tensor)]
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a Hugging Face model folder, and adapters alone next to it, each whole or not at all. Collective; the
-        first rank with the engine writes."""
+        """Write a Hugging Face model folder, and adapters alone next to it, each whole or not at all. The first one is
+        read back and compared with what was trained, with its source, and with the numbers of the engine. Collective;
+        the first rank with the engine writes. Raises ModelDamaged: what was read back is not what it should be."""
         if not self.has_engine:
             return
+        rows = [] if self._checked else check_rows(self.tokenizer, self.config)
+        numbers = self._numbers(rows) if rows and self._files.computes else None
         first, weights = dist.get_rank() == self.writer, {}
         for name, tensor in self.engine.export():
             if first:  # the others only help to gather it
-                weights[name] = tensor.cpu().clone()
+                weights[name] = tensor.to("cpu", torch.float32, copy=True)
         if not first:
             return
-        with replacing_folder(folder) as partial:
-            model = self._merged(self.lora, weights, folder) if self.lora else self._filled(weights)
-            if self.generation_config:
-                model.generation_config = GenerationConfig()  # transformers refuses to write some that it reads
-            model.should_save_on_this_rank = lambda is_main_process: True  # else transformers writes on rank 0 alone
-            model.save_pretrained(partial)
+        with replacing_folder(folder, keeps=ModelDamaged) as partial:
+            saved = self._saved(weights, folder)
+            self._files.write(saved.all, torch.float32, partial)
             if self.generation_config:
                 (partial / GENERATION_CONFIG_NAME).write_bytes(self.generation_config)
             save_tokenizer(self.tokenizer, partial)
             if self.image_processor:
                 self.image_processor.save(partial)
+            if not self._checked:
+                half = is_half(self.settings, self.engine.device.type)
+                found = self._files.check(partial, saved, rows, numbers, torch.bfloat16 if half else torch.float32)
+                events.record("model_checked", role=self.name, folder=folder.name, tensors=found.tensors,
+                              unchanged=found.unchanged, difference=found.difference, seconds=found.seconds)
+        self._checked = True
 
-    def _filled(self, weights: dict[str, Tensor]) -> PreTrainedModel:
-        model = self.kind(self.config).float()
-        expected = {name for name, _ in model.named_parameters()}
-        if expected != set(weights):
-            raise EngineError(f"the weights to be saved differ from the model's: {sorted(expected ^ set(weights))[:5]}")
-        model.load_state_dict(weights, strict=False)  # all else in it are buffers and tied weights
-        model.tie_weights()
-        return model
+    def _numbers(self, rows: Rows) -> list[Tensor]:
+        """Return the log-probability, or the value, of each response token. Collective."""
+        prompts, responses = (Ragged.from_rows([row[part] for row in rows]) for part in (0, 1))
+        found = self.engine.logprobs(prompts, responses, 1.0) if self.head == "lm" else \
+            self.engine.values(prompts, responses)
+        return found.rows
 
-    def _merged(self, lora: Lora, weights: dict[str, Tensor], folder: Path) -> PreTrainedModel:
+    def _saved(self, weights: dict[str, Tensor], folder: Path) -> SavedTensors:
+        """Return the tensors to be saved, of those that were gathered."""
+        if not self.lora:
+            return self._files.tensors(weights, weights.keys() - frozen_names(self.settings.freeze, weights))
         from workers.engines.adapters import merge_adapters  # imports peft, in seconds: for runs with adapters alone
 
         beside = folder.with_name(folder.name.replace("model", "adapter", 1))
         assert self.source
         with replacing_folder(beside) as partial:
-            return merge_adapters(self._load(self.source)[0].float(), lora, weights, partial)
+            merged, changed = merge_adapters(self._load(self.source)[0], self.lora, weights, partial)
+        return self._files.tensors(dict(merged.named_parameters()), changed)
 
 
 def encode_targets(tokenizer: PreTrainedTokenizerBase, longest: int, answers: list[str], **options: Any) -> Ragged:

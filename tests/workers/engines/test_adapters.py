@@ -140,7 +140,7 @@ def test_what_is_saved_is_loaded_by_peft_and_transformers(tmp_path, model):
     weights = {name: torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1
                for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     adapted.load_state_dict(weights, strict=False)
-    merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    merge_adapters(copy.deepcopy(model), LORA, weights, tmp_path / "adapter")[0].save_pretrained(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_value_head_is_trained_and_saved_whole(tmp_path, model):
     weights = {name: torch.randn(parameter.shape) for name, parameter in trained.items()}
     valued.load_state_dict(weights, strict=False)
     new = with_value_head(copy.deepcopy(model))
-    merge_adapters(new, LORA, weights, tmp_path / "adapter").save_pretrained(tmp_path / "model")
+    merge_adapters(new, LORA, weights, tmp_path / "adapter")[0].save_pretrained(tmp_path / "model")
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     theirs = PeftModel.from_pretrained(with_value_head(copy.deepcopy(model)), tmp_path / "adapter")
     tokens = torch.arange(5, 15)[None]

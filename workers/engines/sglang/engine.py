@@ -256,8 +256,10 @@ class SGLangRollout(ExternalRollout):
         """Load weights; rows under way are prefilled again, since their caches belong to the old weights."""
         if self.share.leads:
             buckets = Buckets(weights, self.shapes, self.dtype, self.device)
+            constants = Buckets(self.constants.items(), {name: tensor.shape for name, tensor in self.constants.items()},
+                                torch.float32, self.device)
             with self._paused_for_update():
-                for bucket in buckets:
+                for bucket in itertools.chain(buckets, constants):
                     self._call("/update_weights_from_tensor", {
                         "serialized_named_tensors": [bucket] * self.share.size, "flush_cache": False,
                         "weight_version": str(version)})

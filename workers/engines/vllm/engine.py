@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,8 +132,9 @@ class VLLMRollout(ExternalRollout):
     def _load_whole(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         device = self.llm.vllm_config.device_config.device
         loader = WeightLoader(weights, self.shapes, self.fused, self.copies, self.dtype, device)
+        constants = ((name, tensor.to(device)) for name, tensor in self.constants.items())  # in their own dtype
         with translate_errors("take new weights"):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(loader)})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": itertools.chain(loader, constants)})
         loader.check()
         return loader.size
 

@@ -1,0 +1,271 @@
+"""Saved models: every tensor of the source folder is trained, or as it was; and what is read back is checked."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from distflow.config.run import Data, Lora, Model, RoleRun
+from distflow.plan import Layout
+from distflow.telemetry import events
+from workers.engines import saved_model
+from workers.engines.embedded import build_tokenizer
+from workers.engines.loading import load_model
+from workers.engines.role_engines import Meshes, RoleEngines
+from workers.engines.saved_model import ModelDamaged, ModelFiles, ModelWriter
+
+SIZES = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GLM = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+       "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 0,
+         "moe_layer_end_index": 1, "moe_layer_interval": 1}
+FAMILIES = {"llama": ("llama", {}), "tied": ("llama", {"tie_word_embeddings": True}),
+            "glm4_moe": ("glm4_moe", {**EXPERTS, **GLM}), "deepseek_v3": ("deepseek_v3", {**EXPERTS, **GLM, **MLA}),
+            "ernie4_5_moe": ("ernie4_5_moe", {**EXPERTS, **ERNIE}), "minimax_m2": ("minimax_m2", EXPERTS),
+            "mixtral": ("mixtral", EXPERTS), "qwen3_moe": ("qwen3_moe", EXPERTS)}
+
+
+def source_of(family, folder, extra=None, sharded=False, pickled=False, kind=AutoModelForCausalLM, config=None):
+    """Write the folder of a random model, whose buffers are random too; `extra`: tensors that nothing loads."""
+    name, more = FAMILIES.get(family, (family, {}))
+    torch.manual_seed(3)
+    model = kind.from_config(config or CONFIG_MAPPING[name](**{**SIZES, **more}))
+    with torch.no_grad():
+        for place, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "e_score_correction_bias" in place or tensor.ndim < 2 and place in model.state_dict():
+                tensor.copy_(torch.randn(tensor.shape) * 0.3 + 1)
+    model.bfloat16().save_pretrained(folder, **({"max_shard_size": "20KB"} if sharded else {}))
+    if extra or pickled:
+        tensors = load_file(folder / "model.safetensors") | (extra or {})
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin") if pickled else \
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    build_tokenizer(["one two"], vocab_size=261).save_pretrained(folder)
+    return folder
+
+
+def role_of(source, head="lm", **settings):
+    dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head=head)})
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
+    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)))
+    loaded = load_model(SimpleNamespace(folder=source), Model(path=str(source)), head)
+    return RoleEngines("actor", *loaded, RoleRun(learning_rate=1e-2, **settings),
+                       Meshes(init_device_mesh("cpu", (1,)), None, Layout(1)), spec, stream=None)
+
+
+def train(role):
+    """Change all weights that are trained, as an optimizer would."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for shard in role.engine.shards().values():
+            if shard.requires_grad:
+                local = shard.to_local()
+                local.add_(torch.randn(local.shape, generator=generator) * 0.02)
+
+
+def compare(source, saved, trained=lambda name: True):
+    """Require the tensors of both folders to be the same but for those that are trained; return how many are not."""
+    before, after = ModelFiles(source), ModelFiles(saved)
+    assert before.keys() == after.keys()
+    same = 0
+    for name in before:
+        assert before[name].shape == after[name].shape
+        if trained(name):
+            assert not torch.equal(before[name].float(), after[name].float()), name
+            assert after[name].dtype == torch.float32
+        else:
+            assert before[name].dtype == after[name].dtype
+            assert torch.equal(before[name], after[name]), name
+            same += 1
+    return same
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_pretrained_keeps_what_is_not_trained(alone, tmp_path, family):
+    source = source_of(family, tmp_path / "source")
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    biases = compare(source, tmp_path / "model", lambda name: "e_score_correction_bias" not in name)
+    assert bool(biases) == (family in ("glm4_moe", "deepseek_v3", "ernie4_5_moe", "minimax_m2"))
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
+
+
+@pytest.mark.parametrize("form", [{"sharded": True}, {"pickled": True}])
+def test_save_pretrained_reads_sharded_and_pickled_sources(alone, tmp_path, form):
+    source = source_of("glm4_moe", tmp_path / "source", **form)
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model", lambda name: "e_score_correction_bias" not in name) == 1
+
+
+def test_save_pretrained_copies_layers_that_transformers_does_not_load(alone, tmp_path, monkeypatch):
+    extra = {f"model.layers.61.{name}": torch.randn(4, 4).bfloat16() for name in ("eh_proj.weight", "enorm.weight")}
+    source = source_of("deepseek_v3", tmp_path / "source", extra)
+    monkeypatch.setattr(saved_model, "_SHARD_BYTES", 60_000)
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model", lambda name: "layers.61" not in name and "e_score" not in name) == 3
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    again = role_of(tmp_path / "model")
+    again.save_pretrained(tmp_path / "again")
+    compare(tmp_path / "model", tmp_path / "again", lambda name: False)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "tied"])
+def test_save_pretrained_keeps_frozen_weights(alone, tmp_path, family):
+    source = source_of(family, tmp_path / "source")
+    role = role_of(source, freeze=["model.layers.0.*", "embed_tokens.weight"])
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model", lambda name: "layers.0." not in name and "embed" not in name) > 8
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "glm4_moe"])
+def test_save_pretrained_changes_nothing_but_adapted_layers(alone, tmp_path, family):
+    source = source_of(family, tmp_path / "source")
+    role = role_of(source, lora=Lora(rank=2, targets=["q_proj"]))
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model", lambda name: "q_proj.weight" in name) > 9
+
+
+@pytest.mark.parametrize(("family", "target", "changed", "more"), [
+    ("tied", "lm_head", 1, {"lm_head.weight"}), ("tied", "embed_tokens", 2, {"lm_head.weight"}),
+    ("mixtral", "all-linear", 34, set())])
+def test_save_pretrained_merges_adapters_of_tied_heads_and_of_experts(alone, tmp_path, family, target, changed, more):
+    """The check compares the log-probabilities of the merged folder with those of the adapted engine."""
+    source = source_of(family, tmp_path / "source")
+    role = role_of(source, lora=Lora(rank=2, targets=[target]))
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    before, after = ModelFiles(source), ModelFiles(tmp_path / "model")
+    assert after.keys() - before.keys() == more
+    new = [name for name in after if name not in before or not torch.equal(before[name].float(), after[name].float())]
+    assert len(new) == changed
+
+
+@pytest.mark.parametrize(("names", "written"), [
+    (["lm_head.weight", "model.embed_tokens.weight"], ["model.embed_tokens.weight"]),
+    (["lm_head.weight"], ["lm_head.weight"])])
+def test_save_pretrained_writes_tied_tensors_once(alone, tmp_path, names, written):
+    source = source_of("tied", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors | {name: embedding.clone() for name in names}, source / "model.safetensors",
+              metadata={"format": "pt"})
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert ModelFiles(tmp_path / "model").keys() - tensors.keys() == set(written)
+
+
+def test_save_pretrained_of_a_value_model_leaves_out_the_vocabulary_head(alone, tmp_path):
+    source = source_of("llama", tmp_path / "source")
+    role = role_of(source, head="value")
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert ModelFiles(source).keys() ^ ModelFiles(tmp_path / "model").keys() == {"lm_head.weight", "score.weight"}
+
+
+def test_save_pretrained_of_a_multimodal_model_keeps_its_names(alone, tmp_path):
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    text = {**SIZES, "query_pre_attn_scalar": 16, "sliding_window": 64, "tie_word_embeddings": True}
+    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, mm_tokens_per_image=4,
+                                      image_token_index=270, boi_token_index=268, eoi_token_index=269)
+    source = source_of("gemma3", tmp_path / "source", kind=AutoModelForImageTextToText, config=config)
+    role = role_of(source, freeze=["*vision_tower*", "*multi_modal_projector*"])
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model", lambda name: "vision" not in name and "projector" not in name) > 10
+
+
+def test_save_pretrained_keeps_heads_apart_that_differ_in_the_files(alone, tmp_path):
+    source = source_of("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    role = role_of(source)
+    train(role)
+    role.save_pretrained(tmp_path / "model")
+    assert compare(source, tmp_path / "model") == 0
+    assert not json.loads((tmp_path / "model/config.json").read_text())["tie_word_embeddings"]
+
+
+def _damage(change):
+    """Return a writer whose files are changed after they are written."""
+    write = ModelWriter.write
+
+    def damaged(self, tensors, dtype, folder):
+        write(self, tensors, dtype, folder)
+        written = load_file(folder / "model.safetensors")
+        change(written)
+        save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    return damaged
+
+
+DOWN, BIAS = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize(("family", "change", "said"), [
+    ("glm4_moe", lambda written: written[BIAS].zero_(), rf"{BIAS}` .* zero throughout; it is not trained"),
+    ("glm4_moe", lambda written: written.pop(BIAS), rf"{BIAS}` is missing .* not trained"),
+    ("llama", lambda written: written.pop("model.norm.weight"), "model.norm.weight` is missing .* was trained"),
+    ("llama", lambda written: written[DOWN].sub_(1e-6), rf"{DOWN}` .* other values .* was trained"),
+    ("llama", lambda written: written.update({DOWN: written[DOWN].bfloat16()}), rf"{DOWN}` .*bfloat16, not .*float32"),
+    ("tied", lambda written: written.update({"lm_head.weight": written["model.embed_tokens.weight"] + 0.1}),
+     "lm_head.weight` .* should not be there")])
+def test_a_damaged_folder_is_not_taken(alone, tmp_path, monkeypatch, family, change, said):
+    role = role_of(source_of(family, tmp_path / "source"))
+    monkeypatch.setattr(ModelWriter, "write", _damage(change))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/older").touch()
+    with pytest.raises(ModelDamaged, match=said):
+        role.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model/older").exists()
+    assert "damaged" in (tmp_path / "model.partial/reason.txt").read_text()
+
+
+def test_a_folder_that_computes_otherwise_than_the_engine_is_not_taken(alone, tmp_path, monkeypatch):
+    """The engine gathers weights of before the last step."""
+    role = role_of(source_of("llama", tmp_path / "source"))
+    stale = [(name, tensor.clone()) for name, tensor in role.engine.export()]
+    train(role)
+    monkeypatch.setattr(role.engine, "export", lambda: iter(stale))
+    with pytest.raises(ModelDamaged, match="computes otherwise than the engine"):
+        role.save_pretrained(tmp_path / "model")
+
+
+def test_the_first_model_of_a_run_is_checked_and_an_event_says_so(alone, tmp_path, monkeypatch):
+    role = role_of(source_of("glm4_moe", tmp_path / "source"))
+    monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
+    for _ in range(2):
+        role.save_pretrained(tmp_path / "model")
+    event, = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert [event[key] for key in ("event", "role", "folder", "unchanged")] == ["model_checked", "actor", "model", 1]
+    assert event["tensors"] == len(ModelFiles(tmp_path / "source"))
+    assert event["difference"] < 1e-5
+    assert event["seconds"] < 5
+
+
+def test_a_large_model_is_loaded_without_its_values(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(saved_model, "_COMPUTED", 0)
+    role = role_of(source_of("mixtral", tmp_path / "source"))
+    role.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(ModelWriter, "write", _damage(lambda written: written.pop("lm_head.weight")))
+    with pytest.raises(ModelDamaged, match="lm_head.weight` is missing"):
+        role_of(tmp_path / "source").save_pretrained(tmp_path / "other")
