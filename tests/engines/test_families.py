@@ -6,15 +6,18 @@ Where vLLM is installed it needs to be set, since the other environment runs the
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
 
 import pytest
+import torch
 from engines import families, family_checks
 from harness import ROOT
 
 from distflow.errors import DistflowError
+from workers.engines.capabilities import prepare
 
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
 generate = importlib.util.module_from_spec(SPEC)
@@ -62,3 +65,18 @@ def test_nine_of_ten_language_models_train_and_sample():
 
 def test_the_page_is_made_from_the_results():
     assert generate.MODELS.read_text() == generate.models_page(), "docs/models.md is stale. Make it again:  make docs"
+
+
+def test_time_steps_of_one_token_are_bounded_as_those_of_many():
+    """transformers bounds them in the scan of a row alone; copies, as rollouts make them, do so with their own bias."""
+    model = families.build("nemotron_h")
+    prepare(model)
+    row = family_checks.rows()[0].rows[3][None]
+    for each in (model, copy.deepcopy(model)):
+        with torch.no_grad():
+            for mixer in each.model.layers:
+                getattr(mixer.mixer, "dt_bias", torch.zeros(())).sub_(1.0)
+            kept = each(row[:, :20], use_cache=True).past_key_values
+            steps = [each(row[:, [place]], past_key_values=kept, use_cache=True).logits for place in range(20, 30)]
+            whole = each(row, use_cache=False).logits[:, 20:30]
+            torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=0)

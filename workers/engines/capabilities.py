@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ def prepare(model: PreTrainedModel) -> Capabilities:
     attend_by(model, found.attention)
     if found.own_length:
         _separate_rows(model)
+    _bound_time_steps(model)
     return found
 
 
@@ -79,6 +81,22 @@ def attend_by(model: PreTrainedModel, implementation: str) -> None:
     """Set how a model attends. It is loaded with "eager", and some are not to be set."""
     if model.config._attn_implementation != implementation:
         model.set_attn_implementation(implementation)
+
+
+def _bound_time_steps(model: nn.Module) -> None:
+    """Bound the time steps of Mamba layers where they are projected: transformers does so for many tokens at once, and
+    not for one."""
+    for part in model.modules():
+        low, high = getattr(part, "time_step_limit", (0.0, math.inf))
+        if low > 0 or high < math.inf:
+            bounds = [each + math.log(-math.expm1(-each)) if 0 < each < math.inf else None for each in (low, high)]
+            part.get_submodule("in_proj").register_forward_hook(functools.partial(_bounded, part, bounds))
+
+
+def _bounded(mixer: Any, bounds: list[float | None], _: nn.Module, __: Any, projected: Tensor) -> Tensor:
+    """Return what `in_proj` gives, with time steps, its last columns, of which softplus makes what is in `bounds`."""
+    steps = (projected[..., -mixer.num_heads :] + mixer.dt_bias).clamp(*bounds) - mixer.dt_bias
+    return torch.cat([projected[..., : -mixer.num_heads], steps], -1)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
