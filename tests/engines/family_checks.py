@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from distflow.data.batch import Batch, Ragged
 from planners import plan
 from workers.engines.embedded import build_tokenizer
 from workers.engines.role_engines import RoleEngines
+from workers.preflight.model import ModelProofs
+from workers.preflight.proofs import Preflight
 from workers.roles import build_roles
 
 ENDS = torch.arange(2, VOCABULARY, 17)
@@ -51,6 +53,7 @@ def planned(folder: Path) -> dict[str, Any]:
 def trained(folder: Path) -> dict[str, Any]:
     """Return the `way`, "own" or why it is the plain one. Compare log-probabilities and gradients, and the folder that
     is saved after an update."""
+    _spec(folder)  # refuses what is no language model
     model, (prompts, responses), found = _plain(folder), rows(), dict[str, Any]()
     truth = torch.cat([logprobs(model, *row) for row in zip(prompts.rows, responses.rows)])
     weights = torch.randn(len(truth), generator=torch.Generator().manual_seed(4))
@@ -89,7 +92,15 @@ def merged(folder: Path) -> dict[str, Any]:
         return _saved(role, folder) | {"sampled": _far_samples(role, _plain(folder / "model"))}
 
 
-CHECKS = {check.__name__: check for check in (planned, trained, sampled, merged)}
+def proved(folder: Path) -> dict[str, Any]:
+    """Make the proofs of a run's start, which refuse what is computed otherwise than by the model's own code."""
+    proofs = ModelProofs(_spec(folder), False)
+    with _role(folder, look=proofs.look) as role:
+        proofs.at_start({"actor": role}, Preflight())
+    return {}
+
+
+CHECKS = {check.__name__: check for check in (planned, trained, sampled, merged, proved)}
 
 
 def rows() -> tuple[Ragged, Ragged]:
@@ -112,13 +123,13 @@ def _spec(folder: Path, *more: str) -> Spec:
 
 
 @contextlib.contextmanager
-def _role(folder: Path, *more: str) -> Iterator[RoleEngines]:
+def _role(folder: Path, *more: str, look: Callable[..., None] | None = None) -> Iterator[RoleEngines]:
     """Build the engines of the actor as a run does, in a process group of this process alone."""
     spec = _spec(folder, *more)
     chosen = plan(spec, 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        role = build_roles(spec, chosen, {"actor"}, {"actor"}, "cpu")["actor"]
+        role = build_roles(spec, chosen, {"actor"}, {"actor"}, "cpu", look=look)["actor"]
         role.sampler.end_tokens = ENDS
         yield role
     finally:
