@@ -19,9 +19,9 @@ be scaled, and it lies once on a rank whose rollout shares it (transformers'); a
 `dtype: auto` is counted as the dtype in the model's config.json, since the device is not known.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
-whole, are a few in ten thousand; FSDP leaves experts whole), context parallelism the tokens of activations, expert
-parallelism the experts. Megatron's distributed optimizer divides only Adam's state and the master weights by the
-data-parallel size, not gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
+whole, are a few in ten thousand), context parallelism the tokens of activations, expert parallelism the experts.
+Megatron's distributed optimizer divides only Adam's state and the master weights by the data-parallel size, not
+gradients. Of recomputed layers only the inputs are kept, and of a large vocabulary FSDP makes
 the logits of `LOGITS_AT_ONCE` / vocabulary tokens at a time (on a CPU fewer). They are counted of all
 tokens of a micro-batch, which is cut by tokens: rows of short prompts are nearly all answer. Offloaded states count for
 nothing. A role that swaps (MindSpeed RL §3.2) has either what it trains with or what it samples with.
@@ -371,7 +371,7 @@ def _activations(role: str, settings: RoleRun, shape: Shape, trained: bool, layo
 
 def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Layout, width: int) -> list[MemoryItem]:
     trained = spec.dag.roles[role].trained
-    mine, cut = _of_a_rank(shape, layout, settings.engine), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
+    mine, cut = _of_a_rank(shape, layout), _by(tp=layout.tp, pp=layout.pp, ep=layout.ep)
     shares = max(layout.dp * layout.cp // settings.replicas, 1)  # of too few ranks the layout says so
     follows = spec.dag.roles[role].follow is not None
     held = parameter_bytes(settings.engine, width, trained, follows)
@@ -400,10 +400,8 @@ def _weights(spec: Spec, role: str, settings: RoleRun, shape: Shape, layout: Lay
     return items
 
 
-def _of_a_rank(shape: Shape, layout: Layout, engine: str) -> int:
-    experts = shape.expert_parameters
-    if engine == "megatron":
-        experts = -(-experts // (layout.tp * layout.ep))
+def _of_a_rank(shape: Shape, layout: Layout) -> int:
+    experts = -(-shape.expert_parameters // (layout.tp * layout.ep))
     whole = -(-(shape.parameters - shape.expert_parameters) // layout.tp) + experts
     return -(-whole * _largest_stage(shape, layout) // shape.layers)
 

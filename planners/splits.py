@@ -29,7 +29,7 @@ def check_split(spec: Spec, node: str, engine: tuple[str, bool], split: dict[str
             mistakes += _odd_stages(spec, node, shape, count, layers)
         elif shape:
             mistakes += [Diagnostic(f"node `{node}` wants {size} {count}, but {what}", where, hint)
-                         for what, hint in _misfits(shape, role, size, count)]
+                         for what, hint in _misfits(shape, role, size, count, name)]
     return mistakes if samples else [*mistakes, *_together(spec, node, role, asked)]
 
 
@@ -62,9 +62,10 @@ def _together(spec: Spec, node: str, role: str, asked: dict[str, int]) -> Iterat
                              f"Leave  {', '.join(sizes)}  of `{node}` out" + (f", or `{key}`." if own else "."))
 
 
-def _misfits(shape: Shape, role: str, size: str, count: int) -> Iterator[tuple[str, str]]:
+def _misfits(shape: Shape, role: str, size: str, count: int, engine: str) -> Iterator[tuple[str, str]]:
     wide = [("units in its feed-forward layers", shape.widening)] if shape.widening else []
-    parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads), *wide],
+    experts = [("experts", shape.experts)] if shape.experts and engine == "fsdp" else []
+    parts = {"tp": [("attention heads", shape.heads), ("key-value heads", shape.kv_heads), *wide, *experts],
              "pp": [("layers", shape.layers)], "ep": [("experts", shape.experts)], "cp": []}[size]
     for what, number in parts:
         if not number:

@@ -193,7 +193,7 @@ class RoleRun(Document):
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate grows from 0, in a line."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's, for weight matrices."""
+    """AdamW's, for weight matrices: not for biases and norms, stacked ones either."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     """AdamW's decay of the mean and of the squared mean of gradients."""
     max_grad_norm: PositiveFloat = 1.0
@@ -488,7 +488,7 @@ class Run(Document):
     faults: list[Fault] = []
     """What is broken on purpose, to see what happens."""
     preflight: bool = True
-    """Whether data, rewards and tokens are proved on the first records, and models on a few rows, before the first step."""
+    """Whether data, rewards and tokens are proved on the first records, and models on a few rows, at the start."""
     log: list[LoggerSettings] = Field(default=["tensorboard"], validate_default=True)
     """Where metrics and samples go beside the run's folder. With settings: {wandb: {project: mine, mode: offline}}."""
     output: str = "runs"

@@ -214,10 +214,10 @@ _current: ContextVar[Metrics] = ContextVar("metrics")
 RESERVED = frozenset([
     "advantages", "checkpoint", "data", "distillation", "dock", "environment", "epoch", "evaluation", "filter",
     "grad_norm", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu", "mismatch",
-    "peer_replica", "policy", "preference", "prompt", "response", "reward", "samples", "samples_total", "seconds",
-    "snapshot", "staleness", "step", "switch_at", "tokens", "tokens_per_second", "tokens_per_second_per_device",
-    "tokens_total",
-    "validation", "validation_high", "validation_low", "validation_pass", "value", "waiting", "wall_seconds",
+    "peer_replica", "policy", "preference", "prompt", "response", "reward", "router", "samples", "samples_total",
+    "seconds", "snapshot", "staleness", "step", "switch_at", "tokens", "tokens_per_second",
+    "tokens_per_second_per_device", "tokens_total", "validation", "validation_high", "validation_low",
+    "validation_pass", "value", "waiting", "wall_seconds",
     "weights"])
 """First parts of the names of distflow's own metrics, up to `/`."""
 

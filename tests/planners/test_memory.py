@@ -137,7 +137,7 @@ def test_splits_divide_what_they_should(plan_of: Callable) -> None:
     assert split["actor: activations"] == 100 * (2 * (KEPT + 16 * 32) + 12 * 256)
 
 
-def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_count_and_are_cut(plan_of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.16.1")
     model = {"architecture": "qwen3_moe", "layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "experts": 4}
     shape = shape_of_embedded(Model(**model))
@@ -146,7 +146,7 @@ def test_experts_count_and_are_cut_only_by_megatron(plan_of: Callable, monkeypat
     fsdp, megatron = (items_of(plan_of(DIAMOND, ranks=4, roles={"actor": {"model": model, "engine": engine}},
                                        layouts={"learn": split}))["actor: training state"]
                       for engine, split in (("fsdp", {"tp": 2}), ("megatron", {"ep": 2})))
-    assert fsdp == (dense // 2 + shape.expert_parameters) * 16 // 2
+    assert fsdp == (dense // 2 + shape.expert_parameters // 2) * 16 // 2
     assert megatron == (dense + shape.expert_parameters // 2) * (8 + 8 // 4)
 
 

@@ -181,6 +181,8 @@ def test_stages_may_have_unequal_layers(plan_of: Callable, monkeypatch: pytest.M
      "Leave `pp` out."),
     ({"learn": {"tp": 4}}, {}, "the model of role `actor` has 2 key-value heads, which 4 does not divide",
      "One of  tp: 1, 2"),
+    ({"learn": {"tp": 2}}, {"model": {"architecture": "qwen3_moe", "kv_heads": 2, "experts": 3}},
+     "the model of role `actor` has 3 experts, which 2 does not divide", "One of  tp: 1"),
     ({"learn": {"ep": 2}}, {"engine": "megatron"}, "the model of role `actor` has no experts", "Leave `ep` out."),
     ({"learn": {"tp": 3}}, {}, "splits its model over 3 ranks (tp: 3), which do not divide 4", "multiple of 3 ranks"),
     ({"left": {"tp": 2}}, {}, "node `left` wants tp: 2, but it computes with no model", "layouts: {left: {dp: N}}"),

@@ -28,13 +28,14 @@ from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
+from distflow.telemetry.metrics import current
 from distflow.weights.reshard import gather_tensors
 from workers.engines import tensor_parallel
 from workers.engines.capabilities import Capabilities, attend_by, decoder_layers, token_mixers
 from workers.engines.context_parallel import ContextParallelCache, has_windows
 from workers.engines.devices import convert, dimension, is_half, on_device, shard_mesh
 from workers.engines.policy import Policy, SharedPrompt, first_rows, inputs_of
-from workers.engines.routing import Routers, alike_before, packed_choices
+from workers.engines.routing import Routers, alike_before, balance_of, packed_choices
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.value import ValueModel
 from workers.engines.vision import image_inputs, same_as_previous, with_dummy_image
@@ -70,6 +71,13 @@ def _pieces(gradient: Tensor) -> int:
         return 1
     return math.prod(gradient.device_mesh.size(dimension) for dimension, placement in enumerate(gradient.placements)
                      if not placement.is_replicate())
+
+
+def decays(name: str, weight: Tensor) -> bool:
+    """Return whether `weight_decay` is applied to a parameter: to matrices, routers' and embeddings' too, but not to
+    biases, norms and decay rates (`A_log`), which may be stacked by expert, head or channel."""
+    *owners, last = name.split(".")
+    return weight.ndim > 1 and not last.endswith("bias") and last != "A_log" and not (owners and "norm" in owners[-1])
 
 
 def recompute_layer(layer: nn.Module) -> None:
@@ -145,6 +153,8 @@ class FSDPEngine(Trainer):
         # Choices are replayed in the order of packed tokens, and one chunk is always packed.
         self.policy = HEADS[head](model, chunks=4 if self.small and not self.routers else 1, context=context)
         self.pads = not self.policy.packs
+        if trained and head == "lm":
+            self.policy.balance = balance_of(model, context.join if context else None)
         if self.routers and self.pads:
             raise EngineError("`routing_replay` wants rows that are packed: no cp, images or layers with windows. Take "
                               "it out of `generation`")
@@ -190,9 +200,9 @@ class FSDPEngine(Trainer):
 
     def _optimizer(self) -> torch.optim.Optimizer:
         groups: dict[tuple, list[Tensor]] = {}  # fused kernels take the tensors of one mesh
-        for shard in self._changing().values():
-            groups.setdefault((shard.ndim > 1, getattr(shard, "device_mesh", None)), []).append(shard)
-        return torch.optim.AdamW([{"params": shards, "decays": matrices} for (matrices, _), shards in groups.items()],
+        for name, shard in self._changing().items():
+            groups.setdefault((decays(name, shard), getattr(shard, "device_mesh", None)), []).append(shard)
+        return torch.optim.AdamW([{"params": shards, "decays": decaying} for (decaying, _), shards in groups.items()],
                                  lr=self.settings.learning_rate, fused=True)
 
     def shards(self) -> dict[str, Tensor]:
@@ -234,7 +244,8 @@ class FSDPEngine(Trainer):
 
     def own_logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
         """Return the log-probabilities by the model's own eager attention with these weights, of each row alone."""
-        model, used = self.policy.model, self.policy.model.config._attn_implementation
+        model = self.policy.model
+        used = str(model.config._attn_implementation)
         attend_by(model, "eager")
         self.has_long_rows = True
         try:
@@ -285,16 +296,28 @@ class FSDPEngine(Trainer):
         if self.optimizer is None:
             raise ValueError("this role is frozen")
         try:
-            for index, micro in enumerate(micros):
-                self._add_gradient(micro, loss_of, temperature, index == len(micros) - 1)
+            shares = self._token_shares(micros) if self.policy.balance else [0.0] * len(micros)
+            for index, (micro, share) in enumerate(zip(micros, shares)):
+                self._add_gradient(micro, loss_of, temperature, share, index == len(micros) - 1)
         finally:
             self._reshard()
 
-    def _add_gradient(self, micro: Batch, loss_of: LossOf, temperature: float, last: bool) -> None:
+    def _token_shares(self, micros: list[Batch]) -> list[float]:
+        """Return the share that each micro-batch has of the tokens of all ranks' rows."""
+        counts = torch.tensor([0.0 if is_placeholder(micro) else float(micro["prompts"].lengths.sum() +
+                                                                       micro["responses"].lengths.sum())
+                               for micro in micros], dtype=torch.float64)
+        return (counts / self.total(counts.sum()).clamp(min=1.0)).tolist()
+
+    def _add_gradient(self, micro: Batch, loss_of: LossOf, temperature: float, share: float, last: bool) -> None:
         self.sharded.set_requires_gradient_sync(last or not self.small)  # else each rank adds up whole gradients
         self.sharded.set_requires_all_reduce(last)  # between `replicas`
         outputs = self._forward(micro, temperature)
         loss = torch.cat(outputs).sum() * 0.0 if is_placeholder(micro) else loss_of(*outputs, micro)
+        if self.policy.balance:
+            balance = self.policy.balance.take()
+            loss = loss + self.policy.balance.coefficient * share * balance
+            current().mean("router/aux_loss", balance.detach() * share, share)
         (loss * self.shard_mesh.size()).backward()  # FSDP averages gradients over ranks; these are sums
 
     def _reshard(self) -> None:
@@ -326,7 +349,8 @@ class FSDPEngine(Trainer):
         inputs = inputs_of(micro["prompts"], micro["responses"], self.pad_token, torch.device("cpu"), same)
         if self.routers:
             self.routers.replayed = None if routed is None else packed_choices(
-                routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist()).to(self.device)
+                routed, micro["prompts"].lengths, first_rows(inputs[2]).tolist(), self.policy.rest_of(inputs[4]),
+                self.routers.routing.unknown).to(self.device)
         more = {"temperature": temperature, "top": top, "candidates": self._candidates(micro, inputs[3].shape[1]),
                 "plain": self.has_long_rows}
         if images is None:

@@ -25,6 +25,7 @@ from workers.engines.capabilities import Capabilities, head_is_alone
 from workers.engines.context_parallel import ContextParallelCache
 from workers.engines.devices import on_device
 from workers.engines.packing import Packing
+from workers.engines.routing import RouterBalance
 from workers.engines.vision import position_inputs
 from workers.engines.vocabulary import score, score_logits, top_logprobs, top_logprobs_of
 
@@ -42,6 +43,7 @@ class PackedRows:
     outputs: Tensor  # packed tokens after which the head is applied
     asked: Tensor  # what it is asked there, of responses as above, flat
     positions: Tensor  # [1, T]
+    weights: Tensor  # [1, T]: rows that have each token: responses of a prompt, else 1
 
 
 class SharedPrompt(nn.Module):
@@ -55,6 +57,7 @@ class SharedPrompt(nn.Module):
         self.model, self.chunks, self.context = model, chunks, context
         self.capabilities = Capabilities.of(model)
         self.packs = context is None and self.capabilities.packs and model.config._attn_implementation == NAME
+        self.balance: RouterBalance | None = None  # set where a load-balancing loss is asked for
 
     def run(self, tokens: Tensor, only_last: bool = False, **places) -> tuple[Tensor, Cache]:
         """Return the head's input at each token [B, L, D] (`only_last`: [B, 1, D]), and the keys and values."""
@@ -114,6 +117,8 @@ class SharedPrompt(nn.Module):
         width = prompts.shape[1]
         mask = (torch.arange(width, device=prompts.device) >= width - prompt_lengths[:, None]).long()
         places, following = position_inputs(self.model, prompts, mask, images or {})
+        if self.balance:
+            self.balance.weights = mask * torch.bincount(prompt_of, minlength=len(prompts))[:, None]
         first, cache = self.run(prompts, only_last=True, attention_mask=mask, **places)
         counts = response_lengths + self.after_last
         starts = counts.cumsum(0) - counts
@@ -147,6 +152,8 @@ class SharedPrompt(nn.Module):
         tokens = tokens.gather(1, source.clamp(max=tokens.shape[1] - 1)).where(there, 0)
         counts = response_lengths[:, None] + self.after_last
         places = {"position_ids": columns.where(there, 0)} if self.capabilities.own_length else {}
+        if self.balance:
+            self.balance.weights = there
         masked = {} if there.all() else {"attention_mask": there.long()}
         outputs = self.run_rows((columns >= before - 1) & (columns < before - 1 + counts), tokens, **places, **masked)
         steps = torch.arange(responses.shape[1] + self.after_last, device=prompts.device)
@@ -167,21 +174,31 @@ class SharedPrompt(nn.Module):
             prompt_lengths, prompt_of, response_lengths))
         columns, steps = torch.arange(prompts.shape[1]), torch.arange(responses.shape[1] + more)
         counts = response_lengths + more
-        rest = (counts - 1).clamp(min=0)
+        rest = self.rest_of(response_lengths)
         last, before = prompt_lengths.cumsum(0)[prompt_of] - 1, int(prompt_lengths.sum()) + rest.cumsum(0) - rest
         # A response's first value is read at the prompt's end, the others at its own tokens.
         places = torch.where(steps == 0, last[:, None], before[:, None] + steps - 1)
         valid = steps < counts[:, None]
         packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), device)
         of_prompts, of_responses = columns >= len(columns) - prompt_lengths[:, None], steps < rest[:, None]
+        weights = torch.cat([torch.bincount(prompt_of, minlength=len(prompts)).repeat_interleave(prompt_lengths),
+                             torch.ones(int(rest.sum()), dtype=torch.int64)])
         return PackedRows(packing, *(on_device(part, device) for part in (
-            _places(of_prompts), _places(of_responses), places[valid], _places(valid), packing.positions()[None])))
+            _places(of_prompts), _places(of_responses), places[valid], _places(valid), packing.positions()[None],
+            weights[None])))
+
+    def rest_of(self, response_lengths: Tensor) -> Tensor:
+        """Return [B]: the tokens that the model reads after the prompt. The last one is read for a head that is applied
+        there, and for a load-balancing loss, which is over whole rows."""
+        return response_lengths if self.after_last or self.balance else (response_lengths - 1).clamp(min=0)
 
     def _forward_packed(self, packed: PackedRows, prompts: Tensor, responses: Tensor, asked: Tensor,
                         read: Read) -> tuple[Tensor, ...]:
         """Compute `forward` without padding, all tokens in one row."""
         tokens = torch.cat([prompts.flatten().index_select(0, packed.prompt_tokens),
                             _padded(responses, self.after_last).flatten().index_select(0, packed.response_tokens)])
+        if self.balance:
+            self.balance.weights = packed.weights
         outputs = self.run_packed(packed.outputs, tokens[None], position_ids=packed.positions,
                                   attention_pattern=packed.packing, attention_mask=tokens.new_empty(NO_MASK))
         return read(outputs, _padded(asked, self.after_last).flatten(0, 1).index_select(0, packed.asked))
@@ -189,12 +206,14 @@ class SharedPrompt(nn.Module):
     def _after_prompt(self, tokens: Tensor, lengths: Tensor, following: Tensor, mask: Tensor, first: Tensor,
                       cache: Cache) -> Tensor:
         """Return [B, R + after_last, D]: the outputs at the prompt's end and at each token, the last one if needed."""
-        seen_tokens = tokens[:, : tokens.shape[1] - 1 + self.after_last]
+        seen_tokens = tokens if self.after_last or self.balance else tokens[:, :-1]
         steps = torch.arange(seen_tokens.shape[1], device=tokens.device)
         seen = torch.cat([mask, (steps < lengths[:, None]).long()], 1)
+        if self.balance:
+            self.balance.weights = seen[:, mask.shape[1] :]
         rest, _ = self.run(seen_tokens, attention_mask=seen, position_ids=following[:, None] + steps,
                            past_key_values=cache)
-        return torch.cat([first, rest], 1)
+        return torch.cat([first, rest], 1)[:, : tokens.shape[1] + self.after_last]
 
 
 def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, prompts: Tensor, prompt_lengths: Tensor,
@@ -212,6 +231,8 @@ def _forward_split_rows(policy: SharedPrompt, context: ContextParallelCache, pro
     last = prompts.shape[1] - 1
     wanted = (columns >= last) & (columns < ends[:, None] - 1 + policy.after_last)
     here = wanted[:, own]
+    if policy.balance:
+        policy.balance.weights = there[:, own]
     states, _ = policy.run(tokens[:, own], attention_mask=mask[:, None], past_key_values=context,
                            position_ids=(own - begins[:, None]).clamp(min=0))
     following = asked.new_zeros(*tokens.shape, *asked.shape[2:])

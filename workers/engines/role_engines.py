@@ -35,7 +35,7 @@ from workers.engines.chat import answer_tokens, end_tokens, pad_token, sampled_t
 from workers.engines.devices import convert, device_of, dimension, dtype_of, fuse_norms, is_half
 from workers.engines.loading import generation_config_of, load_model, save_tokenizer, source_folder
 from workers.engines.rollout import AbsentRollout, Rollout, SampledRow, Sampler, Samples, Session, StopStrings, TurnLog
-from workers.engines.routing import Routing
+from workers.engines.routing import Routing, without_router_logits
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.saved_model import ModelDamaged, ModelWriter, Rows, SavedTensors, check_rows
 from workers.engines.swap import EngineSwap
@@ -78,6 +78,7 @@ class RoleEngines:
         device = here.device_type if here else "cpu"
         self.writer = meshes.layout.active_ranks[0]  # rank that writes the trained model
         prepare(model)
+        without_router_logits(model)
         if device == "cuda" and not (meshes.trainer and dimension(meshes.trainer, "tp") > 1):
             fuse_norms(model)
         self.lora = settings.lora if trained else None

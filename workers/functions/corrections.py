@@ -10,8 +10,9 @@ level        ratio                                what it is good for
 `geometric`  geometric mean of the row's r        independent of length; a test of rows rather than a weight
 ============ ==================================== ====================================================================
 
-A weight multiplies the surrogate and not the KL term. A rejected token leaves `response_mask`, so that it neither has
-a gradient nor counts in an average. Recipes are in `docs/algorithms.md`, metrics in `docs/metrics.md`.
+A weight multiplies the surrogate and not the KL term. A token of weight 0 counts in averages. A rejected token leaves
+`response_mask`, so that it neither has a gradient nor counts in an average. Recipes are in `docs/algorithms.md`,
+metrics in `docs/metrics.md`.
 """
 
 from __future__ import annotations
@@ -65,13 +66,16 @@ def report_staleness(engine: RoleEngines, versions: Ragged, mask: Ragged) -> Non
 def truncated_importance(
     rollout_logprobs: Ragged, actor_logprobs: Ragged, response_mask: Ragged | None = None, *,
     level: Literal["token", "sequence", "geometric"] = "token", cap: Annotated[float, Field(ge=1)] = 2.0,
+    low: Annotated[float, Field(ge=0, le=1)] = 0.0, above: Literal["cap", "zero"] = "cap",
 ) -> Ragged:
-    """Return each token's weight `min(ratio, cap)`, float32, 1 if untrained (bias and variance: Ionides 2008)."""
+    """Return each token's weight `min(ratio, cap)`, float32, 1 if untrained (bias and variance: Ionides 2008). It is 0
+    where the ratio is below `low`, and with `above: zero` where it is above `cap` (IcePop: Ling Team 2025)."""
     mask_T = trained_mask(rollout_logprobs, response_mask).values
     ratio_T = importance_ratio(actor_logprobs, rollout_logprobs, mask_T, level)
-    weight_T = torch.where(mask_T, ratio_T.clamp(max=cap), 1.0)
+    outside_T = (ratio_T < low) | ((ratio_T > cap) if above == "zero" else torch.zeros_like(mask_T))
+    weight_T = torch.where(mask_T, ratio_T.clamp(max=cap).masked_fill(outside_T, 0.0), 1.0)
     current().mean_of("importance/mean", weight_T[mask_T])
-    current().mean_of("importance/truncated", ratio_T[mask_T] > cap)
+    current().mean_of("importance/truncated", ((ratio_T > cap) | (ratio_T < low))[mask_T])
     return rollout_logprobs.with_values(weight_T.float())
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,8 @@ class ProofRows:
 
     @classmethod
     def of(cls, spec: Spec, config: Any, tokenizer: PreTrainedTokenizerBase, new_tokens: int) -> ProofRows:
-        special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        added: dict[str, int] = cast(Any, tokenizer).get_added_vocab()
+        special = {*tokenizer.all_special_ids, *added.values()}
         size = min(len(tokenizer), config.get_text_config().vocab_size)
         usable = torch.tensor([token for token in range(size) if token not in special])
         chosen = torch.Generator().manual_seed(size)

@@ -9,12 +9,13 @@ from columns import uneven_rows
 from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from training import built, engine_of, layered, named_mesh, share_of
+from transformers import AutoModelForCausalLM, CohereConfig, GptOssConfig
 
 from distflow.config.run import RoleRun
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from workers.engines import fsdp
-from workers.engines.fsdp import FSDPEngine
+from workers.engines.fsdp import FSDPEngine, decays
 from workers.engines.trainer import schedule, schedule_jump
 
 
@@ -56,6 +57,22 @@ def test_micro_batches_change_nothing(model, mesh, batch, tokens):
     assert expected.keys() == gradients.keys()
     for name, gradient in expected.items():
         assert torch.allclose(gradient, gradients[name], atol=1e-6), name
+
+
+def test_weight_decay_spares_biases_and_norms_that_are_stacked():
+    """As gpt-oss stacks biases of experts, and Cohere norms of heads."""
+    sizes = {"vocab_size": 270, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    decaying = {type(config): {name for name, weight in AutoModelForCausalLM.from_config(config).named_parameters()
+                               if decays(name, weight)}
+                for config in (GptOssConfig(**sizes, **experts), CohereConfig(**sizes, use_qk_norm=True))}
+    attention = {f"model.layers.0.self_attn.{letter}_proj.weight" for letter in "qkvo"} | {"model.embed_tokens.weight"}
+    assert decaying[GptOssConfig] == attention | {
+        "lm_head.weight", "model.layers.0.mlp.router.weight", "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj"}
+    assert decaying[CohereConfig] == attention | {
+        f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def test_an_update_makes_the_rewarded_likelier(model, mesh, batch):

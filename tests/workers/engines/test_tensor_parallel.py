@@ -67,7 +67,7 @@ def refusal(layout, model) -> str:
 
 @pytest.mark.parametrize(("layout", "model", "says"), [
     ({"tp": 4}, {}, r"tp: 4 does not divide num_key_value_heads \(2\) of this `qwen3` model. tp may be 1, 2$"),
-    ({"tp": 2}, {"architecture": "qwen3_vl"}, r"plans for llama, mistral, .*PLANS\['qwen3_vl'\] = PLANS\['llama'\]"),
+    ({"tp": 2}, {"architecture": "qwen3_vl"}, r"plans for glm4_moe, llama, .*PLANS\['qwen3_vl'\] = PLANS\['llama'\]"),
     ({"pp": 2}, {}, "`fsdp` cannot split a model by pp"),
 ], ids=str)
 def test_what_cannot_be_cut_is_refused(layout, model, says):

@@ -40,6 +40,14 @@ def test_truncated_importance(rows, level, cap):
     assert weights.values.dtype == torch.float32
 
 
+def test_icepop_weighs_tokens_outside_its_band_with_zero_and_masks_none():
+    rollout, actor, mask = columns([[(-2.0, -2.0 + math.log(ratio), True) for ratio in (0.4, 0.6, 4.0, 6.0)]])
+    settings = {"low": 0.5, "cap": 5.0}
+    for above, last in (("zero", 0.0), ("cap", 5.0)):
+        weights = truncated_importance(rollout, actor, mask, above=above, **settings)
+        assert weights.values.tolist() == pytest.approx([0.0, 0.6, 4.0, last])
+
+
 @given(rows=ROWS, level=LEVELS, low=st.floats(0, 1), high=st.floats(1, 4))
 def test_reject_mismatch(rows, level, low, high):
     mask = reject_mismatch(*columns(rows), level=level, low=low, high=high)

@@ -19,6 +19,7 @@ from distflow.errors import EngineError
 from distflow.plan import Layout
 from distflow.telemetry import heartbeat
 from workers.engines.devices import is_half
+from workers.engines.routing import note_no_balance
 from workers.engines.trainer import LossOf, Trainer, is_placeholder
 from workers.engines.vocabulary import score_cut
 
@@ -50,6 +51,8 @@ class MegatronEngine(Trainer):
         self.layout = layout or Layout(mesh.size())
         check_family(model.config)
         check(self.layout, model.config)
+        if trained:
+            note_no_balance(model, "the Megatron engine has none over all layers. `engine: fsdp` computes it")
         self.groups = groups_of(mesh, self.layout)
         self.last = self.groups.pp.rank() == self.layout.pp - 1
         self.dp_group, self.vocabulary = self.groups.dp, model.config.vocab_size
