@@ -73,7 +73,7 @@ def outcome(future: Any, folder: Path) -> dict[str, Any]:
 
 
 def _line(error: BaseException, folder: Path) -> str:
-    return " ".join(str(error).replace(str(folder), "FOLDER").split())[:400]
+    return " ".join(str(error).replace(str(folder), "FOLDER").replace(folder.name, "FOLDER").split())[:400]
 
 
 if __name__ == "__main__":

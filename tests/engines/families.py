@@ -15,8 +15,8 @@ from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 KINDS = {
-    "encoder": "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-               "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
+    "encoder": "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert "
+               "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod",
     "decoder of an encoder": "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
                              "prophetnet trocr whisper",
     "speech, music or pictures": "emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi "
@@ -88,7 +88,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
                        "indexer_compress_ratio": 4, "output_gate_type": "sigmoid", "hc_lowrank": 16},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
     "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
