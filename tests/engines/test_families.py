@@ -17,7 +17,7 @@ from engines import families, family_checks
 from harness import ROOT
 
 from distflow.errors import DistflowError
-from workers.engines.capabilities import prepare
+from workers.engines.capabilities import bound_time_steps
 
 SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
 generate = importlib.util.module_from_spec(SPEC)
@@ -74,7 +74,7 @@ def test_the_page_is_made_from_the_results():
 def test_time_steps_of_one_token_are_bounded_as_those_of_many():
     """transformers bounds them in the scan of a row alone; copies, as rollouts make them, do so with their own bias."""
     model = families.build("nemotron_h")
-    prepare(model)
+    bound_time_steps(model)
     row = family_checks.rows()[0].rows[3][None]
     for each in (model, copy.deepcopy(model)):
         with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -122,8 +123,13 @@ def _bypassed(model: PreTrainedModel) -> list[str] | None:
     `out_proj` itself, and some routers are linear layers that return more than a product."""
     modules = dict(model.named_modules())
     return [name for name, part in modules.items() if isinstance(part, nn.Linear) and (
-        type(part) is not nn.Linear or (name.endswith(".out_proj") and
+        _returns_more(type(part)) or (name.endswith(".out_proj") and
                                         _reads_weight(type(modules[name.removesuffix(".out_proj")]))))] or None
+
+
+@functools.cache
+def _returns_more(kind: type[nn.Module]) -> bool:
+    return re.search(r"return \w+, ", inspect.getsource(kind.forward)) is not None
 
 
 @functools.cache

@@ -73,7 +73,6 @@ def prepare(model: PreTrainedModel) -> Capabilities:
     attend_by(model, found.attention)
     if found.own_length:
         _separate_rows(model)
-    _bound_time_steps(model)
     return found
 
 
@@ -83,7 +82,7 @@ def attend_by(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
 
 
-def _bound_time_steps(model: nn.Module) -> None:
+def bound_time_steps(model: nn.Module) -> None:
     """Bound the time steps of Mamba layers where they are projected: transformers does so for many tokens at once, and
     not for one."""
     for part in model.modules():
