@@ -1,5 +1,6 @@
 """Write docs/run_file.md, the reference of the run file's keys, from distflow/config/run.py; dags/schema/, the JSON
-schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve: `make docs`.
+schemas of what users write; docs/algorithms/, a page of each shipped DAG with its curve; docs/models.md, what becomes
+of each family of models, from benchmarks/results/families.json: `make docs`.
 
 A key's kind, bounds and default are those of its pydantic model; what it means is the text below the field.
 """
@@ -22,6 +23,7 @@ from distflow.config.run import Run  # noqa: E402
 from distflow.config.yaml_source import Document  # noqa: E402 - needs the path above
 
 PAGE, SCHEMAS = ROOT / "docs/run_file.md", ROOT / "dags/schema"
+MODELS, FAMILIES = ROOT / "docs/models.md", ROOT / "benchmarks/results/families.json"
 ALGORITHMS, CURVES = ROOT / "docs/algorithms", ROOT / "benchmarks/results/algorithms.json"
 HEAD = """# The run file
 
@@ -164,12 +166,107 @@ def curve_picture(curves: dict[str, dict[str, float]]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+BOUND, LOOSE = 2e-5, 2e-4
+"""Largest differences that are rounding, relative to the largest value: of log-probabilities, and of gradients and
+models of which one token at a time is computed by another formula than many."""
+_ASKED = "--set roles.actor.model=FOLDER: role `actor`: "  # how a message of planning begins
+_COUNT = 0.01  # by which planning may be wrong
+_CHECKS = ("trained", "sampled", "merged", "planned", "proved")
+_MODELS = """# Models
+
+<!-- Made by `make docs` from benchmarks/results/families.json; `python -m benchmarks.families` measures it again. -->
+
+The model's own forward pass is the truth: transformers' eager attention in float32, one row alone. Each of the {all}
+families that transformers {transformers} registers as causal language models was built tiny, with random weights, and
+compared with that. Of the {language} that are decoder-only language models {right} train and sample right, {plain} of
+these the plain way, and {refused} are refused; {wrong} end with an error of the library before the first step.
+
+- **way**: `own` is distflow's attention, with packed rows, prompts that are read once and slots of keys and values.
+  `plain` is the model's own code on whole rows: slower, and right. A model gets the first where its code shows that
+  nothing else happens in it. The family does not matter.
+- **trains**: log-probabilities of rows that are packed, padded and share prompts, their gradients, and the saved model
+  of a step, loaded by transformers. Differences are at most {bound:g} of the largest value. For gradients, and
+  the plain way, whose formula for one token may be another than that for many, they are at most {loose:g}.
+- **samples**: log-probabilities of sampled tokens (`rollout: hf`), before and after an update.
+- **adapters**: trained for a step, merged and saved.
+- **planned**: planning counts the parameters within {count:.0%}; `unknown`: it cannot, and the run continues.
+
+A model is refused when it is planned, before its weights are loaded, or by the proofs of a run's start, which compare
+it with its own code.
+
+{table}
+
+## What is no decoder-only language model
+
+Encoders, halves of encoder-decoders and models of more than text are registered as causal language models, too.
+
+{others}
+"""
+
+
+def models_page() -> str:
+    """Return the page of model families."""
+    data = json.loads(FAMILIES.read_text())
+    families: dict[str, dict[str, Any]] = data["families"]
+    language = {name: each for name, each in families.items() if each["kind"] == "language model"}
+    right = [each for each in language.values() if verdict(each) == "right"]
+    refused = [each for each in language.values() if verdict(each) == "refused"]
+    return _MODELS.format(
+        all=len(families), language=len(language), right=len(right), refused=len(refused),
+        plain=sum(each["trained"]["way"] != "own" for each in right), wrong=len(language) - len(right) - len(refused),
+        transformers=data["transformers"], bound=BOUND, loose=LOOSE, count=_COUNT,
+        table=_family_table(language), others=_family_table({
+            name: each for name, each in families.items() if name not in language}, "what it is"))
+
+
+def verdict(family: dict[str, Any]) -> str:
+    """Return whether a family trains and samples: right, refused (when it is planned, or by the proofs of a run's
+    start), fails, wrong, or not built."""
+    if "built" in family:
+        return "not built"
+    found = {judged(family, check) for check in ("trained", "sampled")}
+    if found != {"right"} and judged(family, "proved") == "refused":
+        return "refused"
+    return next(worst for worst in ("wrong", "fails", "refused", "right") if worst in found)
+
+
+def judged(family: dict[str, Any], check: str) -> str:
+    """Return what a check found: right, refused, fails or wrong; unknown where planning counts no parameters."""
+    found = family.get(check, {})
+    if "refused" in found or "failed" in found:
+        return "refused" if "refused" in found else "fails"
+    if "parameters" in found:
+        known, counted = found["parameters"], found["counted"]
+        return "unknown" if counted is None else "right" if abs(counted - known) <= _COUNT * known else "wrong"
+    bound = BOUND if family.get("trained", {}).get("way") == "own" else LOOSE
+    wrong = any(value > (LOOSE if name == "gradients" else bound) for name, value in found.items()
+                if isinstance(value, float))
+    return "wrong" if wrong or "lost" in found else "right"
+
+
+def _family_table(families: dict[str, dict[str, Any]], what: str = "") -> str:
+    head = ("family", *([what] if what else []), "way", "trains", "samples", "adapters", "planned", "note")
+    lines = [head, ["---"] * len(head)]
+    for name, each in families.items():
+        way = each.get("trained", {}).get("way", "–")
+        late = judged(each, "proved") == "refused"  # by the proofs of a run's start
+        found = ["–" if "built" in each else "refused" if late and judged(each, check) in ("wrong", "fails") else
+                 judged(each, check).replace("right", "yes") for check in _CHECKS[:4]]
+        said = (each.get(check, {}).get(key, "").removeprefix(_ASKED).partition(". ")[0] for check in _CHECKS
+                for key in ("refused", "failed"))
+        notes = dict.fromkeys(filter(None, (way if way not in ("own", "–") else "", each.get("built"), *said)))
+        lines.append([f"`{name}`", *([each["kind"]] if what else []), way if way in ("own", "–") else "plain", *found,
+                      _text("; ".join(notes))])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    MODELS.write_text(models_page())
     ALGORITHMS.mkdir(exist_ok=True)
     for name, text in algorithm_pages().items():
         (ALGORITHMS / name).write_text(text)
     SCHEMAS.mkdir(exist_ok=True)
     for name in KINDS:
         (SCHEMAS / f"{name}.json").write_text(json.dumps(schema(name), indent=1, ensure_ascii=False) + "\n")
-    print(PAGE, SCHEMAS, ALGORITHMS)
+    print(PAGE, MODELS, SCHEMAS, ALGORITHMS)

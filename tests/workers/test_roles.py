@@ -42,7 +42,8 @@ def load(folder, head="lm"):
 def role_of(source, lora) -> RoleEngines:
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)))
+    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)),
+                           shape_of=lambda name: None)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     return RoleEngines("actor", *load(source), RoleRun(lora=lora, learning_rate=1e-3), Meshes(mesh, None, Layout(1)),
                        spec, stream=None)

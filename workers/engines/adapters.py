@@ -7,6 +7,9 @@ sharded, gathered and sent.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -111,7 +114,27 @@ def _config(lora: Lora, model: PreTrainedModel) -> LoraConfig:
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
     kind = "SEQ_CLS" if _has_value_head(model) else "CAUSAL_LM"  # for a classifier peft saves the head too
     return LoraConfig(r=lora.rank, lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # floats do as well
-                      target_modules=targets, use_rslora=lora.rslora, task_type=kind)
+                      target_modules=targets, use_rslora=lora.rslora, task_type=kind,
+                      exclude_modules=_bypassed(model) if targets == ALL_LINEAR else None)
+
+
+def _bypassed(model: PreTrainedModel) -> list[str] | None:
+    """Return the linear layers whose adapters a model would not compute: kernels of Mamba layers read the weight of
+    `out_proj` itself, and some routers are linear layers that return more than a product."""
+    modules = dict(model.named_modules())
+    return [name for name, part in modules.items() if isinstance(part, nn.Linear) and (
+        _returns_more(type(part)) or (name.endswith(".out_proj") and
+                                        _reads_weight(type(modules[name.removesuffix(".out_proj")]))))] or None
+
+
+@functools.cache
+def _returns_more(kind: type[nn.Module]) -> bool:
+    return re.search(r"return \w+, ", inspect.getsource(kind.forward)) is not None
+
+
+@functools.cache
+def _reads_weight(kind: type[nn.Module]) -> bool:
+    return "self.out_proj.weight" in inspect.getsource(kind)
 
 
 def _has_value_head(model: PreTrainedModel) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -81,15 +82,32 @@ def attend_by(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
 
 
+def bound_time_steps(model: nn.Module) -> None:
+    """Bound the time steps of Mamba layers where they are projected: transformers does so for many tokens at once, and
+    not for one."""
+    for part in model.modules():
+        low, high = getattr(part, "time_step_limit", (0.0, math.inf))
+        if low > 0 or high < math.inf:
+            bounds = [each + math.log(-math.expm1(-each)) if 0 < each < math.inf else None for each in (low, high)]
+            part.get_submodule("in_proj").register_forward_hook(functools.partial(_bounded, part, bounds))
+
+
+def _bounded(mixer: Any, bounds: list[float | None], _: nn.Module, __: Any, projected: Tensor) -> Tensor:
+    """Return what `in_proj` gives, with time steps, its last columns, of which softplus makes what is in `bounds`."""
+    steps = (projected[..., -mixer.num_heads :] + mixer.dt_bias).clamp(*bounds) - mixer.dt_bias
+    return torch.cat([projected[..., : -mixer.num_heads], steps], -1)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model. Raises EngineError: it has none in a list."""
-    decoder = model.get_decoder()
-    parts = [*decoder.children(), *getattr(decoder, "model", nn.Module()).children()]
-    lists = [part for part in parts if isinstance(part, nn.ModuleList)]
-    if not lists:
-        raise EngineError(f"{type(model).__name__} has no list of layers that could be computed one by one. Give the "
-                          "role another model")
-    return max(lists, key=len)
+    for root in (model.get_decoder(), model.base_model):  # some call their head `decoder`
+        parts = [*root.children()]
+        while parts and not any(isinstance(part, nn.ModuleList) for part in parts):
+            parts = [child for part in parts for child in part.children()]
+        if lists := [part for part in parts if isinstance(part, nn.ModuleList)]:
+            return max(lists, key=len)
+    raise EngineError(f"{type(model).__name__} has no list of layers that could be computed one by one. Give the role "
+                      "another model")
 
 
 def token_mixers(layer: nn.Module) -> Iterator[nn.Module]:

@@ -27,7 +27,7 @@ from distflow.config.run import Generation, RoleRun
 from distflow.data.batch import Ragged
 from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
-from workers.engines.capabilities import Capabilities
+from workers.engines.capabilities import Capabilities, bound_time_steps
 from workers.engines.chat import pad_token
 from workers.engines.decode_graph import DecodeGraph, can_be_captured
 from workers.engines.devices import dtype_of
@@ -53,6 +53,7 @@ class HFRollout(Rollout):
                  shared: Iterable[nn.Parameter] = ()):
         """`shared`: parameters of the model that another engine uses too."""
         self.model = model.eval().requires_grad_(False)
+        bound_time_steps(self.model)
         self.generation, self.pad_token = generation, pad_token
         self.end_tokens = torch.tensor(end_tokens, device=model.device)
         self.dtype, self.shared = model.dtype, set(shared)

@@ -97,7 +97,8 @@ def role_of(lora: Lora | None, **settings) -> RoleEngines:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head="lm")})
-    spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None)
+    spec = SimpleNamespace(dag=dag, run=run, model_of=lambda name: None,
+                           shape_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=RATE, generation={"max_new_tokens": 6}, **settings)
     return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
                        Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, stream=0)

@@ -57,7 +57,8 @@ def source_of(family, folder, extra=None, sharded=False, pickled=False, kind=Aut
 def role_of(source, head="lm", **settings):
     dag = SimpleNamespace(roles={"actor": SimpleNamespace(trained=True, follow=None, head=head)})
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
-    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)))
+    spec = SimpleNamespace(dag=dag, run=run, folder=source, model_of=lambda name: Model(path=str(source)),
+                           shape_of=lambda name: None)
     loaded = load_model(SimpleNamespace(folder=source), Model(path=str(source)), head)
     return RoleEngines("actor", *loaded, RoleRun(learning_rate=1e-2, **settings),
                        Meshes(init_device_mesh("cpu", (1,)), None, Layout(1)), spec, stream=None)

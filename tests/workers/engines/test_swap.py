@@ -25,7 +25,8 @@ def role_of(swap: bool, lora: Lora | None) -> RoleEngines:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_target_tokens=9))
     roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
-    spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda name: None)
+    spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda name: None,
+                           shape_of=lambda name: None)
     settings = RoleRun(lora=lora, learning_rate=1e-2, swap=swap, generation={"max_new_tokens": 6})
     return RoleEngines("actor", build_model(270, 0, **SIZES), build_tokenizer(["one"]), settings,
                        Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, 0)

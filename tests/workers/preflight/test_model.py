@@ -47,6 +47,7 @@ def start(request):
         role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
         roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
         spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda _: None,
+                               shape_of=lambda _: None,
                                settings_of=lambda _: role_run)
         proofs = ModelProofs(spec, resumed=False)
         proofs.look("actor", model, tokenizer)

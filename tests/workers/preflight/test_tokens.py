@@ -28,7 +28,7 @@ def with_tools(folder: Path) -> str:
     tokenizer(TOOLS_FIRST).save_pretrained(folder / "model")
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 512, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16, "tie_word_embeddings": True}
-    (folder / "model/config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **sizes}))
+    (folder / "model/config.json").write_text(json.dumps({"model_type": "qwen3", **sizes}))
     (folder / "model/model.safetensors").touch()
     return str(folder / "model")
 

@@ -1,0 +1,86 @@
+"""Every causal family that transformers registers is computed as by its own forward pass, or refused.
+
+A dozen unlike ones are computed here; DISTFLOW_FAMILIES=all takes all of them, and DISTFLOW_FAMILIES="opt mpt" these.
+Where vLLM is installed it needs to be set, since the other environment runs the same code.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+
+import pytest
+import torch
+from engines import families, family_checks
+from harness import ROOT
+
+from distflow.errors import DistflowError
+from workers.engines.capabilities import bound_time_steps
+
+SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+RECORDED = json.loads(generate.FAMILIES.read_text())["families"]
+UNLIKE = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "falcon_h1", "lfm2", "gpt2",
+          "bloom", "llama4")
+FAILING = {"bert-generation", "cpmant", "gemma3n_text", "xlstm"}
+"""Families whose code dies when a run makes its first proofs, or when it is planned."""
+WANTED = os.environ.get("DISTFLOW_FAMILIES", "")
+CHOSEN = families.FAMILIES if WANTED == "all" else WANTED.split() or UNLIKE
+elsewhere = pytest.mark.skipif(not WANTED and importlib.util.find_spec("vllm") is not None,
+                               reason="`make test` has it; DISTFLOW_FAMILIES chooses families here")
+
+
+@elsewhere
+@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.filterwarnings("ignore")
+def test_a_family_is_what_the_table_says(family, tmp_path):
+    recorded = RECORDED[family]
+    if "built" in recorded:
+        pytest.skip(recorded["built"])
+    family_checks.write(family, tmp_path)
+    found = {}
+    for name, check in family_checks.CHECKS.items():
+        try:
+            found[name] = check(tmp_path)
+        except DistflowError as error:
+            found[name] = {"refused": str(error)}
+    verdicts = [{name: generate.judged(each, name) for name in found} for each in (found, recorded)]
+    assert verdicts[0] == verdicts[1], found
+
+
+def test_the_families_computed_in_each_test_run_are_right():
+    assert {family: generate.verdict(RECORDED[family]) for family in UNLIKE} == dict.fromkeys(UNLIKE, "right")
+
+
+def test_the_table_has_every_family_and_none_that_is_wrong():
+    assert (*RECORDED,) == families.FAMILIES, "measure the new ones:  python -m benchmarks.families"
+    verdicts = {name: generate.verdict(found) for name, found in RECORDED.items()}
+    assert "wrong" not in verdicts.values()
+    assert {name for name, found in verdicts.items() if found == "fails"} <= FAILING
+
+
+def test_nine_of_ten_language_models_train_and_sample():
+    language = [found for found in RECORDED.values() if found["kind"] == "language model"]
+    assert sum(generate.verdict(found) == "right" for found in language) >= 0.9 * len(language)
+
+
+def test_the_page_is_made_from_the_results():
+    assert generate.MODELS.read_text() == generate.models_page(), "docs/models.md is stale. Make it again:  make docs"
+
+
+def test_time_steps_of_one_token_are_bounded_as_those_of_many():
+    """transformers bounds them in the scan of a row alone; copies, as rollouts make them, do so with their own bias."""
+    model = families.build("nemotron_h")
+    bound_time_steps(model)
+    row = family_checks.rows()[0].rows[3][None]
+    for each in (model, copy.deepcopy(model)):
+        with torch.no_grad():
+            for mixer in each.model.layers:
+                getattr(mixer.mixer, "dt_bias", torch.zeros(())).sub_(1.0)
+            kept = each(row[:, :20], use_cache=True).past_key_values
+            steps = [each(row[:, [place]], past_key_values=kept, use_cache=True).logits for place in range(20, 30)]
+            whole = each(row, use_cache=False).logits[:, 20:30]
+            torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=0)
