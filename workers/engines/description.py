@@ -68,16 +68,16 @@ def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
     tables = {id(part.weight): part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding)}
     head = model.get_output_embeddings()
     own_head = sum(each.numel() for each in head.parameters() if id(each) not in tables) if head else 0
-    experts, heads = _number(text, _EXPERTS), getattr(text, "num_attention_heads", None) or 1
+    experts, heads = _number(text, _EXPERTS), _largest(text, "num_attention_heads") or 1
     of_experts = sum(each.numel() for name, each in parameters.items() if _is_of_experts(name, each, experts))
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = _largest(text, "head_dim") or text.hidden_size // heads
+    kv_heads = _largest(text, "num_key_value_heads") or heads
     return Shape(
         sum(each.numel() for each in parameters.values()), text.num_hidden_layers, kv_heads * size, text.vocab_size,
         text.hidden_size, getattr(text, "max_position_embeddings", None), _dtype(config), own_head,
         heads=heads, kv_heads=kv_heads, experts=experts if of_experts else 0, expert_parameters=of_experts,
         experts_per_token=_number(text, _EXPERTS_OF_A_TOKEN) if of_experts else 0,
-        widening=0 if of_experts else getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        widening=0 if of_experts else _largest(text, "intermediate_size") or 4 * text.hidden_size,
         head_norms=any(".q_norm." in name for name in parameters), looked_up=sum(tables.values()),
         learned_positions=_learned_positions(model))
 
@@ -85,6 +85,15 @@ def _sizes(model: PreTrainedModel, config: PretrainedConfig) -> Shape:
 def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int:
     found = (getattr(config, name, None) for name in names)
     return next((int(number) for number in found if isinstance(number, int) and number), 0)
+
+
+def _largest(config: PretrainedConfig, name: str) -> int | None:
+    """Return a size, the largest of those of layers that differ; None if the configuration does not say one."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # each layer has its own (Gemma 4)
+        return None
+    return max(value) if isinstance(value, list | tuple) else value
 
 
 def _is_of_experts(name: str, parameter: Tensor, experts: int) -> bool:
@@ -121,7 +130,7 @@ def _learned_positions(model: PreTrainedModel) -> int:
 def _kept(layers: Iterable[Any], text: PretrainedConfig) -> tuple[tuple[Attention, ...], int]:
     """Return the kinds of layers that keep something of each token, and the elements that others keep of a row."""
     kinds, state = Counter[tuple[int, int, int]](), 0
-    heads = getattr(text, "num_attention_heads", None) or 1
+    heads = _largest(text, "num_attention_heads") or 1
     for layer in layers:
         values = [each for value in vars(layer).values() for each in (
             value.values() if isinstance(value, dict) else [value])]
