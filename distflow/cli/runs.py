@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distflow.cli import slurm
 from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_count, rank_count
@@ -22,12 +23,14 @@ from distflow.telemetry.run_lock import in_use, refusal
 from distflow.telemetry.run_reader import SUMMARY
 from planners import plan
 
+if TYPE_CHECKING:
+    from workers.preflight.proofs import Preflight
+
 
 def _add_validate_arguments(parser: argparse.ArgumentParser) -> None:
     add_dag_arguments(parser)
     parser.add_argument("--prove", action="store_true",
-                        help="prove data, rewards and tokens on the first records too, as a run does at its start; "
-                        "loads the tokenizer")
+                        help="prove data, rewards, tokens and models too, as a run does at its start; loads the models")
 
 
 def validate(options: argparse.Namespace) -> int:
@@ -66,7 +69,21 @@ def _prove(spec: Spec, checked: Plan) -> None:
     assert model, "the planner refuses roles without a model"
     prove_with_tokenizer(account, spec, load_tokenizer(spec, model), shape and shape.vocabulary)
     account.require()
-    print(f"proved on the first records: {account.describe()}")
+    _prove_models(account, spec)
+    print(f"proved: {account.describe()}")
+
+
+def _prove_models(account: Preflight, spec: Spec) -> None:
+    """Prove the models in this process, where a plan for one rank has them all."""
+    from workers.preflight.model import prove_alone
+
+    try:
+        alone = plan(spec, 1)
+    except InvalidInput as error:
+        reason = error.mistakes[0].what
+        print(f"note: the models are proved when the run starts, as one rank alone cannot have them: {reason}")
+    else:
+        prove_alone(account, spec, alone)
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

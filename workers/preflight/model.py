@@ -21,15 +21,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config.load import Spec
+from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
+from distflow.plan import Plan
 from distflow.telemetry.metrics import Metrics, recording
 from workers.engines.capabilities import attend_by
-from workers.engines.devices import is_half
+from workers.engines.collectives import choose_backend, torch_name
+from workers.engines.devices import choose, is_half
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
 from workers.engines.sampling import TokenLimits
 from workers.preflight.proofs import FailedProof, Preflight
+from workers.roles import build_roles
 
 _BOUNDS = {True: (0.05, 1.0), False: (1e-4, 1e-3)}
 """Mean and largest difference of log-probabilities, in nats, that are rounding; True: in half precision."""
@@ -109,6 +113,24 @@ class ModelProofs:
         beside = role.rollout is not None and not role.rollout.absent and not role.shared_engine
         route = role.engine_swap and role.engine_swap.route
         return list(prove_sampling(role, self.rows[role.name], when)) if beside and not route else []
+
+
+def prove_alone(account: Preflight, spec: Spec, made: Plan) -> None:
+    """Prove the models of a plan for one rank, in this process alone. See `ModelProofs.at_start`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    choose(device)
+    dist.init_process_group(torch_name(choose_backend("auto", device), device), store=dist.HashStore(), rank=0,
+                            world_size=1)
+    proofs, tasks, roles = ModelProofs(spec, resumed=False), made.chain(0), {}
+    try:
+        roles = build_roles(spec, made, {task.role for task in tasks if task.type in ENGINE_TYPES},
+                            {task.role for task in tasks if task.samples}, device, look=proofs.look)
+        proofs.at_start(roles, account)
+    finally:
+        for role in roles.values():
+            if role.rollout:
+                role.rollout.close()
+        dist.destroy_process_group()
 
 
 def _on_writer(role: RoleEngines, failed: list[FailedProof]) -> list[FailedProof]:

@@ -147,8 +147,8 @@ class Preflight:
             raise error
 
     def describe(self) -> str:
-        return ", ".join(f"{family} ({count} records, {self.seconds[family]:.1f} s)"
-                         for family, count in self.proved.items())
+        return ", ".join(f"{family} ({count} {'rows' if family == 'models' else 'records'}, "
+                         f"{self.seconds[family]:.1f} s)" for family, count in self.proved.items())
 
     def record(self) -> None:
         """Record the account as an event of the run."""

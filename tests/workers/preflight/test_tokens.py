@@ -174,6 +174,13 @@ def test_fields_that_are_not_encoded_leave_no_record_out(tmp_path: Path, monkeyp
 def test_validate_proves_the_default_run_without_a_doubt(capsys) -> None:
     assert main(["validate", "grpo", "--prove"]) == 0
     said = capsys.readouterr().out
-    assert "proved on the first records: data (128 records, " in said
-    assert said.index("proved on") < said.index(": no mistakes")
+    assert "proved: data (128 records, " in said
+    assert "models (6 rows, " in said
+    assert said.index("proved: ") < said.index(": no mistakes")
     assert [line for line in said.splitlines() if line.startswith("note: ") and "jsonl" in line] == []
+
+
+def test_validate_leaves_models_of_several_ranks_to_the_run(capsys) -> None:
+    assert main(["validate", "grpo", "--prove", "--set", "mode=async"]) == 0
+    said = capsys.readouterr().out
+    assert "note: the models are proved when the run starts, as one rank alone cannot have them: " in said
