@@ -25,7 +25,6 @@ from distflow.contracts.signature import ENGINE_TYPES
 from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.plan import Plan
-from distflow.telemetry.metrics import Metrics, recording
 from workers.engines.capabilities import attend_by
 from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose, is_half
@@ -187,11 +186,10 @@ def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> I
 def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> Iterator[FailedProof]:
     """Prove the engine that samples, on ranks that have both. Collective over them. `when`: said of a failure."""
     seconds = role.sampling_seconds
-    with recording(Metrics()):
-        prompts = rows.prompts.select(torch.tensor([0, 2]))
-        sampled = role.generate(prompts, -1 - torch.arange(4), 2, _SAMPLED, 1.0, limits=_ANY_TOKEN)
-        asked = prompts.select(torch.tensor([0, 0, 1, 1]))
-        trained = role.engine.logprobs(asked, sampled.tokens, 1.0).values
+    prompts = rows.prompts.select(torch.tensor([0, 2]))
+    sampled = role.generate(prompts, -1 - torch.arange(4), 2, _SAMPLED, 1.0, limits=_ANY_TOKEN)
+    asked = prompts.select(torch.tensor([0, 0, 1, 1]))
+    trained = role.engine.logprobs(asked, sampled.tokens, 1.0).values
     role.sampling_seconds = seconds
     if wrong := _difference(sampled.logprobs.values, trained, _half(role)):
         yield _failed(role, "rollout", f"log-probabilities {when} that the engine which trains does not have: {wrong}",
