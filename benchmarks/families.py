@@ -63,11 +63,12 @@ def measure(family: str, folder: Path, context: Any) -> dict[str, Any]:
 def outcome(future: Any, folder: Path) -> dict[str, Any]:
     """Return a check's numbers, the sentence of its refusal as `refused`, or what it died of as `failed`."""
     from distflow.errors import DistflowError
+    from workers.engines.saved_model import ModelDamaged
 
     if (error := future.exception(SECONDS)) is None:
         return {name: float(f"{value:.1e}") if isinstance(value, float) else value
                 for name, value in future.result().items()}
-    if isinstance(error, DistflowError):
+    if isinstance(error, DistflowError) and not isinstance(error, ModelDamaged):  # found too late for a refusal
         return {"refused": _line(error, folder)}
     return {"failed": f"{type(error).__name__}: {_line(error, folder)}"}
 

@@ -243,9 +243,17 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits, equal if and only if the plans are."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """16 hexadecimal digits, equal if and only if plans are, but for what is only estimated or said."""
+        canonical = json.dumps(_without_estimates(asdict(self)), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _without_estimates(value: Any) -> Any:
+    """Return parts of a plan without what depends on the sizes of models, which a machine may not know."""
+    if isinstance(value, dict):
+        return {name: _without_estimates(part) for name, part in value.items()
+                if name not in ("memory", "host_memory", "notes")}
+    return [_without_estimates(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)

@@ -177,11 +177,13 @@ _MODELS = """# Models
 <!-- Made by `make docs` from benchmarks/results/families.json; `python -m benchmarks.families` measures it again. -->
 
 The model's own forward pass is the truth: transformers' eager attention in float32, one row alone. Each of the {all}
-families that transformers {transformers} registers as causal language models was built tiny, with random weights, and
-compared with that. Of the {language} that are decoder-only language models {right} train and sample right, {plain} of
-these the plain way, and {refused} are refused; {wrong} end with an error of the library before the first step.
+families that transformers {transformers} registers as causal language models was built tiny, where that could be, with
+random weights, and compared with that. Of the {language} that are decoder-only language models {right} train and
+sample right, {plain} of these the plain way, and {refused} are refused; {wrong} end with an error of the library before
+the first step.
 
-- **way**: `own` is distflow's attention, with packed rows, prompts that are read once and slots of keys and values.
+- **way**: `own` is distflow's: prompts that are read once, slots of keys and values, and where all that attention is
+  given is known to it, distflow's attention and packed rows.
   `plain` is the model's own code on whole rows: slower, and right. A model gets the first where its code shows that
   nothing else happens in it. The family does not matter.
 - **trains**: log-probabilities of rows that are packed, padded and share prompts, their gradients, and the saved model
@@ -191,8 +193,8 @@ these the plain way, and {refused} are refused; {wrong} end with an error of the
 - **adapters**: trained for a step, merged and saved.
 - **planned**: planning counts the parameters within {count:.0%}; `unknown`: it cannot, and the run continues.
 
-A model is refused when it is planned, before its weights are loaded, or by the proofs of a run's start, which compare
-it with its own code.
+A model is refused when it is planned, before its weights are loaded, by the proofs of a run's start, which compare it
+with its own code, or where it is saved, when what was written is read back.
 
 {table}
 

@@ -16,12 +16,14 @@ _CLASSIFIERS = {"ForSequenceClassification": "SEQUENCE_CLASSIFICATION",
 def why_refused(config: dict[str, Any], valued: bool) -> str:
     """Return why a configuration's model can neither be trained nor sampled, "" if it may be. `valued`: a role that
     gives a number for each token, for which classifiers serve too."""
-    kind = config.get("model_type")
+    kind, architectures = config.get("model_type"), config.get("architectures") or ()
     if not isinstance(kind, str) or not kind:
         return "it has no `model_type`, by which transformers finds the class of a model"
+    if not isinstance(architectures, list | tuple):
+        return f"its `architectures` must be a list of names of classes, not {architectures!r}"
     if f'"{kind}"' not in known_types():
         return f"transformers {version('transformers')} does not know its `model_type: {kind}`"
-    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    architecture = str(next(iter(architectures), ""))
     if valued and any(architecture.endswith(suffix) and kind in _types(name) for suffix, name in _CLASSIFIERS.items()):
         return ""
     if config.get("is_encoder_decoder") or kind in _types("SEQ_TO_SEQ_CAUSAL_LM"):

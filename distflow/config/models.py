@@ -125,7 +125,16 @@ def check_engines(spec: Spec) -> list[Diagnostic]:
                 what = f"role `{role}` wants `{key}: {name}` and {_FEATURE_KEYS[feature]}, which it cannot do: " \
                        f"{engine.cannot[feature]}"
                 mistakes.append(Diagnostic(what, where, f"Instead:  {key}: {_default(key)}"))
-    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec)
+    return mistakes + _conflicting_batch_invariance(spec) + _without_experts(spec) + _blind(spec)
+
+
+def _blind(spec: Spec) -> list[Diagnostic]:
+    """Return a mistake for each role that would be given images and is computed by its model's own code, which is done
+    for text alone."""
+    path, shapes = ("data", "images"), {role: spec.shape_of(role) for role in spec.run.roles}
+    return [Diagnostic(f"role `{role}` is computed the plain way, for text alone: its model {shape.plain}",
+                       spec.run_source.location(path), "Take `images` out, or give the role another model.")
+            for role, shape in shapes.items() if shape and shape.plain and spec.run.data.images is not None]
 
 
 def _without_experts(spec: Spec) -> list[Diagnostic]:

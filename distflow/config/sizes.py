@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -31,10 +32,11 @@ VOCABULARY = 512  # upper bound of the vocabulary that is trained for a model wi
 WIDENING = 3  # width of the feed-forward layers of a model without a folder, in hidden sizes
 _DESCRIBES = "workers.engines.description"
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 180
-READY, READ = "ready", "read"
-"""First lines of that process: torch and transformers are loaded, the configuration is read."""
-REFUSED = 3  # its exit status where no engine could compute the model
+_SECONDS, _WAITS = 180, 60.0
+"""Seconds for that process, and to wait for another one that is asked the same."""
+REFUSED = 3  # its exit status where the configuration is bad, or no engine could compute the model
+_LASTING = (0, 1)
+"""Exit statuses after which it would say the same again; it was not killed."""
 _OF_ONE_FILE = ("_name_or_path", "transformers_version")
 """Keys that say nothing of a model."""
 
@@ -154,8 +156,10 @@ def _is_plain(config: dict[str, Any]) -> bool:
     kind, rotary = config.get("model_type", "llama"), config.get("rope_parameters") or config.get("rope_scaling") or {}
     windows = any(layer != "full_attention" for layer in config.get("layer_types") or ()) or \
         (kind == "mistral" and config.get("sliding_window", 4096))
-    return kind in _PLAIN and not windows and not any(config.get(key) for key in _ODD) and \
-        config.get("decoder_sparse_step", 1) == 1 and (rotary.get("rope_type") or rotary.get("type")) not in _VARYING
+    if kind not in _PLAIN or windows or not isinstance(rotary, dict) or any(config.get(key) for key in _ODD):
+        return False
+    return config.get("decoder_sparse_step", 1) == 1 and \
+        (rotary.get("rope_type") or rotary.get("type")) not in _VARYING
 
 
 def _by_arithmetic(config: dict[str, Any]) -> Shape:
@@ -188,70 +192,92 @@ def labels_of(config: dict[str, Any]) -> int | None:
 
 def _described(config: dict[str, Any]) -> Shape | None:
     """Return what another process says of a configuration, or has said before; None if it says nothing. Raises
-    ValueError: transformers cannot read the configuration."""
+    ValueError: transformers cannot read the configuration, or no engine could compute the model."""
     said = json.dumps({name: value for name, value in config.items() if name not in _OF_ONE_FILE}, sort_keys=True)
-    sources = [file.read_bytes() for file in _describing_files()]
-    digest = hashlib.sha256(b"\0".join([said.encode(), version("transformers").encode(), *sources])).hexdigest()[:32]
-    file = _cache_folder() / f"{digest}.json"
-    with _one_at_a_time(file):
-        if (known := _shape_in(file)) is None and (known := _ask(said, labels_of(config))):
-            _keep(file, known)
-    return known
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "distflow", "sizes")
+    shape = _answer(said)
+    return shape and replace(shape, labels=labels_of(config))
 
 
 @functools.cache
-def _describing_files() -> list[Path]:
-    return [Path(__file__), _ROOT.joinpath(*_DESCRIBES.split(".")).with_suffix(".py")]
+def _answer(config: str) -> Shape | None:
+    file = _cache_file(config)
+    with _one_at_a_time(file):
+        is_kept, shape = _kept(file)
+        if not is_kept:
+            status, shape = _ask(config)
+            if status in _LASTING and file:
+                _keep(file, shape)
+    return shape
+
+
+def _cache_file(config: str) -> Path | None:
+    """Return where the answer to a configuration is kept; None for a user without a folder."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises
+    versions = version("transformers"), version("torch")
+    digest = hashlib.sha256("\0".join([config, *versions]).encode() + _describing_program()).hexdigest()[:32]
+    return None if folder.startswith("~") else Path(folder, "distflow", "sizes", f"{digest}.json")
+
+
+@functools.cache
+def _describing_program() -> bytes:
+    names = "description", "capabilities", "attention", "context_parallel"
+    files = [Path(__file__), *(_ROOT.joinpath("workers/engines", f"{name}.py") for name in names)]
+    return b"\0".join(file.read_bytes() for file in files)
 
 
 @contextlib.contextmanager
-def _one_at_a_time(file: Path) -> Iterator[None]:
-    """Let the ranks of a machine wait for the first that asks; where nothing can be written each asks."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
+def _one_at_a_time(file: Path | None) -> Iterator[None]:
+    """Let the ranks of a machine wait for the first that asks, for a while; where nothing can be written each asks."""
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        if file:
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            lock, until = stack.enter_context(file.with_suffix(".lock").open("w")), time.monotonic() + _WAITS
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1)
+    yield
 
 
-def _shape_in(file: Path) -> Shape | None:
+def _kept(file: Path | None) -> tuple[bool, Shape | None]:
+    """Return whether an answer is kept, and the answer."""
     try:
-        return from_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):  # there is none, or it is broken
-        return None
+        return (True, from_json(file.read_text(encoding="utf-8"))) if file else (False, None)
+    except (OSError, ValueError, TypeError, LookupError):  # there is none, or it is broken
+        return False, None
 
 
-def _keep(file: Path, shape: Shape) -> None:
+def _keep(file: Path, shape: Shape | None) -> None:
     new = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
-        new.write_text(json.dumps(asdict(shape)), encoding="utf-8")
+        new.write_text(json.dumps(shape and asdict(shape)), encoding="utf-8")
         new.replace(file)
 
 
-def from_json(text: str) -> Shape:
-    """Return a shape from `json.dumps(asdict(shape))`. Raises ValueError or TypeError."""
+def from_json(text: str) -> Shape | None:
+    """Return a shape from `json.dumps(asdict(shape))`, None from `null`. Raises ValueError, TypeError or LookupError.
+    """
     said = json.loads(text)
-    return Shape(**{**said, "attention": tuple(Attention(*kind) for kind in said["attention"])})
+    return said and Shape(**{**said, "attention": tuple(Attention(*kind) for kind in said["attention"])})
 
 
-def _ask(config: str, labels: int | None) -> Shape | None:
-    """Return the last shape that the process prints: it knows more from line to line, as far as it comes."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": "",
+def _ask(config: str) -> tuple[int, Shape | None]:
+    """Return the exit status of the process and the last shape that it prints: it knows more from line to line, as far
+    as it comes. Raises ValueError: see `_described`."""
+    search = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": "",
                    "TRANSFORMERS_VERBOSITY": "error"}
     try:
         done = subprocess.run([sys.executable, "-P", "-m", _DESCRIBES], input=config, capture_output=True, text=True,
                               timeout=_SECONDS, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.splitlines()
-    if done.returncode == REFUSED or lines == [READY]:
+        return -1, None
+    if done.returncode == REFUSED:
         raise ValueError(done.stderr.strip().rpartition("\n")[2][:300])
-    return replace(from_json(lines[-1]), labels=labels) if len(lines) > 2 else None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("null", "{"))]
+    return (done.returncode, from_json(lines[-1])) if lines else (-1, None)
 
 
 def shape_of_embedded(model: Model) -> Shape:

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which sizes are kept, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes._answer.cache_clear()
     return tmp_path / "cache" / "distflow" / "sizes"
 
 
@@ -95,14 +98,17 @@ def test_another_process_describes_a_model_once(cache: Path, monkeypatch: pytest
     assert first.parameters == 320 * 64 + 77 * 64 + 2 * (12 * 64 * 64 + 13 * 64) + 2 * 64
     kept, = cache.glob("*.json")
     began = time.perf_counter()
+    sizes._answer.cache_clear()
     assert shape_of({**config, "transformers_version": "4.0"}) == first
     assert time.perf_counter() - began < 1
     asked = []
-    monkeypatch.setattr(sizes, "_ask", lambda *_: asked.append(1) or first)
+    monkeypatch.setattr(sizes, "_ask", lambda *_: (0, asked.append(1) or first))
+    sizes._answer.cache_clear()
     kept.write_text("{")
     assert shape_of(config) == first
     assert sizes.from_json(kept.read_text()) == first
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
+    sizes._answer.cache_clear()
     assert shape_of(config) == first
     assert len(asked) == 2
 
@@ -119,7 +125,22 @@ def test_a_model_that_cannot_be_described_has_no_sizes(cache: Path, monkeypatch:
     """Where the process fails, the run goes on, and says so."""
     monkeypatch.setattr(sizes, "_DESCRIBES", "workers.engines.nothing_of_the_kind")
     assert shape_of({"model_type": "gpt2"}) is None
-    assert not list(cache.glob("*.json"))
+    for code, kept in (("import os; print('null', flush=True); os.kill(os.getpid(), 9)", 0),
+                       ("print('null'); raise RuntimeError", 1)):  # killed; and what would come again
+        monkeypatch.setattr(sizes.subprocess, "run", partial(run_code, code))
+        sizes._answer.cache_clear()
+        assert shape_of({"model_type": "gpt2"}) is None
+        assert len(list(cache.glob("*.json"))) == kept
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(sizes.os.path, "expanduser", lambda path: path)  # of a user without a folder
+    assert shape_of({"model_type": "gpt2", "n_layer": 3}) is None
+
+
+RUN = subprocess.run
+
+
+def run_code(code: str, _: list[str], **options: Any) -> subprocess.CompletedProcess:
+    return RUN([sys.executable, "-c", code], **options)
 
 
 def write(folder: Path, config: dict | str) -> Path:
@@ -167,11 +188,12 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     from workers.engines.description import shapes_of
 
-    def shape(said: str, _: int | None):
+    def shape(said: str):
         config = json.loads(said)
         _, earned = islice(shapes_of(CONFIG_MAPPING[config.pop("model_type")](**config)), 2)
-        return earned
+        return 0, earned
 
+    sizes._answer.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sizes, "_ask", shape)
     return lambda config: write(tmp_path / "model", config)
@@ -209,12 +231,14 @@ def test_rows_longer_than_positions_allow_are_refused(described, config: dict, d
 
 
 def test_unknown_sizes_are_told_and_planned(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "_ask", lambda *_: None)
+    monkeypatch.setattr(sizes, "_ask", lambda *_: (-1, None))
+    sizes._answer.cache_clear()
     folder = write(tmp_path / "model", LEARNED)
     made = planned(folder, "sft")
     assert any("the sizes of its model" in note and "are not known" in note for note in made.notes)
     assert not made.memory
-    monkeypatch.setattr(sizes, "_ask", lambda *_: Shape(1000, 1, 8, 320, 64, plain="mixes tokens by recurrence"))
+    monkeypatch.setattr(sizes, "_ask", lambda *_: (0, Shape(1000, 1, 8, 320, 64, plain="mixes tokens by recurrence")))
+    sizes._answer.cache_clear()
     assert any(note.endswith("its model mixes tokens by recurrence") for note in planned(folder, "sft").notes)
 
 

@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -242,10 +242,11 @@ def _separate_rows(model: nn.Module) -> None:
 @functools.cache
 def _separated(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> tuple[Tensor, ...]:
+        together = int(position_ids.max()) < _own_length(cast(Any, self).config)
         parts = []
-        for row in position_ids.split(1):
+        for rows in position_ids.split(len(position_ids) if together else 1):
             _forget_longer(self)
-            parts.append(kind.forward(self, x[:1], row, *more, **named))
+            parts.append(kind.forward(self, x[: len(rows)], rows, *more, **named))
         return tuple(torch.cat(each) for each in zip(*parts))
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -1,9 +1,9 @@
 """Describes a model by its configuration: builds it without weights, on torch's meta device, and lets it read a few
 tokens.
 
-`python -m workers.engines.description < config.json` prints READY, READ once the configuration is, and then shapes as
+`python -m workers.engines.description < config.json` prints null once the configuration is read, and then shapes as
 JSON, each of which knows more than the one before it. It ends where the model fails: what is printed until then holds.
-It exits with REFUSED where no engine could compute the model.
+It exits with REFUSED where the configuration is bad, or no engine could compute the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -29,7 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from distflow.config.sizes import READ, READY, REFUSED, Attention, Shape
+from distflow.config.sizes import REFUSED, Attention, Shape
 from distflow.errors import EngineError
 from workers.engines.capabilities import Capabilities
 
@@ -148,13 +149,15 @@ def _kept(layers: Iterable[Any], text: PretrainedConfig) -> tuple[tuple[Attentio
 
 def main() -> None:
     text = sys.stdin.read()
-    print(READY, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(text, encoding="utf-8")
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
+            refuse(" ".join(f"{type(error).__name__}: {error}".split()))
     if config.is_encoder_decoder:
         refuse("an encoder reads its prompts (is_encoder_decoder), and rows here are read by one decoder")
-    print(READ, flush=True)
+    print("null", flush=True)  # nothing is known yet
     try:
         for shape in shapes_of(config):
             print(json.dumps(asdict(shape)), flush=True)

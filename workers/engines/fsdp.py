@@ -240,16 +240,22 @@ class FSDPEngine(Trainer):
         return responses.with_values(found[0][: len(responses.values)])
 
     def own_logprobs(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        """Return the log-probabilities by the model's own eager attention with these weights, of each row alone."""
-        model = self.policy.model
+        """Return the log-probabilities by the model's own code with these weights, of each row alone: by its eager
+        attention, and by its own head where that is not cut by tp."""
+        model, head_alone = self.policy.model, vars(self.policy).get("head_alone", False)
         used = str(model.config._attn_implementation)
         attend_by(model, "eager")
-        self.has_long_rows = True
+        vars(self.policy).update(head_alone=head_alone and dimension(self.mesh, "tp") > 1)
+        self.has_long_rows = True  # which are computed the plain way
         try:
-            rows = [self._infer_as_they_are(Batch(row, {"prompts": prompts.select(row), "responses": responses.select(
-                row)})) for row in torch.arange(len(prompts)).split(1)]
+            with torch.no_grad():
+                micros = (Batch(row, {"prompts": prompts.select(row), "responses": responses.select(row)})
+                          for row in torch.arange(len(prompts)).split(1))
+                rows = [self._forward(micro, 1.0)[0].cpu() for micro in micros]
         finally:
+            self._reshard()
             self.has_long_rows = False
+            vars(self.policy).update(head_alone=head_alone)
             attend_by(model, used)
         return responses.with_values(torch.cat(rows))
 
@@ -281,13 +287,6 @@ class FSDPEngine(Trainer):
         finally:
             self._reshard()
         return [torch.cat(parts) for parts in zip(*pieces)]
-
-    @torch.no_grad()
-    def _infer_as_they_are(self, micro: Batch) -> Tensor:
-        try:
-            return self._forward(micro, 1.0)[0].cpu()
-        finally:
-            self._reshard()
 
     def _accumulate(self, micros: list[Batch], loss_of: LossOf, temperature: float) -> None:
         if self.optimizer is None:
@@ -364,7 +363,8 @@ class FSDPEngine(Trainer):
     def _micro_batches(self, batch: Batch, together: bool = False) -> list[Batch]:
         """Cut rows, and note whether any rank's are too long for rotary frequencies that all rows share."""
         if limit := self.policy.capabilities.own_length:
-            longest = (batch["prompts"].lengths + batch["responses"].lengths).max().to(self.device)
+            lengths = (batch["prompts"].lengths + batch["responses"].lengths).tolist()
+            longest = torch.tensor(max(lengths, default=0), device=self.device)
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.dp_group)
             self.has_long_rows = int(longest) > limit
         return super()._micro_batches(batch, together)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,7 +44,7 @@ class PackedRows:
     outputs: Tensor  # packed tokens after which the head is applied
     asked: Tensor  # what it is asked there, of responses as above, flat
     positions: Tensor  # [1, T]
-    weights: Tensor  # [1, T]: rows that have each token: responses of a prompt, else 1
+    weights: Tensor  # [1, T], for a load-balancing loss: rows that have each token: responses of a prompt, else 1
 
 
 class SharedPrompt(nn.Module):
@@ -182,7 +183,7 @@ class SharedPrompt(nn.Module):
         packing = Packing(prompt_lengths.tolist(), prompt_of.tolist(), rest.tolist(), device)
         of_prompts, of_responses = columns >= len(columns) - prompt_lengths[:, None], steps < rest[:, None]
         weights = torch.cat([torch.bincount(prompt_of, minlength=len(prompts)).repeat_interleave(prompt_lengths),
-                             torch.ones(int(rest.sum()), dtype=torch.int64)])
+                             torch.ones(int(rest.sum()), dtype=torch.int64)]) if self.balance else torch.empty(0)
         return PackedRows(packing, *(on_device(part, device) for part in (
             _places(of_prompts), _places(of_responses), places[valid], _places(valid), packing.positions()[None],
             weights[None])))
@@ -272,7 +273,10 @@ class Policy(SharedPrompt):
     def run_rows(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
         if self.head_alone:
             return super().run_rows(places, tokens, **inputs)
-        return self.model(tokens, use_cache=False, **inputs).logits[places]
+        kept = _places(places.any(0))
+        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            return self.model(tokens, use_cache=False, **inputs).logits[places]
+        return self.model(tokens, use_cache=False, logits_to_keep=kept, **inputs).logits[places[:, kept]]
 
     def run_packed(self, places: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
         if self.head_alone:

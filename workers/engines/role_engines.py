@@ -256,7 +256,8 @@ class RoleEngines:
         the first rank with the engine writes. Raises ModelDamaged: what was read back is not what it should be."""
         if not self.has_engine:
             return
-        rows = [] if self._checked else check_rows(self.tokenizer, self.config)
+        checks, self._checked = not self._checked, True
+        rows = check_rows(self.tokenizer, self.config) if checks else []
         numbers = self._numbers(rows) if rows and self._files.computes else None
         first, weights = dist.get_rank() == self.writer, {}
         for name, tensor in self.engine.export():
@@ -272,12 +273,11 @@ class RoleEngines:
             save_tokenizer(self.tokenizer, partial)
             if self.image_processor:
                 self.image_processor.save(partial)
-            if not self._checked:
+            if checks:
                 half = is_half(self.settings, self.engine.device.type)
                 found = self._files.check(partial, saved, rows, numbers, torch.bfloat16 if half else torch.float32)
                 events.record("model_checked", role=self.name, folder=folder.name, tensors=found.tensors,
                               unchanged=found.unchanged, difference=found.difference, seconds=found.seconds)
-        self._checked = True
 
     def _numbers(self, rows: Rows) -> list[Tensor]:
         """Return the log-probability, or the value, of each response token. Collective."""

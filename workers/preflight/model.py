@@ -40,7 +40,9 @@ tokens that are not likely differ most, and a mixture may choose other experts."
 _SHORT = (4, 6)
 """Tokens of a prompt and of a response."""
 _PAST = 8  # tokens by which the long row passes a length that the configuration names
-_LONGEST = 1024
+_LONGEST, _LEAST = 1100, 24
+"""Most and fewest tokens of the long row: eager attention of many takes much memory."""
+_TRIED_ON = "on a few rows of plain tokens"
 _LOADED = 50_000_000
 """Parameters up to which a model is computed as it was loaded, on the CPU: a second."""
 _ANY_TOKEN = TokenLimits(0, 1.0, 0.0)
@@ -63,9 +65,10 @@ class ProofRows:
         usable = torch.tensor([token for token in range(size) if token not in special])
         chosen = torch.Generator().manual_seed(size)
         data = spec.run.data
-        limit = min(data.max_prompt_tokens + max(new_tokens, data.max_target_tokens), _LONGEST)
-        longest = max((length + _PAST for length in _named_lengths(config) if length + _PAST <= limit), default=24)
-        sizes = [_SHORT, (_SHORT[0], 1), (max(longest, 24) // 2, (max(longest, 24) + 1) // 2)]
+        limit = data.max_prompt_tokens + max(new_tokens, data.max_target_tokens)
+        named = (length + _PAST for length in _named_lengths(config) if length + _PAST <= min(limit, _LONGEST))
+        longest = max(max(named, default=0), min(limit, _LEAST), 4)
+        sizes = [_SHORT, (_SHORT[0], 1), (longest // 2, (longest + 1) // 2)]
         rows = [usable[torch.randint(len(usable), (sum(each),), generator=chosen)] for each in sizes]
         rows[1][: _SHORT[0]] = rows[0][: _SHORT[0]]
         return cls(*(Ragged.from_rows(part) for part in zip(*(
@@ -96,7 +99,7 @@ class ModelProofs:
                                              *self._sampling(role, "at its start")])
 
         account.prove("models", sum(len(rows.prompts) for rows in self.rows.values()), failed)
-        account.require()
+        account.require(_TRIED_ON)
 
     def after_update(self, roles: Mapping[str, RoleEngines]) -> None:
         """Prove that engines which sample have the weights of the first update. See `at_start`."""
@@ -104,7 +107,7 @@ class ModelProofs:
         account.prove("weights", len(self.rows), lambda: [
             failed for _, role in self._here(roles)
             for failed in _on_writer(role, self._sampling(role, "after the first update"))])
-        account.require()
+        account.require(_TRIED_ON)
 
     def _here(self, roles: Mapping[str, RoleEngines]) -> list[tuple[str, RoleEngines]]:
         return [(name, role) for name, role in sorted(roles.items()) if name in self.rows and role.has_engine]
@@ -112,15 +115,15 @@ class ModelProofs:
     def _sampling(self, role: RoleEngines, when: str) -> list[FailedProof]:
         beside = role.rollout is not None and not role.rollout.absent and not role.shared_engine
         route = role.engine_swap and role.engine_swap.route
-        return list(prove_sampling(role, self.rows[role.name], when)) if beside and not route else []
+        return prove_sampling(role, self.rows[role.name], when) if beside and not route else []
 
 
 def prove_alone(account: Preflight, spec: Spec, made: Plan) -> None:
     """Prove the models of a plan for one rank, in this process alone. See `ModelProofs.at_start`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     choose(device)
-    dist.init_process_group(torch_name(choose_backend("auto", device), device), store=dist.HashStore(), rank=0,
-                            world_size=1)
+    dist.init_process_group(torch_name(choose_backend("auto", device), device), rank=0, world_size=1,
+                            store=dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
     proofs, tasks, roles = ModelProofs(spec, resumed=False), made.chain(0), {}
     try:
         roles = build_roles(spec, made, {task.role for task in tasks if task.type in ENGINE_TYPES},
@@ -163,67 +166,82 @@ def _named_lengths(config: Any) -> list[int]:
     return [int(length) for length in named if isinstance(length, int | float) and length > 0]
 
 
-def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> Iterator[FailedProof]:
-    """Prove the engine that trains and infers. Collective over the ranks that have it."""
+def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> list[FailedProof]:
+    """Prove the engine that trains and infers. Collective over the ranks that have it, which find the same."""
     engine = role.engine
     if not isinstance(engine, FSDPEngine) and loaded is None:
-        return
+        return []
     found = engine.logprobs(rows.prompts, rows.responses, 1.0).values
     if isinstance(engine, FSDPEngine):
         own = engine.own_logprobs(rows.prompts, rows.responses).values
-        if wrong := _difference(found, own, _half(role)):
+        if wrong := _difference(role, found, own):
             alone = torch.cat([engine.logprobs(rows.prompts.select(row), rows.responses.select(row), 1.0).values
                                for row in torch.arange(len(rows.prompts)).split(1)])
-            part = "its attention or its head differs" if _difference(alone, own, _half(role)) else \
+            part = "its attention or its head differs" if _difference(role, alone, own) else \
                 "rows differ by what lies beside them: packing, padding, or prompts that are read once"
-            yield _failed(role, "engine", f"other log-probabilities than the model's own code with the same weights: "
-                          f"{wrong}; {part}", "It would learn something else.")
-            return
-    if loaded is not None and (wrong := _difference(found, loaded, _half(role))):
-        yield _failed(role, "engine", f"other log-probabilities than the model that transformers loads: {wrong}",
-                      "A weight, a buffer or a setting has changed on its way into the engine.")
+            return _failed(role, "engine", f"other log-probabilities than the model's own code with the same weights: "
+                           f"{wrong}; {part}", "It would learn something else.")
+    if loaded is not None and (wrong := _difference(role, found, loaded)):
+        return _failed(role, "engine", f"other log-probabilities than the model that transformers loads: {wrong}",
+                       "A weight, a buffer or a setting has changed on its way into the engine.")
+    return []
 
 
-def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> Iterator[FailedProof]:
-    """Prove the engine that samples, on ranks that have both. Collective over them. `when`: said of a failure."""
+def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> list[FailedProof]:
+    """Prove the engine that samples, on ranks that have both. Collective over them, which find the same. `when`: said
+    of a failure."""
     seconds = role.sampling_seconds
     prompts = rows.prompts.select(torch.tensor([0, 2]))
     sampled = role.generate(prompts, -1 - torch.arange(4), 2, _SAMPLED, 1.0, limits=_ANY_TOKEN)
-    asked = prompts.select(torch.tensor([0, 0, 1, 1]))
-    trained = role.engine.logprobs(asked, sampled.tokens, 1.0).values
     role.sampling_seconds = seconds
+    asked = prompts.select(torch.tensor([0, 0, 1, 1]))
+    routed = role.routed_experts(sampled.experts, asked.lengths, sampled.tokens.lengths)
+    trained = role.engine.logprobs(asked, sampled.tokens, 1.0, None, *routed).values
     rounded = role.settings.generation.quantization != "none"  # on purpose
-    if not rounded and (wrong := _difference(sampled.logprobs.values, trained, _half(role))):
-        yield _failed(role, "rollout", f"log-probabilities {when} that the engine which trains does not have: {wrong}",
-                      "It samples from another policy than the one that is trained.")
-    elif stale := _stale_weight(role):
-        yield _failed(role, "rollout", f"another weight {when} than the engine which trains, `{stale}`",
-                      "It samples from an older or another policy than the one that is trained.")
+    if not rounded and (wrong := _difference(role, sampled.logprobs.values, trained)):
+        return _failed(role, "rollout", f"log-probabilities {when} that the engine which trains does not have: {wrong}",
+                       "It samples from another policy than the one that is trained.")
+    if stale := _stale_weight(role):
+        return _failed(role, "rollout", f"another weight {when} than the engine which trains, {stale}",
+                       "It samples from an older or another policy than the one that is trained.")
+    return []
 
 
 def _stale_weight(role: RoleEngines) -> str:
-    """Return the name of a weight that the engine which samples has otherwise; "" if it has none, or none to look at.
-    """
+    """Return which weight the engine that samples has otherwise on any rank; "" if none, or none can be looked at.
+    Collective."""
     buffers = {} if role.settings.swap else role.sampler.weight_buffers()
     odd = [name for name, whole in role.engine.export(role.sampler.dtype) if name in buffers
            and not torch.equal(buffers[name], whole.to(buffers[name]))] if buffers else []
-    return odd[0] if odd else ""
+    if not float(_largest(role, torch.tensor([float(len(odd))]))[0]):
+        return ""
+    return f"`{odd[0]}`" if odd else "on another rank"
+
+
+def _largest(role: RoleEngines, values: Tensor) -> Tensor:
+    """Return the largest of each of the `values` [N] of all ranks that have the role's engine. Collective."""
+    mesh, values = role.engine.mesh, values.to(role.engine.device)
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return values.cpu()
 
 
 def _half(role: RoleEngines) -> bool:
     return is_half(role.settings, role.engine.device.type)
 
 
-def _difference(found: Tensor, expected: Tensor, half: bool) -> str:
-    """Return how far log-probabilities are apart, in words; "" if that is rounding."""
-    apart = (found.float() - expected.float().to(found.device)).abs()
-    mean, most = _BOUNDS[half]
-    if bool(apart.isfinite().all()) and float(apart.mean()) <= mean and float(apart.max()) <= most:
+def _difference(role: RoleEngines, found: Tensor, expected: Tensor) -> str:
+    """Return how far log-probabilities are apart on the rank where that is most, in words; "" if that is rounding.
+    Collective."""
+    apart = (found.float().cpu() - expected.float().cpu()).abs().nan_to_num(torch.inf)
+    mean, most = _largest(role, torch.stack([apart.mean(), apart.max()])).tolist() if len(apart) else (0.0, 0.0)
+    bounds = _BOUNDS[_half(role)]
+    if mean <= bounds[0] and most <= bounds[1]:
         return ""
-    return f"{float(apart.mean()):.2g} nats on the mean and {float(apart.max()):.2g} at most, where {mean:g} and " \
-           f"{most:g} are rounding"
+    return f"{mean:.2g} nats on the mean and {most:.2g} at most, where {bounds[0]:g} and {bounds[1]:g} are rounding"
 
 
-def _failed(role: RoleEngines, key: str, what: str, hint: str) -> FailedProof:
+def _failed(role: RoleEngines, key: str, what: str, hint: str) -> list[FailedProof]:
     name = getattr(role.settings, key)
-    return FailedProof(Diagnostic(f"role `{role.name}`, `{key}: {name}`: it computes {what}", None, hint))
+    return [FailedProof(Diagnostic(f"role `{role.name}`, `{key}: {name}`: it computes {what}", None, hint))]

@@ -139,11 +139,11 @@ class Preflight:
             self.doubts.append(doubt)
             events.show(f"note: {doubt}")
 
-    def require(self) -> None:
-        """Raise InvalidInput if a proof has failed that is no doubt."""
+    def require(self, on: str = "on the first records") -> None:
+        """Raise InvalidInput if a proof has failed that is no doubt. `on`: what it was tried on."""
         if self.mistakes:
             error = InvalidInput(self.mistakes)
-            error.add_note("Preflight has found this on the first records. If it is meant:  --set preflight=false")
+            error.add_note(f"Preflight has found this {on}. If it is meant:  --set preflight=false")
             raise error
 
     def describe(self) -> str:

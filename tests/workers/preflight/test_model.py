@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -31,30 +33,31 @@ MODELS = {
     "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}}
 
 
-@pytest.fixture
-def start(request):
-    """Makes a role's engines, and the proofs that a run begins with."""
-    def of(name="llama", lora=None):
-        torch.manual_seed(0)
-        settings = {**SIZES, **MODELS[name]}
-        config = CONFIG_MAPPING[settings.pop("kind", name)](**settings)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.ndim > 1 or "bias" in key:
-                tensor.data.normal_(0, 0.2)
-        tokenizer, mesh = build_tokenizer(["one two"]), init_device_mesh("cpu", (1,))
-        run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
-        role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
-        roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
-        spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda _: None,
-                               shape_of=lambda _: None,
-                               settings_of=lambda _: role_run)
-        proofs = ModelProofs(spec, resumed=False)
-        proofs.look("actor", model, tokenizer)
-        role = RoleEngines("actor", model, tokenizer, role_run, Meshes(mesh, mesh, Layout(1)), spec, 0)
-        return role, proofs
+def started(name="llama", lora=None):
+    """A role's engines on all ranks, and the proofs that a run begins with."""
+    torch.manual_seed(0)
+    settings = {**SIZES, **MODELS[name]}
+    config = CONFIG_MAPPING[settings.pop("kind", name)](**settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.ndim > 1 or "bias" in key:
+            tensor.data.normal_(0, 0.2)
+    tokenizer, mesh = build_tokenizer(["one two"]), init_device_mesh("cpu", (dist.get_world_size(),))
+    run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
+    role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
+    roles = {"actor": SimpleNamespace(trained=True, follow=None, head="lm")}
+    spec = SimpleNamespace(dag=SimpleNamespace(roles=roles), run=run, model_of=lambda _: None,
+                           shape_of=lambda _: None,
+                           settings_of=lambda _: role_run)
+    proofs = ModelProofs(spec, resumed=False)
+    proofs.look("actor", model, tokenizer)
+    role = RoleEngines("actor", model, tokenizer, role_run, Meshes(mesh, mesh, Layout(dist.get_world_size())), spec, 0)
+    return role, proofs
 
-    return of
+
+@pytest.fixture
+def start():
+    return started
 
 
 def update(role):
@@ -139,7 +142,7 @@ def test_faults_of_what_was_loaded_are_found(start, fault):
     role, proofs = start(name)
     with torch.no_grad():
         plant(role)
-    with pytest.raises(InvalidInput, match=r"than the model (that transformers loads|'s own code)"):
+    with pytest.raises(InvalidInput, match=r"than the model( that transformers loads|'s own code)"):
         proofs.at_start({"actor": role}, Preflight())
 
 
@@ -177,3 +180,23 @@ def test_the_long_row_passes_what_the_configuration_names_as_far_as_the_run_goes
         rows = ProofRows.of(spec, config, build_tokenizer(["one two"]), 16)
         assert (rows.prompts.lengths + rows.responses.lengths).tolist() == [10, 5, expected]
         assert torch.equal(rows.prompts.rows[0], rows.prompts.rows[1])
+
+
+def stale_on_one() -> str:
+    role, proofs = started()
+    proofs.at_start({"actor": role}, Preflight())
+    update(role)
+    role.generate(ROWS.prompts, torch.arange(3))  # with the new weights
+    if dist.get_rank() == 1:
+        role.rollout.weight_buffers()["model.norm.weight"].mul_(1.0001)
+    try:
+        proofs.after_update({"actor": role})
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+def test_a_fault_on_one_rank_is_told_by_the_rank_that_writes():
+    told, others = run_ranks(2, stale_on_one)
+    assert "another weight after the first update than the engine which trains, on another rank" in told
+    assert others == ""
