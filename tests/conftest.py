@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ settings.register_profile("distflow", derandomize=True, deadline=None)  # the sa
 settings.load_profile("distflow")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or Ctrl-C would mean nothing to the runs of tests either
+BEGAN, MINUTES = time.monotonic(), os.environ.get("TEST_MINUTES", "")
+"""After so many minutes no more whole runs are started: on a machine of many users a suite may last twice as long."""
+LEFT_OUT = "the time for whole runs is over"
 RUNNING = {"launch", "ready", "cluster"}
 """Fixtures that start whole runs."""
 
@@ -35,7 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if RUNNING & set(getattr(item, "fixturenames", ())):
             item.add_marker("run")
     runs = Counter(item.path for item in items if item.get_closest_marker("run"))
-    items.sort(key=lambda item: -runs[item.path])  # files of whole runs first: short ones at the end keep all busy
+    # Whole runs come last, where some may be left out, and files with most of them before those with few.
+    items.sort(key=lambda item: (item.path in runs, -runs[item.path]))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if MINUTES and item.get_closest_marker("run") and time.monotonic() - BEGAN > 60 * float(MINUTES):
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    left_out = [report for report in terminalreporter.stats.get("skipped", ()) if LEFT_OUT in str(report.longrepr)]
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} whole runs were left out after {MINUTES} minutes", red=True)
+        for report in left_out:
+            terminalreporter.write_line(report.nodeid)
 
 
 class FailureNames:
