@@ -77,6 +77,7 @@ def spec(tmp_path):
 def test_questions_are_encoded_once_and_cuts_have_their_own_name(spec, mesh):
     role = Echo()
     validator = Validator(spec, role, Layout(1))
+    current().collect(lambda part: [part])  # what tests before have left
     for _ in range(2):
         values = validator.run()
         assert [row["completions"] for row in validator.answers["hard"]] == ["345", "456"]

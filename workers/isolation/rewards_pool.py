@@ -155,7 +155,7 @@ class RewardPool:
     """Up to `size` children, started on demand and kept between steps. `quiet`: slow rewards are not reported."""
 
     def __init__(self, size: int, memory_gib: float, quiet: bool = False):
-        self.size, self.slow = size, math.inf if quiet else _SLOW
+        self.size, self.quiet = size, quiet
         self.children = ChildPool(RewardProcess, "rewards", "workers.isolation.rewards_worker:RewardHandler", {},
                                   memory_gib)
         self.reported: set[str] = set()  # rewards whose slowness has been reported
@@ -173,7 +173,7 @@ class RewardPool:
 class _PoolRun:
     def __init__(self, pool: RewardPool, jobs: list[Job], limit: float):
         self.pool, self.size, self.limit, self.reported = pool.children, pool.size, limit, pool.reported
-        self.began, self.slow_at = time.time(), time.monotonic() + pool.slow
+        self.began, self.slow_at = time.time(), math.inf if pool.quiet else time.monotonic() + _SLOW
         self.results, self.deadline, self.start_failures = RewardResults(), time.monotonic() + limit, 0
         self.waiting = deque(call for job in jobs for call in job.calls())
 
