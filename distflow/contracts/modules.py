@@ -165,9 +165,11 @@ def where_defined(name: str, decorator: str, imports: Iterable[str], instead: st
 
 
 def hidden_by(module: str, path: Path) -> str:
-    """Return what to do where Python finds another module under the name of a user's file; "" if it finds the file."""
+    """Return what to do where Python finds another module under the name of a user's file; "" if it finds the file, or
+    a copy."""
     spec = _spec_of(module)
-    if spec is None or (spec.origin and Path(spec.origin).resolve() == path.resolve()):
+    found = Path(spec.origin) if spec and spec.origin else None
+    if spec is None or (found and found.is_file() and found.read_bytes() == path.read_bytes()):
         return ""
     other = f"Python's own module `{module}`" if module in sys.stdlib_module_names else \
         f"an installed package `{module}`" if "site-packages" in str(spec.origin) else f"{shown(spec.origin or module)}"

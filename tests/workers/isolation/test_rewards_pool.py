@@ -518,7 +518,8 @@ def test_a_slow_reward_is_reported_once_while_it_still_runs(run, capfd, monkeypa
 def test_of_several_ranks_only_the_first_prints_that_a_reward_is_slow(run, capfd, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("workers.isolation.rewards_pool._SLOW", 0.2)
     monkeypatch.setattr(events.current(), "path", tmp_path / "events.jsonl")
-    (tmp_path / "events.jsonl").write_text('{"event": "reward_slow", "reward": "hostile", "rank": 7}\n')
+    told = {"time": 1.0, "step": 0, "rank": 7, "event": "reward_slow", "reward": "hostile"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(told) + "\n")
     run("hostile", ["sleeps"], timeout=1.0)
     assert "is slow" not in capfd.readouterr().err
     assert (tmp_path / "events.jsonl").read_text().count("reward_slow") == 2
