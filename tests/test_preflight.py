@@ -24,7 +24,7 @@ def preflight_of(run: Path) -> dict:
 def test_a_run_records_what_it_has_proved(launch, workspace):
     done = launch(2, *RUN, "--name", "proved")
     event = preflight_of(workspace / "runs/proved")
-    assert event["proved"] == {"data": 10, "rewards": 10, "tokens": 10}
+    assert event["proved"] == {"data": 10, "rewards": 10, "tokens": 10, "models": 6}
     assert event["rank"] == event["step"] == 0
     assert sum(event["seconds"].values()) < 5
     (doubt,) = [doubt for doubt in event["doubts"] if "brevity" in doubt]

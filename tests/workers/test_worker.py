@@ -20,7 +20,7 @@ BREAKS_RANK_1 = """
 import os
 import workers.train_context
 
-def build_roles(*_):
+def build_roles(*_, **__):
     raise RuntimeError("out of memory")
 
 if os.environ["RANK"] == "1":
@@ -40,12 +40,12 @@ def wait_until(condition):
     while not condition():
         time.sleep(0.01)
 
-def build_roles(*given):
+def build_roles(*given, **more):
     if not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     looked.touch()
-    return build(*given)
+    return build(*given, **more)
 
 def registered_mask():
     if died.exists():
