@@ -83,7 +83,7 @@ def test_long_prompts_and_answers_that_were_cut_off_are_not_trained_on(launch, w
     assert len(ended) == sum(values["samples"] for values in metrics.values())
     assert 0 < sum(ended) < len(ended)
     assert sum(values["filter/untruncated/kept"] for values in metrics.values()) == sum(ended)
-    assert [values["learning_rate"] for values in metrics.values()] == [1e-3, 5.5e-4]
+    assert [values["learning_rate"] for values in metrics.values()] == [1e-3, 1e-4]
     for values in metrics.values():
         assert values["filter/kept"] == 1 - values["response/truncated"]
         assert (values["data/records_skipped"], values["data/prompts_cut"]) == (1, 0)
