@@ -42,7 +42,7 @@ _SHARD_BYTES = 5 * 10**9
 """Size of a file: more than that is never copied at a time."""
 _COMPUTED = 10**9
 """Parameters up to which the written model computes two rows."""
-_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Mean difference of the two rows' log-probabilities (nats) or values from the engine's, by its dtype."""
 _TEXT = "Question: what is 17 + 25? The sum of 17 and 25 is 42, since 7 + 5 = 12, and 10 + 20 + 12 = 42. "
 _ROWS = ((4, 6), (12, 40))  # tokens of prompt and response
@@ -240,22 +240,26 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> 
 
 
 @torch.no_grad()
+def row_numbers(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
+    """Return the log-probability, or the value, of each response token [R] by transformers alone, of one row alone."""
+    tokens, places = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
+    if model.get_output_embeddings() is None:
+        return model.score(model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)[0, places, 0]
+    logits = model(input_ids=tokens, use_cache=False).logits[0, places].float()
+    return logits.log_softmax(-1).gather(1, response[:, None]).squeeze(1)
+
+
 def _difference(model: Any, rows: Rows, numbers: Sequence[Tensor], dtype: torch.dtype) -> float:
     """Return the largest mean difference of a row's numbers, computed by transformers alone, from the engine's."""
     largest = 0.0
     for (prompt, response), engines in zip(rows, numbers, strict=True):
-        tokens, places = torch.cat([prompt, response])[None], slice(len(prompt) - 1, -1)
-        if model.get_output_embeddings() is None:
-            states = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            plain = model.score(states)[0, places, 0]
-            scale = max(1.0, float(plain.abs().mean()))  # of scores, which may be large
-        else:
-            logits = model(input_ids=tokens, use_cache=False).logits[0, places]
-            plain, scale = logits.log_softmax(-1).gather(1, response[:, None]).squeeze(1), 1.0
+        plain = row_numbers(model, prompt, response)
+        scores = model.get_output_embeddings() is None  # which may be large
+        scale = max(1.0, float(plain.abs().mean())) if scores else 1.0
         largest = max(largest, float((plain - engines).abs().mean()) / scale)
-    if not largest <= _BOUNDS[dtype]:
+    if not largest <= ROUNDING[dtype]:
         raise ModelDamaged(f"the written model computes otherwise than the engine that trained it: by {largest:.2g} in "
-                           f"the mean of a row's tokens, where {_BOUNDS[dtype]:g} is rounding. Its tensors are those "
+                           f"the mean of a row's tokens, where {ROUNDING[dtype]:g} is rounding. Its tensors are those "
                            "that were gathered, so that either the engine gathers what it does not compute with, or it "
                            "computes otherwise than transformers does")
     return largest

@@ -11,6 +11,7 @@ trainer are compared bit for bit.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,10 +32,11 @@ from workers.engines.devices import choose, is_half
 from workers.engines.fsdp import FSDPEngine
 from workers.engines.role_engines import RoleEngines
 from workers.engines.sampling import TokenLimits
+from workers.engines.saved_model import ROUNDING, row_numbers
 from workers.preflight.proofs import FailedProof, Preflight
 from workers.roles import build_roles
 
-_BOUNDS = {True: (0.25, 4.0), False: (5e-4, 5e-3)}
+_BOUNDS = {True: (ROUNDING[torch.bfloat16], 4.0), False: (ROUNDING[torch.float32], 5e-3)}
 """Mean and largest difference of log-probabilities, in nats, that are rounding; True: in half precision, in which
 tokens that are not likely differ most, and a mixture may choose other experts."""
 _SHORT = (4, 6)
@@ -143,17 +145,11 @@ def _on_writer(role: RoleEngines, failed: list[FailedProof]) -> list[FailedProof
 def loaded_numbers(model: PreTrainedModel, rows: ProofRows) -> Tensor | None:
     """Return the log-probabilities [T] of a model that transformers has just loaded, each row alone, in float32; None
     if that took long."""
-    if sum(parameter.numel() for parameter in model.parameters()) > _LOADED or model.dtype != torch.float32:
+    if sum(parameter.numel() for parameter in model.parameters()) > _LOADED:
         return None
-    attend_by(model, "eager")
-    with torch.no_grad():
-        found = [_of_row(model, prompt, response) for prompt, response in zip(rows.prompts.rows, rows.responses.rows)]
-    return torch.cat(found)
-
-
-def _of_row(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
-    logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+    exact = copy.deepcopy(model).float()
+    attend_by(exact, "eager")
+    return torch.cat([row_numbers(exact, *row) for row in zip(rows.prompts.rows, rows.responses.rows)])
 
 
 def _named_lengths(config: Any) -> list[int]:

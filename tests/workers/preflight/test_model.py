@@ -33,7 +33,7 @@ MODELS = {
     "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}}
 
 
-def started(name="llama", lora=None):
+def started(name="llama", lora=None, dtype=torch.float32):
     """A role's engines on all ranks, and the proofs that a run begins with."""
     torch.manual_seed(0)
     settings = {**SIZES, **MODELS[name]}
@@ -42,6 +42,7 @@ def started(name="llama", lora=None):
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.ndim > 1 or "bias" in key:
             tensor.data.normal_(0, 0.2)
+    model = model.to(dtype)
     tokenizer, mesh = build_tokenizer(["one two"]), init_device_mesh("cpu", (dist.get_world_size(),))
     run = SimpleNamespace(seed=0, steps=10, data=Data(train="", max_prompt_tokens=32, max_target_tokens=16))
     role_run = RoleRun(lora=lora, learning_rate=1e-2, generation={"max_new_tokens": 12})
@@ -164,6 +165,15 @@ def test_an_old_policy_that_samples_on_is_found_after_the_first_update(start, lo
     fault(role)
     with pytest.raises(InvalidInput, match="`rollout: hf`: it computes .* after the first update"):
         proofs.after_update({"actor": role})
+
+
+def test_a_model_of_half_precision_is_computed_as_it_was_loaded_too():
+    """Most folders hold bfloat16; a buffer that is lost on the way into the engine shows there as well."""
+    role, proofs = started("glm4_moe", dtype=torch.bfloat16)
+    assert proofs.loaded["actor"].dtype == torch.float32
+    FAULTS["a zeroed buffer"][1](role)
+    with pytest.raises(InvalidInput, match="than the model that transformers loads"):
+        proofs.at_start({"actor": role}, Preflight())
 
 
 def test_a_rollout_with_other_weights_is_found_at_the_start(start):
