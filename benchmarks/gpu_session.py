@@ -41,7 +41,7 @@ from distflow.telemetry.run_reader import RunReader
 from planners.memory import GIB, needed
 
 MINUTES = 24.0
-LIBRARIES = ("torch", "transformers", "triton", "vllm", "peft", "liger-kernel", "kernels", "flash-attn", "nixl-cu12")
+LIBRARIES = ("torch", "transformers", "triton", "vllm", "peft", "liger-kernel", "kernels", "flash-attn")
 LEAST, GRACE = 15.0, 40.0  # seconds without which no part begins; that one has to end by itself
 PASSED, QUICK = "passed", ("plain", "resume", "kill")
 MODEL = ("roles.actor.model={architecture: qwen2, layers: %d, hidden: 896, heads: 14, kv_heads: 2, head_dim: 64, "

@@ -8,8 +8,6 @@ to the same memory, and nothing else: one connection that is open already, no he
     memory  one copy out of the other process's memory: a transport that copies can do no better
     ucx     messages of 1 MiB from worker to worker; left out where `ucxx` is not installed
     tcp     sendall on one side, recv_into on the other
-    nixl    reads of 2 MiB of registered memory; left out where `nixl-cu12` is not installed. Within a machine it copies
-            by the kernel (cma); UCX_TLS=tcp in the environment has it, and ucx, use TCP
 
 A pull by memory does not copy: it ends when all bytes have been read for their checksums where they lie, in the
 publisher's memory, which the rollout then has mapped and locked. So it may be faster than the raw copy.
@@ -39,7 +37,6 @@ import torch  # noqa: E402
 
 from benchmarks.ratio import Spread, conclude, interleaved, options, parsed  # noqa: E402
 from distflow.config.models import missing_transport  # noqa: E402
-from distflow.rpc.connection import Connection as RpcConnection  # noqa: E402
 from distflow.rpc.shared_memory import MemoryAddress  # noqa: E402
 from distflow.store.interface import Store  # noqa: E402
 from distflow.store.tcp import TCPStoreClient, store_on  # noqa: E402
@@ -48,9 +45,8 @@ from distflow.weights.puller import Puller  # noqa: E402
 from distflow.weights.sources import SourceClient, SourceConnections  # noqa: E402
 from distflow.weights.transport import transports  # noqa: E402
 from distflow.weights.transport.memory import LockedMemory  # noqa: E402
-from distflow.weights.transport.nixl import NixlPuller, NixlSource  # noqa: E402
 
-TRANSPORTS = [way for way in ("memory", "ucx", "tcp", "nixl") if not missing_transport(way)]
+TRANSPORTS = [way for way in ("memory", "ucx", "tcp") if not missing_transport(way)]
 GOAL, MIB = 0.8, 1 << 20
 _TENSOR = _PART = 16 * MIB
 
@@ -61,9 +57,6 @@ class Trainer:
     def __init__(self, store: Store, token: bytes):
         self.publisher, self.version = Publisher(store, token, rank=0, ranks=1), 0
         self.server = socket.create_server(("127.0.0.1", 0))
-        if "nixl" in TRANSPORTS:  # which `auto` leaves out
-            self.publisher.source.transports |= transports("nixl", self.publisher.buffers)
-            self.nixl = NixlSource({})
 
     def make(self, mib: int) -> None:
         """Tensors of so many MiB together, published twice: both buffers have been used then."""
@@ -99,9 +92,6 @@ class Trainer:
         self.sock.recv(1)
         if way == "tcp":
             self.sock.sendall(memoryview(self.memory))
-        for begin in range(0, len(self.memory) if way == "nixl" else 0, NixlPuller.run):
-            part = self.memory[begin : begin + NixlPuller.run]
-            self.nixl.send(RpcConnection(self.sock, "rollout"), {}, part, lambda _: None)
         for begin in range(0, len(self.memory) if way == "ucx" else 0, _PART):
             self.source_end.end.move(self.source_end.end.endpoint.tag_send, self.memory[begin : begin + _PART],
                                      lambda _: None)
@@ -118,8 +108,6 @@ class Rollout:
         self.puller = Puller(store, token, "rollout")
         self.locked_memory = LockedMemory(self.puller.buffers)
         self.connections = {way: self._connections(token, way) for way in TRANSPORTS}
-        if "nixl" in TRANSPORTS:
-            self.nixl = NixlPuller(60.0, {})
 
     def pull(self, way: str) -> float:
         self.puller.connections = self.connections[way]
@@ -164,10 +152,6 @@ class Rollout:
         for begin in range(0, size if way == "ucx" else 0, _PART):
             self.puller_end.end.move(self.puller_end.end.endpoint.tag_recv, target[begin : begin + _PART],
                                      lambda _: None)
-        connection = RpcConnection(self.sock, "trainer")
-        for begin in range(0, size if way == "nixl" else 0, NixlPuller.run):
-            self.nixl.on_reply(connection.receive()[0])
-            self.nixl.take(connection, 0, 0, slice(0), target[begin : begin + NixlPuller.run], lambda _: None)
         while way == "tcp" and filled < size:
             filled += self.sock.recv_into(view[filled:])
         return time.perf_counter() - begun
@@ -255,9 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
     if any(mib < 16 or mib % 16 for mib in sizes):
         parser.error("--mib: multiples of 16")
     pair = Pair()
-    for way, missing in ((way, missing_transport(way)) for way in ("ucx", "nixl")):
-        if missing:
-            print(f"{way} is left out: {missing}")
+    if missing := missing_transport("ucx"):
+        print(f"ucx is left out: {missing}")
     found = {(mib, way): spread for mib in sizes for way, spread in measure(pair, mib, given.repeats).items()}
     worst = min(found, key=lambda case: found[case].median)
     print(f"the least of all is {worst[1]} at {worst[0]} MiB")

@@ -51,7 +51,7 @@ def test_no_file_names_the_package_of_another_project():
                if (found := re.findall(r"distflow\[\w+\]|install '?distflow(?![-\w])", text))}
     assert foreign == {}
     extras = {extra for text in texts.values() for extra in re.findall(r"(?:pip_line\([\"']|-e '\.\[)(\w+)", text)}
-    assert {"vllm", "megatron", "exact", "ucx", "nixl"} <= extras <= set(config["options.extras_require"])
+    assert {"vllm", "megatron", "exact", "ucx"} <= extras <= set(config["options.extras_require"])
 
 
 @pytest.mark.parametrize("line", ["-m distflow --version", "-m distflow.cli --version"])

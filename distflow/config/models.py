@@ -93,7 +93,6 @@ ROLLOUTS: dict[str, Engine] = {
 TRANSPORTS: dict[str, Engine] = {
     "ucx": Engine("distflow.weights.transport.ucx:Ucx", ("ucxx-cu12", "ucxx-cu13", "ucxx-cu11", "ucxx"), ("0.52.",),
                   "ucx"),
-    "nixl": Engine("distflow.weights.transport.nixl:Nixl", ("nixl-cu12",), ("1.5.",), "nixl"),
 }
 """Those of weights that need a package."""
 

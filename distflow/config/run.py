@@ -462,10 +462,9 @@ class Run(Document):
     """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
     prompts that are done while others are still sampled (modes async and semi_sync). Which prompts are computed
     together then depends on when they come, so that two runs with one seed round otherwise."""
-    transport: Literal["auto", "memory", "ucx", "tcp", "nixl"] = "auto"
+    transport: Literal["auto", "memory", "ucx", "tcp"] = "auto"
     """How weights travel to those that sample (mode async): through shared memory, within a machine; by UCX
-    (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which. nixl (extra
-    `nixl`): those that sample read the memory of those that train, by RDMA where there is any."""
+    (extra `ucx`); by TCP. auto: the first of these that both ends can use; events.jsonl says which."""
     backend: Backend = "auto"
     """Library of the collectives on the ranks' devices. auto: nccl on GPUs, gloo on CPUs. Another is tried at the
     start, and it is a mistake if it does not work. ucc: Unified Collective Communication, which few builds of torch

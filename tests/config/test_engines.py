@@ -37,10 +37,10 @@ def test_everything_that_is_refused_is_listed(capsys):
 
 def test_a_transport_without_its_package_is_refused_with_the_line_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr("distflow.config.models.version", Mock(side_effect=PackageNotFoundError))
-    assert main(["validate", "grpo", "--set", "transport=nixl"]) == 2
+    assert main(["validate", "grpo", "--set", "transport=ucx"]) == 2
     said = capsys.readouterr().err
-    assert "`transport: nixl` needs nixl-cu12, which is not installed" in said
-    assert pip_line("nixl") in said
+    assert "`transport: ucx` needs ucxx-cu12, which is not installed" in said
+    assert pip_line("ucx") in said
 
 
 @pytest.mark.parametrize("package", ["ucxx-cu12", "ucxx-cu13", "ucxx-cu11", "ucxx"])

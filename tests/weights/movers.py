@@ -152,17 +152,6 @@ class Serving:
 
         self.source._send_chunks = serve
 
-    def end_while_read(self, number: int) -> None:
-        """Get this signal as soon as a part of what is asked for has been read by NIXL."""
-        from distflow.weights.transport.nixl import NixlSource
-
-        send = NixlSource.send
-
-        def serve(end: Any, connection: Any, header: Any, chunks: Any, moved: Any) -> None:
-            send(end, connection, header, chunks, lambda _: os.kill(os.getpid(), number))
-
-        NixlSource.send = serve
-
     def spoil(self, part: int, chunk: int) -> None:
         """Serve this chunk corrupt."""
         chunks = list(self.source.stores.values())[-1]

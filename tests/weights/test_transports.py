@@ -18,8 +18,7 @@ from distflow.weights.transport import transports
 from distflow.weights.transport.memory import SharedMemoryTransport
 
 UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
-NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="nixl-cu12 is not installed")
-ALL = ["memory", "tcp", pytest.param("ucx", marks=UCX), pytest.param("nixl", marks=NIXL)]
+ALL = ["memory", "tcp", pytest.param("ucx", marks=UCX)]
 BETWEEN_MACHINES = {"environ": {"UCX_TLS": "tcp"}}
 WHOLE = 8 << 20
 
@@ -89,9 +88,8 @@ def test_one_that_the_source_cannot_use_is_an_error(mover):
 
 def test_what_is_not_here_is_an_error(monkeypatch):
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: None)
-    for name, package in (("ucx", "ucxx-cu12"), ("nixl", "nixl-cu12")):
-        with pytest.raises(NoTransport, match=rf"needs {package}, which is not installed:  pip install .*\[{name}\]'"):
-            transports(name, SharedMemoryPool("weights"))
+    with pytest.raises(NoTransport, match=r"needs ucxx-cu12, which is not installed:  pip install .*\[ucx\]'"):
+        transports("ucx", SharedMemoryPool("weights"))
     monkeypatch.setenv("DISTFLOW_MACHINE", "")
     with pytest.raises(NoTransport, match="Set  transport: auto"):
         transports("memory", SharedMemoryPool("weights"))

@@ -4,9 +4,8 @@ case: it proves both ends and carries requests; the transport carries the bytes.
     memory    both on one machine: nothing is transferred, the puller uses the source's memory
     ucx       UCX: RDMA where there is any, TCP otherwise; needs the package that the extra `ucx` installs
     tcp       the connection itself; always available
-    nixl      NIXL: the puller reads the source's memory, by RDMA where there is any; extra `nixl`; only by name
 
-`auto` takes the first of the others that both ends can use, and records which. One that is requested by name is used,
+`auto` takes the first that both ends can use, and records which. One that is requested by name is used,
 or is an error: nothing falls back in silence. A new one: a module here with a `Transport` and its two ends, a line each
 in `made` and `usable` below, its name in `transport` of `distflow/config/run.py`, and `make docs`.
 """
@@ -23,7 +22,6 @@ from distflow.rpc.shared_memory import SharedMemoryPool, machine_name
 from distflow.weights.errors import NoTransport
 from distflow.weights.transport.ends import Header, PullerEnd, SourceEnd
 from distflow.weights.transport.memory import SharedMemoryTransport
-from distflow.weights.transport.nixl import Nixl
 from distflow.weights.transport.tcp import Tcp
 from distflow.weights.transport.ucx import Ucx
 
@@ -47,8 +45,7 @@ class Transport(Protocol):
 def transports(requested: str, buffers: SharedMemoryPool, host: str = "127.0.0.1") -> dict[str, Transport]:
     """Return the transports that this process can use, best first. `host`: the address at which others reach it."""
     made: dict[str, Callable[[], Transport]] = {"memory": lambda: SharedMemoryTransport(buffers),
-                                                "ucx": lambda: Ucx(host, wished=requested == "ucx"), "tcp": Tcp,
-                                                "nixl": lambda: Nixl(host, wished=requested == "nixl")}
+                                                "ucx": lambda: Ucx(host, wished=requested == "ucx"), "tcp": Tcp}
     if requested != "auto" and requested not in made:
         raise NoTransport(f"there is no transport `{requested}`. {did_you_mean(requested, ['auto', *made])}")
     if missing := missing_transport(requested):
@@ -56,7 +53,7 @@ def transports(requested: str, buffers: SharedMemoryPool, host: str = "127.0.0.1
     if requested == "memory" and not machine_name():
         raise NoTransport("the transport `memory` needs memfd_create and /proc, which this system does not have, or "
                           "DISTFLOW_MACHINE is set to nothing. Set  transport: auto")
-    usable = {"memory": bool(machine_name()), "ucx": not missing_transport("ucx"), "tcp": True, "nixl": False}
+    usable = {"memory": bool(machine_name()), "ucx": not missing_transport("ucx"), "tcp": True}
     return {name: make() for name, make in made.items() if name == requested or (requested == "auto" and usable[name])}
 
 
