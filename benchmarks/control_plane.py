@@ -415,23 +415,11 @@ def growth_exponent(values: dict[int, float]) -> float:
     return statistics.linear_regression(*zip(*found)).slope
 
 
-ROUTING = """
-import pathlib, statistics, sys
-from benchmarks.simulated_scale import _route
-def peak():
-    return int(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-_route(8, 16, 0)
-before, ranks = peak(), int(sys.argv[1])
-seconds = [_route(ranks, 16, repeat) for repeat in range(6)][1:]
-print(statistics.median(seconds), min(seconds), max(seconds), peak() - before)
-"""
-
-
 def routing(ranks: int) -> tuple[float, float, float, float]:
     """CPU seconds of a rank that learns where the rows of all go, after the first step: median, least and most; and the
     MiB that it needs, all notices included; in a process of its own."""
-    said = subprocess.run([sys.executable, "-c", ROUTING, str(ranks)], check=True, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}).stdout.split()
+    said = subprocess.run([sys.executable, "-m", "benchmarks.routing", str(ranks)], check=True, capture_output=True,
+                          text=True, cwd=ROOT).stdout.split()
     return float(said[0]), float(said[1]), float(said[2]), float(said[3]) / 1024
 
 

@@ -129,8 +129,8 @@ _NEAR = 0.5  # machines are in one zone if their link has at least this part of 
 Ends = tuple[int, int]  # two ranks, the lower one first
 _OF_MEASURED = {"compute": 0.84, "memory": 1.0, "links": 1.0}
 """Shares of measured rates that large tasks reach. Of the products of square matrices: A100 and H100 train at 0.80 and
-0.61 of the peak (`benchmarks/public_figures.py`), and their products reach 0.87 and 0.80 of it (Bekman, Machine
-Learning Engineering, compute/accelerator, maximum achievable matmul)."""
+0.61 of the peak (LLM Foundry's tables), and their products reach 0.87 and 0.80 of it (Bekman, Machine Learning
+Engineering, compute/accelerator, maximum achievable matmul)."""
 
 
 @dataclass(frozen=True)

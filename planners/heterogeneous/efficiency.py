@@ -1,8 +1,9 @@
 """Shares of their data sheets' rates that kinds of devices reach, fitted to public measurements.
 
-`benchmarks/public_figures.py` has the measurements with their sources, says which of them these shares were fitted to,
-and prints what the cost model predicts beside each. A cluster file's own `efficiency` of a device or a link comes
-first, which `probe` writes since its rates are measured, and `--from` fits to runs what is left.
+They are fitted to 41 public figures: MPT-7B trained (LLM Foundry), LLaMA-7B sampled (NVIDIA's TensorRT-LLM 0.8)
+and all-reduces over NVLink and between machines; `docs/mixed_hardware.md` says how well 231 others are predicted. A
+cluster file's own `efficiency` of a device or a link comes first, which `probe` writes since its rates are measured,
+and `--from` fits to runs what is left.
 """
 
 from __future__ import annotations

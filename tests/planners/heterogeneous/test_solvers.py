@@ -1,5 +1,4 @@
-"""Both solvers against each other and against going through everything. `benchmarks/heterogeneous_solvers.py` does this
-on 200 problems; here are some of them."""
+"""Both solvers against each other and against going through everything, on random small problems."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_problems import brute_force, random_problem
 
 from benchmarks.qwen3 import folder
-from benchmarks.small_problems import brute_force, random_problem
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
