@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import house
 import networkx
 import pytest
 
 import distflow
+from distflow import cli
 from distflow.config.load import load
 from planners import plan
 
@@ -314,6 +316,15 @@ def test_few_modules_import_those_that_stand_alone_in_workers() -> None:
     arrows = [(module, other) for module, other in graph.edges if module.startswith("workers.")
               and other.startswith("workers.") and other.count(".") == 1]
     assert len(arrows) <= 65
+
+
+def test_kinds_stay_few() -> None:
+    """A feature that adds one takes one away: `python -m tests.house` prints them."""
+    gone = [symbol for symbols in house.KINDS.values() for symbol in symbols if not house.exists(symbol)]
+    assert not gone, f"take {gone} out of KINDS"
+    counts = {"YAML keys": sum(map(len, house.yaml_keys().values())), "verbs": len(cli.MODULES),
+              "arguments of a constructor": max(house.constructors().values())}
+    assert {name: count for name, count in counts.items() if count > house.MOST[name]} == {}
 
 
 def test_a_sliver_is_part_of_the_one_that_imports_it() -> None:
