@@ -47,7 +47,7 @@ from distflow.recovery.restarts import Attempt, Failure, RestartCoordinator, Res
 from distflow.recovery.store import RunStore  # noqa: E402
 from distflow.store.etcd import EtcdStore  # noqa: E402
 from distflow.store.interface import Store, poll_interval  # noqa: E402
-from distflow.store.tcp import TCPStoreClient, _Connection  # noqa: E402
+from distflow.store.tcp import TCPStoreClient  # noqa: E402
 from distflow.telemetry.heartbeat import Silence  # noqa: E402
 from distflow.weights import directory as directories  # noqa: E402
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry  # noqa: E402
@@ -91,33 +91,43 @@ class CountedTCP(TCPStoreClient):
     def __init__(self, port: int):
         Store.__init__(self, f"127.0.0.1:{port}", LIMIT)
         self.host, self.port, self.server, self.counts = "127.0.0.1", port, None, Counts()
-        self.connections = threading.local()
+        self.local = threading.local()
 
-    def _call(self, query, read):
+    def _call(self, function, wait=0.0):
         self.counts.operations += 1
-        self.counts.bytes += len(query)
+        return super()._call(lambda store: function(CountedCalls(store, self.counts)), wait)
 
-        def counted(reply):
-            found = read(reply)
-            self.counts.bytes += reply.used
-            return found
-
-        return super()._call(query, counted)
-
-    def wait(self, keys, seconds):
-        self.counts.operations += 1
-        self.counts.bytes += len(self._keys(keys))
-        return super().wait(keys, seconds)
-
-    def _connection(self):
+    def _helper(self):
         if threading.current_thread() is threading.main_thread():
             if CountedTCP.shared is None or CountedTCP.shared.address != self.address:
-                CountedTCP.shared = _Connection(self.host, self.port, LIMIT)
+                CountedTCP.shared = super()._helper()
             return CountedTCP.shared
-        before = getattr(self.connections, "own", None)
-        found = super()._connection()
+        before = getattr(self.local, "helper", None)
+        found = super()._helper()
         self.counts.connections += found is not before
         return found
+
+
+class CountedCalls:
+    """Torch's client, with the bytes of keys and values counted."""
+
+    def __init__(self, store: Any, counts: Counts):
+        self.store, self.counts = store, counts
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = getattr(self.store, name)(*arguments)
+            self.counts.bytes += size(arguments) + size(result)
+            return result
+
+        return call
+
+
+def size(value: Any) -> int:
+    """Return the bytes of keys and values, each with its length in 8 bytes; 8 of anything else."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(size, value))
+    return 8 + (len(value) if isinstance(value, (str, bytes)) else 0)
 
 
 class CountedEtcd(EtcdStore):

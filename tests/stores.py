@@ -49,17 +49,8 @@ class CountingStore(TCPStoreClient):
 
     def __init__(self, port: int):
         self.operations: list[str] = []
-        self.keys: list[int] = []  # of each list of keys
         super().__init__("127.0.0.1", port, SECONDS)
 
-    def _call(self, query, read):
+    def _call(self, function, wait=0.0):
         self.operations.append("call")
-        return super()._call(query, read)
-
-    def _keys(self, keys):
-        self.keys.append(len(keys))
-        return super()._keys(keys)
-
-    def wait(self, keys, seconds):
-        self.operations.append("wait")
-        return super().wait(keys, seconds)
+        return super()._call(function, wait)

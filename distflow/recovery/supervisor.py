@@ -1,8 +1,8 @@
 """Supervises the worker of one rank: forks it, monitors it, and forks another after a failure.
 
 torchrun starts one supervisor for each GPU. A worker's failure restarts the workers of its restart group and no others.
-The supervisor does nothing that could fail together with a worker: no model, no collective, no thread. Because a worker
-is a fork, a restart pays for no import.
+The supervisor does nothing that could fail together with a worker: no model, no collective, and no thread but
+the store's. Because a worker is a fork, a restart pays for no import.
 
     WAITING    `should_run` is false: scaled down        -> RUNNING when scaled up
     RUNNING    a worker lives                            -> one of `_WorkerEnd`, or a `Failure`

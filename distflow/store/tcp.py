@@ -1,165 +1,90 @@
 """Client of torch's TCPStore whose every call has a deadline, and the TCPStore itself.
 
-torch's own client waits for ever in most calls when the store's process is stopped or cut off, with Python's signal
-handlers blocked. This one speaks the same protocol (torch 2.11 to 2.13, `TCPStoreBackend.hpp`) by a socket of its own:
-
-    query   a byte, then keys and values, each as length (u64) and bytes; lists and WAIT, CHECK begin with their length
-    reply   SET has none, so that an empty CHECK follows; ADD, DELETE i64; CHECK, WAIT, CANCEL_WAIT a byte;
-            COMPARE_SET a value; MULTI_GET values
-
-A query that has timed out stays under way, and its reply is skipped when it comes: nothing is done twice.
+Most calls of torch's client wait for ever where the store's process is stopped or cut off, and signal handlers wait
+with them. Each thread that uses a store therefore has torch's client in a helper thread, and waits for that no longer
+than the deadline. A call that has timed out stays in progress; those after it wait for their turn until their own
+deadline, and are not made then: nothing is done twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
+import signal
 import socket
-import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
 
 from distflow.store.interface import Store, StoreUnavailable
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_VALIDATE, _SET, _COMPARE_SET, _ADD, _CHECK, _WAIT, _DELETE, _MULTI_GET, _CANCEL_WAIT, _PING, _LIST = (
-    bytes([number]) for number in (0, 1, 2, 4, 5, 6, 8, 10, 12, 13, 17))
-_MAGIC, _NONCE, _ROOT = 0x3C85F7CE, 0x44464C57, "/"  # torch's number of its protocol; ours to PING; its prefix of keys
-_STOP, _ABSENT = 0, "\0absent"
-_CHUNK, _BACKLOG = 1 << 16, 4096  # bytes read at once; connections that wait to be taken: all ranks come together
+_ABSENT = "\0absent"  # a value that no key has: COMPARE_SET with it reads a key without waiting for it
+_BACKLOG = 4096  # connections that wait to be taken: all ranks come together
+_POSTS = 100  # calls in the queue beyond which what is posted is dropped
+_LEAST_WAIT = 0.001  # seconds; torch takes less for no limit
+_END = 0.1  # seconds that a helper thread has for a call in progress when it is to end
 T = TypeVar("T")
 
 
-class _Incomplete(Exception):
-    """More bytes must come before a reply can be read."""
-
-
-class _Reply:
-    """Reads a reply from the bytes that have come."""
-
-    def __init__(self, data: bytearray):
-        self.data, self.used = data, 0
-
-    def take(self, count: int) -> bytes:
-        if len(self.data) < self.used + count:
-            raise _Incomplete
-        self.used += count
-        return bytes(self.data[self.used - count : self.used])
-
-    def nothing(self) -> None: ...
-
-    def byte(self) -> int:
-        return self.take(1)[0]
-
-    def number(self) -> int:
-        return struct.unpack("<q", self.take(8))[0]
-
-    def text(self) -> str:
-        return self.take(self.number()).decode()
-
-    def cancelled(self) -> bool:
-        """Read the reply of CANCEL_WAIT; return whether that of WAIT had come before."""
-        return self.byte() == _STOP and self.byte() != _STOP
-
-    def texts(self) -> list[str]:
-        return [self.text() for _ in range(self.number())]
-
-
-Reader = Callable[[_Reply], T]
-
-
-class _Connection:
-    """A connection of one thread of one process."""
+class _Helper:
+    """Torch's client in a thread of its own, for one thread of one process. `usable`: the connection is not lost."""
 
     def __init__(self, host: str, port: int, seconds: float):
-        self.address, self.pid = f"{host}:{port}", os.getpid()
-        self.outgoing, self.incoming = bytearray(), bytearray()
-        self.owed: deque[Reader] = deque()  # readers of replies that have not come
-        self.busy = False
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self.address, self.pid, self.usable = f"{host}:{port}", os.getpid(), True
         try:
-            self.socket = socket.create_connection((host, port), seconds)
-            self.socket.setblocking(False)
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            socket.create_connection((host, port), seconds).close()  # torch tries again where there is nothing
         except TimeoutError:
             raise StoreUnavailable(self.address, seconds) from None
         except OSError as error:
             raise StoreUnavailable(self.address, 0.0, str(error), gone=True) from None
-        hello = _VALIDATE + struct.pack("<I", _MAGIC) + _PING + struct.pack("<I", _NONCE)
-        if self.call(hello, lambda reply: reply.take(4), seconds) != struct.pack("<I", _NONCE):
-            raise StoreUnavailable(self.address, 0.0, "it is no TCPStore of torch 2.11 to 2.13", gone=True)
+        self.queue = SimpleQueue[tuple[Future, Callable[[], object]] | None]()
+        thread = threading.Thread(target=_make_calls, args=(self.queue,), name="store", daemon=True)
+        weakref.finalize(self, _end, self.queue, thread)
+        thread.start()
+        self.store = self.call(lambda: TCPStore(host, port, is_master=False, wait_for_workers=False,
+                                                timeout=timedelta(seconds=seconds)), seconds)
 
-    @property
-    def usable(self) -> bool:
-        """Whether this process made it, and no signal handler has broken off a call."""
-        return self.pid == os.getpid() and not self.busy
-
-    def call(self, query: bytes, read: Reader[T], seconds: float) -> T:
-        """Send a query and return its reply. Raises StoreUnavailable: it has not come within `seconds`."""
-        with self._errors():
-            until = time.monotonic() + seconds
-            self._send(query, read, until)
-            return self._receive(until)
-
-    def wait(self, query: bytes, seconds: float, deadline: float) -> bool:
-        """Send a WAIT, and cancel it after `seconds`; return whether it was answered. Raises StoreUnavailable: the
-        other queries were not within `deadline`."""
-        with self._errors():
-            self._send(query, _Reply.byte, time.monotonic() + deadline)
-            with contextlib.suppress(TimeoutError):
-                return self._receive(time.monotonic() + seconds) == _STOP
-            self.owed[0] = _Reply.cancelled
-            self.outgoing += _CANCEL_WAIT
-            return self._receive(time.monotonic() + deadline)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        self.busy, began = True, time.monotonic()
+    def call(self, function: Callable[[], T], seconds: float) -> T:
+        """Return the result of a function in the helper thread. Raises StoreUnavailable: there is none in `seconds`."""
+        future = Future[T]()
+        self.queue.put((future, function))
         try:
-            yield
+            return future.result(seconds)
         except TimeoutError:
-            self.busy = False
-            raise StoreUnavailable(self.address, time.monotonic() - began) from None
-        except OSError as error:
+            raise StoreUnavailable(self.address, seconds) from None
+        except RuntimeError as error:  # torch's DistNetworkError and others
+            self.usable = False
             raise StoreUnavailable(self.address, 0.0, str(error), gone=True) from None
-        self.busy = False
+        finally:
+            future.cancel()
 
-    def _send(self, query: bytes, read: Reader, until: float) -> None:
-        """Begin a query once those before it are done: a store that does not answer gets one more and no second."""
-        while self.owed:
-            self._receive(until)
-        self.outgoing += query
-        self.owed.append(read)
 
-    def _receive(self, until: float) -> Any:
-        """Return the reply that is owed first."""
-        while True:
-            with contextlib.suppress(_Incomplete):
-                result = self.owed[0](reply := _Reply(self.incoming))
-                if not self.outgoing:
-                    del self.incoming[: reply.used]
-                    self.owed.popleft()
-                    return result
-            self._transfer(until)
+def _make_calls(queue: SimpleQueue[tuple[Future, Callable[[], object]] | None]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's to act on
+    while call := queue.get():
+        future, function = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except RuntimeError as error:
+                future.set_exception(error)
 
-    def _transfer(self, until: float) -> None:
-        """Wait for bytes, and send those that are to be sent. Raises TimeoutError."""
-        ready = select.poll()
-        ready.register(self.socket, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
-        found = ready.poll(max(0.0, until - time.monotonic()) * 1000)
-        if not found:
-            raise TimeoutError
-        if found[0][1] & select.POLLOUT:
-            del self.outgoing[: self.socket.send(self.outgoing)]
-        elif not (received := self.socket.recv(_CHUNK)):
-            raise ConnectionResetError("it has closed the connection")
-        else:
-            self.incoming += received
+
+def _end(queue: SimpleQueue, thread: threading.Thread) -> None:
+    """Let a helper thread end before the interpreter does: torch's client aborts a process that ends within a call."""
+    queue.put(None)
+    if thread.ident:
+        thread.join(_END)
 
 
 class TCPStoreClient(Store):
@@ -170,8 +95,8 @@ class TCPStoreClient(Store):
     def __init__(self, host: str, port: int, deadline: float):
         super().__init__(f"{host}:{port}", deadline)
         self.host, self.port, self.server = host, port, None
-        self.connections = threading.local()
-        self._connection()
+        self.local = threading.local()
+        self._helper()
 
     @classmethod
     def hosting(cls, server: TCPStore, deadline: float) -> TCPStoreClient:
@@ -181,66 +106,77 @@ class TCPStoreClient(Store):
         return client
 
     def get(self, key: str) -> str | None:
-        found = self.put_if(key, _ABSENT, _ABSENT)
-        return None if found == _ABSENT else found
+        return self._call(lambda store: _get(store, self.prefix + key))
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        return self._call(_MULTI_GET + self._keys(keys), lambda reply: [reply.text() for _ in keys])
+        return self._call(lambda store: [_get(store, self.prefix + key) or "" for key in keys])
 
     def put(self, key: str, value: str) -> None:
         self.put_all({key: value})
 
     def put_all(self, values: Mapping[str, str]) -> None:
-        queries = [_SET + self._key(key) + _text(value) for key, value in values.items()]
-        self._call(b"".join(queries) + _CHECK + self._keys(()), _Reply.byte)
+        def put(store: TCPStore) -> None:
+            for key, value in values.items():
+                store.set(self.prefix + key, value)
+            store.check([])  # SET has no reply: this one comes once others see the values
+
+        self._call(put)
 
     def post(self, key: str, value: str) -> None:
-        self._call(_SET + self._key(key) + _text(value), _Reply.nothing)
+        helper, name = self._helper(), self.prefix + key
+        if helper.queue.qsize() < _POSTS:
+            helper.queue.put((Future(), lambda: helper.store.set(name, value)))
 
     def put_if(self, key: str, value: str, before: str | None) -> str:
-        return self._call(_COMPARE_SET + self._key(key) + _text(before or "") + _text(value), _Reply.text)
+        return self._call(lambda store: store.compare_set(self.prefix + key, before or "", value)).decode()
 
     def add(self, key: str, number: int = 1) -> int:
-        return self._call(_ADD + self._key(key) + struct.pack("<q", number), _Reply.number)
+        return self._call(lambda store: store.add(self.prefix + key, number))
 
     def delete(self, *keys: str) -> None:
-        self._call(b"".join(_DELETE + self._key(key) for key in keys), lambda reply: [reply.number() for _ in keys])
+        self._call(lambda store: [store.delete_key(self.prefix + key) for key in keys])
 
     def has(self, *keys: str) -> bool:
-        return self._call(_CHECK + self._keys(keys), _Reply.byte) == 0
+        return self._call(lambda store: store.check([self.prefix + key for key in keys]))
 
     def list(self, prefix: str) -> dict[str, str]:
-        start = _ROOT + self.prefix
-        keys = [key.removeprefix(start) for key in self._call(_LIST, _Reply.texts) if key.startswith(start + prefix)]
-        values = self.get_all(keys) if keys else []
-        return {key: value for key, value in zip(keys, values) if value}  # the others were deleted meanwhile
+        def read(store: TCPStore) -> dict[str, str]:
+            names = [name for name in store.list_keys() if name.startswith(self.prefix + prefix)]
+            values = {name.removeprefix(self.prefix): _get(store, name) for name in names}
+            return {key: value for key, value in values.items() if value is not None}  # others were deleted meanwhile
+
+        return self._call(read)
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while self._connection().wait(_WAIT + self._keys(keys), until - time.monotonic(), self.deadline.seconds):
-            if self.has(*keys):  # torch wakes those that wait for a key at each of its COMPARE_SETs, which `get` is too
-                return True
-        return False
+        until, names = time.monotonic() + seconds, [self.prefix + key for key in keys]
 
-    def _call(self, query: bytes, read: Reader[T]) -> T:
-        return self._connection().call(query, read, self.deadline.seconds)
+        def wait(store: TCPStore) -> bool:
+            while not store.check(names):  # torch wakes those that wait at each COMPARE_SET of a key, which `get` is
+                if (left := until - time.monotonic()) <= 0:
+                    return False
+                with contextlib.suppress(DistStoreError):  # in time
+                    store.wait(names, timedelta(seconds=max(left, _LEAST_WAIT)))
+            return True
 
-    def _connection(self) -> _Connection:
-        found = getattr(self.connections, "own", None)
-        if found is None or not found.usable:
-            found = self.connections.own = _Connection(self.host, self.port, self.deadline.seconds)
-        return found
+        from torch.distributed import DistStoreError
 
-    def _key(self, key: str) -> bytes:
-        return _text(f"{_ROOT}{self.prefix}{key}")
+        return self._call(wait, seconds)
 
-    def _keys(self, keys: Sequence[str]) -> bytes:
-        return struct.pack("<Q", len(keys)) + b"".join(map(self._key, keys))
+    def _call(self, function: Callable[[TCPStore], T], wait: float = 0.0) -> T:
+        """Return what a function makes of torch's client. `wait`: seconds beyond the deadline."""
+        helper = self._helper()
+        return helper.call(lambda: function(helper.store), max(0.0, wait) + self.deadline.seconds)
+
+    def _helper(self) -> _Helper:
+        helper: _Helper | None = getattr(self.local, "helper", None)
+        if helper is None or not helper.usable or helper.pid != os.getpid():
+            helper = self.local.helper = _Helper(self.host, self.port, self.deadline.seconds)
+        return helper
 
 
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
+def _get(store: TCPStore, name: str) -> str | None:
+    value = store.compare_set(name, _ABSENT, _ABSENT).decode()
+    return None if value == _ABSENT else value
 
 
 def store_on(host: str, port: int = 0) -> TCPStore:

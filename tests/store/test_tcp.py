@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -50,7 +49,7 @@ def test_a_store_that_stands_still_is_not_waited_for_and_counts_nothing_twice(pr
     assert time.monotonic() - began < 10
     process.go_on()
     with store.within(60.0):
-        assert store.add("count") == 3, "the first one was under way, and is counted once"
+        assert store.add("count") == 3, "the first one was in progress, and is counted once"
         assert store.get("a") is None
 
 
@@ -83,15 +82,6 @@ def test_a_store_that_has_ended_is_gone(process):
         with pytest.raises(StoreUnavailable, match="does not answer any more") as error:
             store.get("a")
         assert error.value.gone
-
-
-def test_another_service_is_no_store():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        thread = threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP"))
-        thread.start()
-        with pytest.raises(StoreUnavailable, match="it is no TCPStore"):
-            TCPStoreClient("127.0.0.1", other.getsockname()[1], 5.0)
-        thread.join()
 
 
 def test_a_store_listens_at_the_address_alone():
