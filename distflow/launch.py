@@ -96,7 +96,7 @@ def add_run_arguments(target: argparse.ArgumentParser) -> None:
     target.add_argument("--name", help="of the run; its folder is OUTPUT/NAME")
     target.add_argument("--profile", metavar="FIRST:LAST", dest="overrides", action="append",
                         type=lambda text: f"profile={[*step_range(text)]}",
-                        help="record these steps with the PyTorch profiler, as 10:12 or 10; `distflow trace` shows it")
+                        help="record these steps with the PyTorch profiler, as 10:12; for `distflow report --trace`")
     target.add_argument("--plan", metavar="FILE",
                         help="a plan for mixed hardware to obey, as `distflow plan mixed --runnable --out` writes it "
                         "for the --cluster")

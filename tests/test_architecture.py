@@ -51,7 +51,7 @@ KNOWN_CIRCLES = [
     ["distflow.contracts.environments", "distflow.contracts.rewards", "distflow.contracts.spec"]]
 """Of types, or of imports inside functions. No other may come."""
 IDEAS_OF_THEIR_OWN = {
-    "distflow", "distflow.cli.examples", "distflow.config.live_changes",
+    "distflow", "distflow.config.live_changes",
     "distflow.contracts.detectors",
     "distflow.data.missing_rows",
     "distflow.weights.transport.tcp", "planners.heterogeneous.efficiency", "workers.engines",

@@ -1,7 +1,7 @@
 """Records the steps that `profile` of the run file names with the PyTorch profiler: `profile/rankN-stepM.json.gz`.
 
-Each file is a Chrome trace by itself; `distflow trace` sets those of its steps beside the activities of their ranks
-(`distflow.telemetry.perfetto`). A node of the DAG is a range `node NAME` in it.
+Each file is a Chrome trace by itself; `distflow report --trace` sets those of its steps beside the activities of their
+ranks (`distflow.telemetry.perfetto`). A node of the DAG is a range `node NAME` in it.
 """
 
 from __future__ import annotations

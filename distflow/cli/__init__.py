@@ -6,11 +6,9 @@ import argparse
 import importlib
 import os
 import sys
-import textwrap
 from pathlib import Path
 
 from distflow import __version__
-from distflow.cli.examples import EXAMPLES
 from distflow.cli.plan import with_command
 from distflow.config.command_line import called_as
 from distflow.config.overrides import joined
@@ -20,12 +18,12 @@ from distflow.launch import INVALID, refuse_foreign_packages
 from distflow.telemetry.events import show
 from distflow.telemetry.screen import guarded
 
-MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit", "data": "data",
+MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit",
            "run": "runs", "resume": "runs",
-           "store": "store", "watch": "look", "why": "look", "log": "look", "report": "look", "trace": "look",
+           "store": "store", "watch": "look", "why": "look", "log": "look", "report": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
            "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",
-           "convert": "convert", "schema": "author", "completion": "author"}
+           "convert": "convert", "schema": "author"}
 """Module of `distflow.cli` that describes each verb in its `VERBS`, in the order of the help."""
 
 
@@ -36,9 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in MODULES.items():
         verb = importlib.import_module(f"distflow.cli.{module}").VERBS[name]
-        examples = f"examples:{textwrap.indent(textwrap.dedent(EXAMPLES[name]), '  ')}"
-        child = verbs.add_parser(name, help=verb.help, description=textwrap.fill(verb.help), epilog=examples,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+        child = verbs.add_parser(name, help=verb.help, description=verb.help)
         verb.add_arguments(child)
         child.set_defaults(main=verb.main)
     return parser

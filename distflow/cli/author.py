@@ -1,8 +1,7 @@
-"""`distflow new`, `schema` and `completion`: begin an algorithm of your own, and help editors and shells.
+"""`distflow new` and `schema`: begin an algorithm of your own, and help editors.
 
-    new          a folder with a DAG, a run file, problems, a reward or an environment, and a test
-    schema       the JSON schema of DAG, run or cluster files
-    completion   a script by which a shell completes verbs, options and names
+    new      a folder with a DAG, a run file, problems, a reward or an environment, and a test
+    schema   the JSON schema of DAG, run or cluster files
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from distflow.config.shipped import MODELINE, SHIPPED, find_yaml
 from distflow.contracts.rewards import shipped_rewards
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
 
-SHELLS = ("bash", "zsh", "fish")
 KINDS = ("dag", "run", "cluster")
 _SCORE = re.compile(r"function: score,(?! *with:)")
 _TALK = re.compile(r"environment: Calculator\b")
@@ -239,39 +237,8 @@ def schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS)
-
-
-def completion(options: argparse.Namespace) -> int:
-    import shtab
-
-    from distflow.cli import make_parser
-
-    parser = make_parser()
-    dags = " ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
-    completes = {"DAG": shtab.cmd(f"printf '%s\\n' {dags}; compgen -f -X '!*.yaml' 2>/dev/null"),
-                 "RUN": shtab.DIRECTORY, "FOLDER": shtab.DIRECTORY, "FILE": shtab.FILE}
-    for action in _actions(parser):
-        if isinstance(action.metavar, str) and action.metavar in completes:
-            action.complete = completes[action.metavar]  # pyright: ignore[reportAttributeAccessIssue]
-    print(shtab.complete(parser, options.shell))
-    return 0
-
-
-def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    found = []
-    for action in parser._actions:
-        found.append(action)
-        if isinstance(action, argparse._SubParsersAction):
-            found += [each for child in action.choices.values() for each in _actions(child)]
-    return found
-
-
 VERBS = {
     "new": Verb("make a folder with an algorithm of your own: DAG, run file, problems, reward or environment, test",
                 _add_new_arguments, new),
     "schema": Verb("print the JSON schema of DAG, run or cluster files, for editors", _add_schema_arguments, schema),
-    "completion": Verb("print a script by which a shell completes commands:  source <(distflow completion bash)",
-                       _add_completion_arguments, completion),
 }

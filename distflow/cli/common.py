@@ -103,7 +103,7 @@ def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
     from distflow.data.checks import check_data
 
     spec, plan = load_and_plan(options)
-    notes = check_data(spec)
+    notes = check_data(spec, getattr(options, "prove", False))
     choose(spec.run.output, plan.name, options.name)
     return spec, replace(plan, notes=(*plan.notes, *notes))
 

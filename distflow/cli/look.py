@@ -1,10 +1,9 @@
-"""`distflow watch`, `why`, `log`, `report` and `trace`: look at runs that go on or have ended.
+"""`distflow watch`, `why`, `log` and `report`: look at runs that go on or have ended.
 
     watch    a run that goes on, on the terminal
     why      why a run is slow, stuck or dead, or its reward fell
     log      to other programs, such as Weights & Biases
-    report   a page of one or several runs
-    trace    what each rank did when, for Perfetto or an OpenTelemetry collector
+    report   a page of one or several runs; with --trace or --otlp what each rank of one did when
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import select
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from distflow import launch
@@ -21,35 +21,41 @@ from distflow.errors import InvalidInput, did_you_mean
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs, as runs/grpo-1; several are compared")
-    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, of several here")
+    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, of several here; with "
+                                                      "--trace  trace.json.gz")
+    parser.add_argument("--trace", action="store_true",
+                        help="instead of the page, write what each rank did when, as a trace that Perfetto shows")
+    parser.add_argument("--otlp", metavar="URL", help="send this trace to an OpenTelemetry collector, as "
+                                                      "http://127.0.0.1:4318/v1/traces")
+    parser.add_argument("--steps", metavar="FIRST:LAST", type=launch.step_range,
+                        help="of a trace, only these steps, as 10:14 or 10; default: all")
 
 
 def report(options: argparse.Namespace) -> int:
-    from distflow.telemetry.report import write_report
-
     folders = [Path(folder) for folder in options.runs]
-    file = Path(options.out) if options.out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    traced = options.trace or options.otlp
+    if (traced or options.steps) and not (traced and len(folders) == 1):
+        raise InvalidInput("a trace is of one run:  distflow report RUN --trace --steps 10:14")
+    file = Path(options.out or (folders[0] if len(folders) == 1 else Path()) /
+                ("trace.json.gz" if traced else "report.html"))
     try:
-        size = write_report(folders, file)
+        for line in _trace(folders[0], file, options) if traced else _page(folders, file):
+            print(line)
     except OSError as error:
-        raise _unwritable(file, error) from None
-    print(f"wrote {file} ({size / 1e6:.1f} MB): open it in a browser, or send it; it needs no network")
+        raise InvalidInput(f"{file} cannot be written: {error.strerror}. Name another file:  --out FILE") from None
     return 0
 
 
-def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("--steps", metavar="FIRST:LAST", type=launch.step_range,
-                        help="only these steps, as 10:14 or 10; default: all")
-    parser.add_argument("--out", metavar="FILE", help="default: trace.json.gz in the run's folder")
-    parser.add_argument("--otlp", metavar="URL", help="send the spans to an OpenTelemetry collector instead, as "
-                                                      "http://127.0.0.1:4318/v1/traces")
+def _page(folders: list[Path], file: Path) -> Iterator[str]:
+    from distflow.telemetry.report import write_report
+
+    size = write_report(folders, file)
+    yield f"wrote {file} ({size / 1e6:.1f} MB): open it in a browser, or send it; it needs no network"
 
 
-def trace(options: argparse.Namespace) -> int:
+def _trace(folder: Path, file: Path, options: argparse.Namespace) -> Iterator[str]:
     from distflow.telemetry import ettr, perfetto, timeline
 
-    folder = Path(options.run)
     if not (folder / timeline.FOLDER).is_dir():
         raise InvalidInput(f"{folder} has no timeline: it is not the folder of a run, or no step of it has begun")
     run = timeline.read(folder, options.steps)
@@ -57,19 +63,14 @@ def trace(options: argparse.Namespace) -> int:
         asked = f"--steps {options.steps[0]}:{options.steps[-1]}: " if options.steps else ""
         raise InvalidInput(f"{asked}the run has {_range(timeline.read(folder).steps())}")
     if options.otlp:
-        print(f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}")
-        return 0
-    file = Path(options.out) if options.out else folder / "trace.json.gz"
-    try:
-        count = perfetto.write_trace(run, ettr.read(folder), file, folder)
-    except OSError as error:
-        raise _unwritable(file, error) from None
-    print(f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
-          "in your browser")
+        yield f"sent {perfetto.send_spans(run, options.otlp, folder.name)} spans to {options.otlp}"
+        return
+    count = perfetto.write_trace(run, ettr.read(folder), file, folder)
+    yield (f"wrote {file}: {count} spans of {_range(run.steps())}. Open it at https://ui.perfetto.dev, which keeps it "
+           "in your browser")
     for host, seconds in run.offsets.items():
         if seconds:
-            print(f"note: the clock of {host} was corrected by {1e3 * seconds:+.1f} ms")
-    return 0
+            yield f"note: the clock of {host} was corrected by {1e3 * seconds:+.1f} ms"
 
 
 def _add_watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,17 +136,12 @@ def _range(steps: list[int]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if steps else "no step that is done"
 
 
-def _unwritable(file: Path, error: OSError) -> InvalidInput:
-    return InvalidInput(f"{file} cannot be written: {error.strerror}. Name another file:  --out FILE")
-
-
 VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
     "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
     "log": Verb("send a run to Weights & Biases, MLflow, trackio or Prometheus, as it does itself by `log`",
                 _add_log_arguments, log),
-    "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings",
+    "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings; or a trace of one",
                    _add_report_arguments, report),
-    "trace": Verb("write what each rank did when, as a trace that Perfetto shows", _add_trace_arguments, trace),
 }

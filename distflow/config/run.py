@@ -502,7 +502,7 @@ class Run(Document):
     report: bool = True
     """Write report.html when the run has finished; `distflow report` writes it at any time."""
     timeline: bool = True
-    """Write what each rank does when to timeline/, for `distflow trace`, `distflow why` and the report."""
+    """Write what each rank does when to timeline/, for `distflow report --trace`, `distflow why` and the report."""
     profile: list[PositiveInt] = []
     """Steps that the PyTorch profiler records, on ranks that train (in mode sync all), to profile/."""
     wait_limit: float = Field(default=600.0, gt=0, le=1e9)

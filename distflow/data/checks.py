@@ -27,7 +27,7 @@ from distflow.data.dataset import (
     open_training_sets,
     read_blocks,
 )
-from distflow.data.duplicates import find_repeats, overlaps
+from distflow.data.duplicates import NEAR, Overlap, find_repeats, overlaps
 from distflow.data.problems import (
     asked_and_answered,
     ends_with_answer,
@@ -54,8 +54,9 @@ _ANSWERS, _TARGETS = "answers", "targets"
 _MORE_COLUMNS = (with_reward_columns, with_environment_columns, with_agent_columns, with_template_columns)
 
 
-def check_data(spec: Spec) -> list[str]:
-    """Read the data of a run, and return notes on what is no mistake but probably not meant. Raises `InvalidInput`."""
+def check_data(spec: Spec, whole: bool = False) -> list[str]:
+    """Read the data of a run, and return notes on what is no mistake but probably not meant. `whole`: compare
+    validation with training data whatever their size, nearly equal questions too. Raises `InvalidInput`."""
     training = open_training_sets(spec.run.data, spec.data_path)
     notes = _check_batch(spec, sum(map(len, training.values())))
     for name, records in training.items():
@@ -70,12 +71,19 @@ def check_data(spec: Spec) -> list[str]:
     for name, records in tested.items():
         empty = check_records(records, validated_fields(spec), _nth(records), branches(spec, validation=True))
         notes += _check_rest(spec, name, records, empty, "they are left out") + _form_note(name, records)
-    if sum(map(len, (*training.values(), *tested.values()))) <= _COMPARED:
-        notes += [f"{found.exact:,} of the {len(tested[other]):,} questions of {other} are in the training set {name}, "
-                  "so that what is trained is validated. `distflow data` shows them, and those that are nearly the same"
-                  for name, other, found in overlaps(training, tested, spec.run.data.question, near=False)
-                  if found.exact]
+    if whole or sum(map(len, (*training.values(), *tested.values()))) <= _COMPARED:
+        for name, other, found in overlaps(training, tested, spec.run.data.question, near=whole):
+            notes += _overlap_note((name, training[name]), (other, tested[other]), found)
     return notes
+
+
+def _overlap_note(training: tuple[str, Records], tested: tuple[str, Records], found: Overlap) -> list[str]:
+    """Return a note on validation questions that are trained, with the places of some in both files."""
+    (name, trained), (other, held_out) = training, tested
+    near = f", and {found.near:,} others nearly so ({NEAR:.0%} of runs of eight letters are)" if found.near else ""
+    places = ", ".join(f"{held_out.location(there)} is {trained.location(here)}" for here, there in found.examples)
+    return [f"{found.exact:,} of the {len(held_out):,} questions of {other} are in the training set {name}{near}, so "
+            f"that what is trained is validated: {places}"] if found.exact or found.near else []
 
 
 def open_validation_sets(spec: Spec) -> dict[str, Records]:

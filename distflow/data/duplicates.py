@@ -70,12 +70,6 @@ class HeldOut:
                 yield other
 
 
-def repeated(records: Records, question: str) -> int:
-    """Return how many records have a question that an earlier one has."""
-    seen = {hash(normalized(record.get(question))) for _, record in read_blocks(records)}
-    return len(records) - len(seen)
-
-
 @dataclass
 class Repeats:
     """Records whose question an earlier one has, letter for letter but for blanks. `first`: indices of two of them."""

@@ -1,4 +1,4 @@
-"""Reads what the PyTorch profiler has written of a run's steps, for `distflow trace`; loads no torch."""
+"""Reads what the PyTorch profiler has written of a run's steps, for `distflow report --trace`; loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records what each rank does when: `timeline/rankN.jsonl`, for `distflow trace`, `distflow why` and reports.
+"""Records what each rank does when: `timeline/rankN.jsonl`, for `distflow report --trace`, `distflow why` and reports.
 
     Timeline.enter   the rank's activity from now on, until the next one: its main track
     Timeline.span    something beside it: a transfer, a sampled row, an environment's answer, a pull of weights

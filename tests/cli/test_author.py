@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import ROOT, environment
 
-from distflow.cli import MODULES, main
+from distflow.cli import main
 from distflow.config.load import load
 from distflow.config.shipped import SHIPPED
 
@@ -113,40 +112,6 @@ def test_a_new_algorithm_may_be_made_in_another_folder(tmp_path, monkeypatch, ca
     assert "imports: [mine]" in (tmp_path / "code/mine/mine.yaml").read_text()
     assert main(["new", "grpo", "code/My Algo"]) == 2
     assert "distflow new grpo code/my_algo" in capsys.readouterr().err
-
-
-def completed(words: str, folder: Path) -> set[str]:
-    """What bash offers for the last of these words."""
-    script = subprocess.run([sys.executable, "-m", "distflow", "completion", "bash"], cwd=ROOT, env=ENVIRONMENT,
-                            capture_output=True, text=True, check=True).stdout
-    *before, last = words.split(" ")
-    count = len(before)
-    asked = f"""{script}
-COMP_WORDS=({" ".join(before)} '{last}'); COMP_CWORD={count}; COMP_LINE='{words}'; COMP_POINT={len(words)}
-$(complete -p distflow | sed 's/.*-F \\([^ ]*\\).*/\\1/') distflow '{last}' '{before[-1]}'
-printf '%s\\n' "${{COMPREPLY[@]}}"
-"""
-    done = subprocess.run(["bash", "-c", asked], cwd=folder, capture_output=True, text=True, check=True)
-    return {line.strip() for line in done.stdout.splitlines() if line.strip()}
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
-def test_bash_completes_verbs_options_and_algorithms(tmp_path) -> None:
-    assert {"report", "resume"} <= completed("distflow re", tmp_path) <= set(MODULES)
-    assert "--steps" in completed("distflow trace --s", tmp_path)
-    (tmp_path / "grow.yaml").write_text("")
-    offered = completed("distflow validate gr", tmp_path)
-    assert {"grpo", "grpo_tools"} <= offered
-    assert completed("distflow schema c", tmp_path) == {"cluster"}
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_a_script(shell, capsys) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert all(verb in script for verb in MODULES)
-    if program := shutil.which(shell):
-        subprocess.run([program, "-n"], input=script, text=True, check=True)
 
 
 def test_every_algorithm_with_a_reward_can_be_a_beginning(tmp_path, monkeypatch, capsys) -> None:

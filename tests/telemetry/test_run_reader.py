@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("arguments", [
-    ["watch", "--once"], ["why"], ["why", "--step", "1"], ["faults"], ["trace"], ["inject", "stop"]],
+    ["watch", "--once"], ["why"], ["why", "--step", "1"], ["faults"], ["report", "--trace"], ["inject", "stop"]],
     ids=lambda arguments: " ".join(arguments))
 def test_torn_and_foreign_lines_are_passed_over(folder, arguments, capsys) -> None:
     code = main([arguments[0], str(folder), *arguments[1:]])

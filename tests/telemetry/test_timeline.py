@@ -154,7 +154,7 @@ def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_on
     write_lines(folder, 1, "one", 1000.0, [["weights", "pull", 1, 2.05, 0.2, {"version": 3}]])
     failure = {"time": 1001.0, "step": 1, "rank": 1, "event": "failure", "what": "killed"}
     (folder / "events.jsonl").write_text(json.dumps(failure) + "\n")
-    assert main(["trace", str(folder)]) == 0
+    assert main(["report", "--trace", str(folder)]) == 0
     assert "8 spans of steps 1 to 1" in capsys.readouterr().out
     events = trace_of(folder)
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -170,14 +170,14 @@ def test_a_trace_has_a_process_for_each_rank_and_no_thread_with_two_things_at_on
 
 
 def test_mistakes_are_told(folder, capsys) -> None:
-    assert main(["trace", str(folder)]) == 2
+    assert main(["report", "--trace", str(folder)]) == 2
     assert "has no timeline" in capsys.readouterr().err
     write_lines(folder, 0, "one", 1000.0, [["", "sampling", 4, 0.0, 2.0, {}]])
-    assert main(["trace", str(folder), "--steps", "9"]) == 2
+    assert main(["report", "--trace", str(folder), "--steps", "9"]) == 2
     assert "--steps 9:9: the run has steps 4 to 4" in capsys.readouterr().err
     for steps in ("3:x", "7:2", "0:2"):
         with pytest.raises(SystemExit) as ended:
-            main(["trace", str(folder), "--steps", steps])
+            main(["report", "--trace", str(folder), "--steps", steps])
         assert ended.value.code == 2
         assert f"argument --steps: `{steps}` names no steps" in capsys.readouterr().err
 
@@ -244,7 +244,7 @@ def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, works
     trainers = [0] if mode else [0, 1]
     assert sorted(file.name for file in (folder / "profile").iterdir()) == [f"rank{n}-step2.json.gz" for n in trainers]
 
-    assert main(["trace", str(folder)]) == 0
+    assert main(["report", "--trace", str(folder)]) == 0
     events = [event for event in trace_of(folder) if event["ph"] == "X"]
     for rank in trainers:
         of_rank = [event for event in events if event["pid"] == 1_000_000 + rank]
@@ -255,5 +255,5 @@ def test_profiled_steps_stand_beside_the_activities_of_their_ranks(launch, works
         assert profiled["ts"] - activity["ts"] == pytest.approx(0, abs=2e4), "the clocks are 20 ms apart or more"
         assert profiled["dur"] == pytest.approx(activity["dur"], abs=2e4)
 
-    assert main(["trace", str(folder), "--steps", "1"]) == 0
+    assert main(["report", "--trace", str(folder), "--steps", "1"]) == 0
     assert not any(event["pid"] >= 1_000_000 for event in trace_of(folder))
