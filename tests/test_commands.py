@@ -15,7 +15,7 @@ from distflow.config.shipped import SHIPPED
 
 ELSEWHERE = {
     "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "store": "tests/store", "watch": "tests/telemetry",
-    "why": "tests/telemetry", "log": "tests/telemetry", "report": "tests/telemetry",
+    "why": "tests/telemetry", "report": "tests/telemetry",
     "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/test_scaling.py",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",
     "resume": "tests/test_resume.py", "plan replan": "tests/test_placed_runs.py", "plan explain": "tests/cli",

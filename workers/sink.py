@@ -27,7 +27,6 @@ from distflow.plan import REWARD_PARTS, ROW, Plan
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.files import replace_folder
-from distflow.telemetry.loggers import LogProcesses
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.progress import StepProgress
@@ -60,14 +59,12 @@ class Sink:
         self.leader = leader
         self.run, self.plan, self.path, self.validator, self.save = spec.run, plan, path, validator, save
         self.unconcluded, self.trained, self.devices = unconcluded, trained, devices
-        loggers = loggers_of(spec.run.log)
         again = unconcluded and not self.late
-        self.folder = RunFolder(path, resumed_at, again, loggers) if dist.get_rank() == 0 else None
+        self.folder = RunFolder(path, resumed_at, again, loggers_of(spec.run.log)) if dist.get_rank() == 0 else None
         self.part = path / "samples" / f"rank{dist.get_rank()}.jsonl"
         if self.run.all_samples:
             with contextlib.suppress(OSError):  # the lines are dropped then, which is said
                 self.part.parent.mkdir(exist_ok=True)
-        self.loggers = LogProcesses(path, loggers.keys() - {"tensorboard"} if self.folder else ())
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
         self.best, self.worse, self.over = self._best_so_far()
@@ -141,7 +138,6 @@ class Sink:
             self._write_metrics_of_others()
             self.folder.write_step(done, values)
             self.progress.step(values)
-            self.loggers.check()
             self._report_missing_prompts(done, values)
         return values
 
@@ -185,8 +181,7 @@ class Sink:
 
     def flush(self) -> None:
         if self.folder and self.progress:
-            self.folder.tensorboard.flush()
-            self.loggers.close()
+            self.folder.loggers.close()
             self.progress.close()
 
     def close(self) -> None:
@@ -195,7 +190,6 @@ class Sink:
         write_models(self.trained, self.path)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
-            self.loggers.close()
             look = self.run.report and self._report() or f"Look at it:  distflow report {quoted(self.path)}"
             self._say(f"{self.plan.name}: finished; everything is in {self.path}. {look}")
             self.progress.close()

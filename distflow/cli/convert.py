@@ -43,7 +43,7 @@ _KL_KINDS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _ENGINES = {"fsdp": None, "fsdp2": None, "megatron": "megatron"}
 _FROZEN = {"actor_rollout_ref.actor.freeze_vision_tower": "visual.*",
            "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "mlp.gate.*"}
-_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_LOGGERS = ("tensorboard", "wandb", "mlflow")
 _NO_LOGGERS = ("console", "none")  # what a run prints in any case
 _FUNCTIONS = {  # siiRL: node_role, and whether the node trains; here: role, type, function
     ("ROLLOUT", False): ("actor", "MODEL_INFERENCE", "generate"),

@@ -1,22 +1,19 @@
-"""`distflow watch`, `why`, `log` and `report`: look at runs that go on or have ended.
+"""`distflow watch`, `why` and `report`: look at runs that go on or have ended.
 
     watch    a run that goes on, on the terminal
     why      why a run is slow, stuck or dead, or its reward fell
-    log      to other programs, such as Weights & Biases
     report   a page of one or several runs; with --trace or --otlp what each rank of one did when
 """
 
 from __future__ import annotations
 
 import argparse
-import select
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from distflow import launch
 from distflow.cli.common import Verb
-from distflow.errors import InvalidInput, did_you_mean
+from distflow.errors import InvalidInput
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,39 +96,6 @@ def why(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's folder, as runs/grpo-1")
-    parser.add_argument("--to", metavar="LOGGER", required=True, help="wandb, mlflow, trackio or prometheus; its "
-                                                                      "settings are those of the run's `log`")
-    parser.add_argument("--follow", action="store_true", help="send what comes, until standard input closes")
-
-
-def log(options: argparse.Namespace) -> int:
-    from distflow.config.loggers import lack_of, loggers_of, require_logger
-    from distflow.telemetry.loggers import LOGGERS, send
-    from distflow.telemetry.run_folder import reload_run
-    from distflow.telemetry.run_reader import RunReader
-
-    folder = Path(options.run)
-    run = reload_run(folder).run
-    if options.to not in LOGGERS:
-        raise InvalidInput(f"there is no logger `{options.to}`. {did_you_mean(options.to, LOGGERS)}")
-    try:
-        require_logger(options.to)
-    except ValueError as error:
-        raise InvalidInput(f"--to {error}") from None
-    settings = loggers_of(run.log).get(options.to, {})
-    if lack := " ".join(filter(None, lack_of(options.to, settings))):
-        raise InvalidInput(f"--to {lack}")
-
-    def ended(seconds: float) -> bool:
-        return not options.follow or bool(select.select([sys.stdin], [], [], seconds)[0])
-
-    count = send(RunReader(folder), options.to, settings, ended)
-    print(f"sent {count} steps to {options.to}")
-    return 0
-
-
 def _range(steps: list[int]) -> str:
     return f"steps {steps[0]} to {steps[-1]}" if steps else "no step that is done"
 
@@ -140,8 +104,6 @@ VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
     "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
-    "log": Verb("send a run to Weights & Biases, MLflow, trackio or Prometheus, as it does itself by `log`",
-                _add_log_arguments, log),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings; or a trace of one",
                    _add_report_arguments, report),
 }

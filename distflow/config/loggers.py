@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from distflow.config.extras import pip_line
 from distflow.config.yaml_source import Document
 
-_LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "loggers"), "mlflow": ("mlflow", "loggers"),
-                   "prometheus": ("prometheus_client", "loggers"), "trackio": ("trackio", "trackio")}
+_LOGGER_MODULES = {"tensorboard": ("tensorboard", ""), "wandb": ("wandb", "loggers"), "mlflow": ("mlflow", "loggers")}
 """The module that each needs, and the extra that has it."""
 
 
@@ -97,26 +96,6 @@ class Mlflow(Document):
     """The experiment in which the run appears."""
 
 
-class Trackio(Document):
-    """A project of trackio, in files of this machine or at a server of one's own; samples are tables there."""
-
-    project: str = "distflow"
-    """The project in which the run appears, under the name of its folder."""
-    group: str | None = None
-    """Runs of one group are shown together."""
-    server: str | None = None
-    """The address of a trackio server; default: TRACKIO_SERVER_URL, else files below TRACKIO_DIR."""
-
-
-class Prometheus(Document):
-    """The newest step, for scrapes over HTTP without a password."""
-
-    port: int = Field(default=0, ge=0, lt=65536)
-    """Port; 0: one that is free, which the run says."""
-    host: str = "127.0.0.1"
-    """Address to listen at."""
-
-
 class Tensorboard(Document):
     """TensorBoard's files in RUN/tensorboard; it has no settings."""
 
@@ -130,10 +109,6 @@ class LoggerSettings(Document):
     """Settings of Weights & Biases."""
     mlflow: Mlflow | None = None
     """Settings of MLflow."""
-    trackio: Trackio | None = None
-    """Settings of trackio."""
-    prometheus: Prometheus | None = None
-    """Settings of the page for Prometheus."""
 
     @model_validator(mode="before")
     @classmethod

@@ -38,9 +38,8 @@ def add(path: Path, *texts: str) -> None:
         os.close(file)
 
 
-def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
-    """Append lines at once, or drop them where they cannot be written, at first with a warning; return whether they
-    are."""
+def add_or_drop(path: Path, texts: Iterable[str]) -> None:
+    """Append lines at once, or drop them where they cannot be written, at first with a warning."""
     lines = [*texts]
     try:
         add(path, *lines)
@@ -49,8 +48,6 @@ def add_or_drop(path: Path, texts: Iterable[str]) -> bool:
             show(f"warning: {path} cannot be written: {error.strerror}. Until it can, its lines are dropped; the run "
                  "goes on.", sys.stderr)
         _dropped[path] += len(lines)
-        return False
-    return True
 
 
 def dropped() -> int:

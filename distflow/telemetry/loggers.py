@@ -1,68 +1,118 @@
 """Sends the metrics and samples of a run to other programs: `log: [tensorboard, wandb, …]` of the run file.
 
+    tensorboard  files in RUN/tensorboard, by torch's own writer
     wandb        Weights & Biases; samples as a table. `{wandb: {project: mine, mode: offline}}`
     mlflow       an MLflow experiment; samples as a table. `{mlflow: {uri: sqlite:///mlflow.db}}`
-    trackio      a local project of trackio; samples as a table. `{trackio: {project: mine}}`
-    prometheus   the newest step, for scrapes of http://127.0.0.1:PORT/metrics. `{prometheus: {port: 9400}}`
 
-Each has a process of its own, which reads what the run writes to its folder: no step waits for a network, and one that
-fails costs the run nothing. `distflow log RUN --to NAME` sends what is missing later, as from a machine with a network.
-A resumed run goes on under the same id, which stands in RUN/loggers.json. `run_folder` writes TensorBoard's.
+Each has a queue and a thread in the process that writes the run's folder. No step waits for a network or a disk: a
+queue that is full takes nothing more, and a logger that fails costs the run a warning. A resumed run continues under
+the same id, which stands in RUN/log.NAME.json with the last step that was sent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
+import queue
 import re
-import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import InvalidInput
 from distflow.telemetry import events, files
-from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.run_reader import Row, RunReader, histograms, is_validation, numbers
 
-_EVERY = 1.0  # seconds between two looks at the files
-_EXIT_TIMEOUT = 60.0  # seconds at the end of a run for what is left
-_FILE = "loggers.json"
+_ROOM = 1000
+"""Lines that wait for a logger; more are left out."""
+_DRAIN = 20.0
+"""Seconds at the end of a run for what is left; a logger that works needs few of them."""
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """Run as a logger sees it. id: what an earlier worker of the run got from the logger, or ""; redone: first step
+    that a resumed run repeats."""
+
+    folder: Path
+    settings: Mapping[str, str]
+    id: str
+    redone: int | None
 
 
 class Logger(ABC):
     """One program that metrics go to. It raises whatever its library raises."""
 
+    id = ""  # by which a resumed run is continued
+    replaces = False  # whether a step that is repeated replaces what was written of it
+
     @abstractmethod
     def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[Row]) -> None:  # noqa: B027 - some take numbers only
-        """Write rows as a table."""
+    @abstractmethod
+    def samples(self, step: int, rows: Sequence[Row]) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
 
 
+_FIRST = {"validation": "1_validation", "reward": "2_reward"}
+"""Names of groups of metrics in TensorBoard, which sorts groups by name."""
+
+
+class TensorboardLogger(Logger):
+    replaces = True
+
+    def __init__(self, run: LoggedRun):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.redone)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        plain, counted = histograms(values)
+        for name, value in plain.items():
+            group, slash, rest = name.partition("/")
+            self.writer.add_scalar(f"{_FIRST.get(group, group)}{slash}{rest}", value, step)
+        for name, counts in counted.items():
+            self._histogram(name, counts, step)
+        self.writer.flush()
+
+    def _histogram(self, name: str, counts: dict[int, float], step: int) -> None:
+        """Write a histogram with a bar for each whole number from 0 on."""
+        bars = [counts.get(number, 0.0) for number in range(max(counts) + 1)]
+        total, first, squares = (sum(number**power * count for number, count in counts.items()) for power in range(3))
+        self.writer.add_histogram_raw(name, -0.5, max(counts) + 0.5, total, first, squares,
+                                      [number + 0.5 for number in range(len(bars))], bars, step)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        text = "\n\n---\n\n".join(map(_as_text, rows))
+        self.writer.add_text("samples", text.encode(errors="backslashreplace").decode(), step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
 class WandbLogger(Logger):
-    def __init__(self, folder: Path, config: Mapping[str, Any], project: str = "distflow", entity: str | None = None,
-                 group: str | None = None, tags: Sequence[str] = (), mode: str | None = None):
+    def __init__(self, run: LoggedRun, project: str = "distflow", entity: str | None = None, group: str | None = None,
+                 tags: Sequence[str] = (), mode: str | None = None):
         import wandb
 
         self.wandb = wandb
-        known = _known(folder).get("wandb")
-        self.run = wandb.init(project=project, entity=entity, group=group, tags=list(tags), name=folder.name, id=known,
-                              resume="allow", dir=str(folder.absolute()), config=dict(config), mode=mode,  # pyright: ignore[reportArgumentType]
+        self.run = wandb.init(project=project, entity=entity, group=group, tags=list(tags), name=run.folder.name,
+                              id=run.id or None, resume="allow", dir=str(run.folder.absolute()),
+                              config=dict(run.settings), mode=mode,  # pyright: ignore[reportArgumentType]
                               settings=wandb.Settings(console="off", silent=True))
-        _keep(folder, "wandb", self.run.id)
+        self.id = self.run.id
         self.run.define_metric("validation*", step_metric="validated_step")
         self.validated = -1
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         row = max(step, self.run.step)  # it drops what comes for an earlier one
+        values = numbers(dict(values))
         if is_validation(values):
             row = self.validated = max(row, self.validated + 1)
             values = {**values, "validated_step": step}
@@ -82,165 +132,116 @@ class WandbLogger(Logger):
 
 
 class MlflowLogger(Logger):
-    def __init__(self, folder: Path, config: Mapping[str, Any], uri: str | None = None, experiment: str = "distflow"):
+    def __init__(self, run: LoggedRun, uri: str | None = None, experiment: str = "distflow"):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.client, self.metric = MlflowClient(uri), Metric
-        known = _known(folder).get("mlflow")
-        if known is None:
+        self.client, self.metric, self.id = MlflowClient(uri), Metric, run.id
+        if not self.id:
             found = self.client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else self.client.create_experiment(experiment)
-            known = self.client.create_run(number, run_name=folder.name).info.run_id
-            settings = [Param(_name(key), str(value)[:500]) for key, value in config.items()]
+            self.id = self.client.create_run(number, run_name=run.folder.name).info.run_id
+            settings = [Param(_name(key), str(value)[:500]) for key, value in run.settings.items()]
             for first in range(0, len(settings), 100):  # no request takes more
-                self.client.log_batch(known, params=settings[first : first + 100])
-            _keep(folder, "mlflow", known)
-        self.run = known
+                self.client.log_batch(self.id, params=settings[first : first + 100])
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        entries = [self.metric(_name(name), value, round(1000 * time.time()), step) for name, value in values.items()]
+        entries = [self.metric(_name(name), value, round(1000 * time.time()), step)
+                   for name, value in numbers(dict(values)).items()]
         for first in range(0, len(entries), 1000):
-            self.client.log_batch(self.run, metrics=entries[first : first + 1000])
+            self.client.log_batch(self.id, metrics=entries[first : first + 1000])
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         columns, cells = _table(rows)
-        self.client.log_table(self.run, dict(zip(columns, map(list, zip(*cells)))), f"samples/{step:06d}.json")
+        self.client.log_table(self.id, dict(zip(columns, map(list, zip(*cells)))), f"samples/{step:06d}.json")
 
     def close(self) -> None:
-        self.client.set_terminated(self.run)
+        self.client.set_terminated(self.id)
 
 
-class TrackioLogger(Logger):
-    def __init__(self, folder: Path, config: Mapping[str, Any], project: str = "distflow", group: str | None = None,
-                 server: str | None = None):
-        import trackio
-
-        self.trackio = trackio
-        again = "must" if "trackio" in _known(folder) else "never"
-        self.run = trackio.init(project, folder.name, group=group, server_url=server, config=dict(config), resume=again,
-                                embed=False, auto_log_gpu=False, auto_log_cpu=False)
-        _keep(folder, "trackio", project)
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
-
-    def samples(self, step: int, rows: Sequence[Row]) -> None:
-        columns, cells = _table(rows)
-        self.run.log({"samples": self.trackio.Table(columns=columns, data=cells)}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
+LOGGERS: dict[str, Callable[..., Logger]] = {"tensorboard": TensorboardLogger, "wandb": WandbLogger,
+                                             "mlflow": MlflowLogger}
 
 
-class PrometheusLogger(Logger):
-    def __init__(self, folder: Path, config: Mapping[str, Any], port: int = 0, host: str = "127.0.0.1"):
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+class LoggerThread(threading.Thread):
+    """Thread of one logger. An error of its library ends it, with a traceback on standard error."""
 
-        self.registry, self.gauge, self.name, self.newest = CollectorRegistry(), Gauge, folder.name, 0
-        self.gauges: dict[str, Gauge] = {}
-        try:
-            self.server, self.thread = start_http_server(port, host, self.registry)
-        except OSError as error:
-            raise InvalidInput(f"no page for Prometheus can be served at {host}:{port}: {error.strerror}. Choose "
-                               "another port, or 0 for one that is free:  log: [{prometheus: {port: 0}}]") from None
-        address = f"http://{host}:{self.server.server_port}/metrics"
-        _keep(folder, "prometheus", address)
-        events.show(f"{folder.name}: metrics for Prometheus at {address}")
+    def __init__(self, folder: Path, logger: str, settings: Mapping[str, Any], redone: int | None):
+        super().__init__(name=f"log: {logger}", daemon=True)
+        self.folder, self.logger, self.settings, self.redone = folder, logger, settings, redone
+        self.lines = queue.SimpleQueue[tuple[str, int, Any] | None]()
+        self.warned = self.done = False
+        self.start()
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self.newest = max(step, self.newest)
-        for name, value in {**values, "step": self.newest}.items():
-            if name not in self.gauges:
-                metric = "distflow_" + re.sub(r"\W", "_", name)
-                self.gauges[name] = self.gauge(metric, name, ["run"], registry=self.registry)
-            self.gauges[name].labels(self.name).set(value)
+    def put(self, kind: str, step: int, content: Any) -> None:
+        """Have `metrics` or `samples` of a step sent."""
+        if not self.is_alive():
+            self.warn("has failed, as said above")
+        elif self.lines.qsize() >= _ROOM:
+            self.warn(f"is {_ROOM} lines behind; what comes until it has caught up is left out")
+        else:
+            self.lines.put((kind, step, content))
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+    def warn(self, what: str) -> None:
+        if not self.warned and not self.done:
+            events.show(f"warning: `{self.logger}` of `log` {what}; the run goes on, and its folder has all of it.",
+                        sys.stderr)
+        self.warned = True
 
-
-LOGGERS: dict[str, Callable[..., Logger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger,
-                                             "prometheus": PrometheusLogger}
-
-
-def send(run: RunReader, name: str, settings: Mapping[str, Any], ended: Callable[[float], bool]) -> int:
-    """Send the lines of a run to a logger as they come, none of them twice; return the number of steps. `ended`: waits
-    for so many seconds and returns whether the run has ended; what is written by then is still sent."""
-    folder, sent_steps = run.folder, set[int]()
-    with _only_one(folder, name):
-        logger = LOGGERS[name](folder, run.settings(), **settings)
-        metrics, samples, rows = run.tail("metrics"), run.tail("samples"), dict[int, list[Row]]()
-        sent: Any = _known(folder).get(f"{name} sent", {})  # a step and a count, in runs of older versions
-        sent = sent if isinstance(sent, dict) else dict.fromkeys(("steps", "validation"), sent[0])
-        last: dict[str, int] = {"steps": -1, "validation": -1, **sent}
-        over = False
-        while not over:
-            over = ended(_EVERY)
-            lines = list(metrics.new())
-            for row in samples.new():  # the samples of a step are written before its metrics
-                rows.setdefault(row["step"], []).append({name: row[name] for name in row if name != "tokens"})
-            for line in lines:
-                step, kind = line.pop("step"), "validation" if is_validation(line) else "steps"
-                shown = rows.pop(step, None)
-                if step > last[kind]:
-                    logger.metrics(step, numbers(line))
-                    if shown:
-                        logger.samples(step, shown)
-                    last[kind] = step
-                    sent_steps.add(step)
-            _keep(folder, f"{name} sent", last)
+    def run(self) -> None:
+        file, known = self.folder / f"log.{self.logger}.json", dict[str, Any]()
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(file.read_text(encoding="utf-8"))
+        run = LoggedRun(self.folder, RunReader(self.folder).settings(), known.get("id", ""), self.redone)
+        logger = LOGGERS[self.logger](run, **self.settings)
+        while (line := self.lines.get()) is not None:
+            kind, step, content = line
+            series = "validation" if kind == "metrics" and is_validation(content) else kind
+            if not logger.replaces and step <= known.get(series, -1):
+                continue
+            getattr(logger, kind)(step, content)
+            known |= {"id": logger.id, series: step}
+            if not logger.replaces:
+                with contextlib.suppress(OSError):  # a full disk: a resumed run is another one there
+                    files.write_atomically(file, json.dumps(known))
         logger.close()
-    return len(sent_steps)
+        self.done = True
 
 
-@contextlib.contextmanager
-def _only_one(folder: Path, name: str) -> Iterator[None]:
-    """Wait until no other process sends this run to the logger: that of an earlier worker may have steps left."""
-    with (folder / f"log.{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+class Loggers:
+    """Loggers of a run; only the process that writes the run's folder has them. `settings`: by name."""
 
+    def __init__(self, folder: Path, settings: Mapping[str, Mapping[str, Any]], redone: int | None = None):
+        self.threads = [LoggerThread(folder, name, each, redone) for name, each in settings.items()]
 
-class LogProcesses:
-    """Processes that send a run that goes on, one for each logger. They end with this one, once all is sent."""
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for thread in self.threads:
+            thread.put("metrics", step, dict(values))
 
-    def __init__(self, folder: Path, names: Iterable[str]):
-        self.folder, self.children = folder, {name: spawn(
-            [sys.executable, "-P", "-m", "distflow.cli", "log", str(folder), "--to", name, "--follow"],
-            die_with_parent=0,
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=python_environment())
-            for name in names}
-
-    def check(self) -> None:
-        """Warn of those that have failed, once."""
-        for name in [name for name, child in self.children.items() if child.poll()]:
-            del self.children[name]
-            events.show(f"warning: `{name}` of `log` has failed, as said above; the run goes on. Later:  distflow log "
-                        f"{self.folder} --to {name}", sys.stderr)
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Send rows as a table, without what they have for each token."""
+        shown = [{name: row[name] for name in row if name != "tokens"} for row in rows]
+        for thread in self.threads if shown else ():
+            thread.put("samples", step, shown)
 
     def close(self) -> None:
         """Let them send what is left, for a while."""
-        for child in self.children.values():
-            child.stdin.close()
-        for child in self.children.values():
-            if child.poll(_EXIT_TIMEOUT) is None:
-                child.end()
-        self.check()
+        for thread in self.threads:
+            thread.lines.put(None)
+        until = time.monotonic() + _DRAIN
+        for thread in self.threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            late = f"has not sent everything after {_DRAIN:g} s"
+            thread.warn(late if thread.is_alive() else "has failed, as said above")
 
 
-def _known(folder: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    return {}
-
-
-def _keep(folder: Path, name: str, value: Any) -> None:
-    """Write a value into the run's file, which several loggers share."""
-    with files.locked(folder / _FILE):
-        files.write_atomically(folder / _FILE, json.dumps({**_known(folder), name: value}))
+def _as_text(row: Row) -> str:
+    """Return a sample as Markdown: its numbers in a line, then its texts."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    others = "  ".join(f"{name} {value}" for name, value in row.items() if name not in texts)
+    blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in value.splitlines())
+              for name, value in texts.items()]
+    return "\n\n".join([others, *blocks])
 
 
 def _name(text: str) -> str:

@@ -4,7 +4,7 @@
     metrics.jsonl, samples.jsonl, samples/, validation.jsonl, tensorboard/    appended to while the run goes on
     summary.json                        the run has finished: results, command, host, versions, commit
 
-A full disk does not end a run: lines and TensorBoard steps that cannot be written are left out.
+A full disk does not end a run: lines that cannot be written are left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from distflow.config.extras import DISTRIBUTION
 from distflow.config.load import Spec, reload
@@ -34,94 +34,10 @@ from distflow.config.yaml_source import dump
 from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Plan
 from distflow.telemetry import events, files
+from distflow.telemetry.loggers import Loggers
 from distflow.telemetry.processes import began
 from distflow.telemetry.run_lock import in_use
-from distflow.telemetry.run_reader import SUMMARY, Tail, histograms, no_run, numbers, parsed
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
-_FIRST = {"validation": "1_validation", "reward": "2_reward"}
-"""Names of groups of metrics in TensorBoard, which sorts groups by name."""
-
-
-class EventWriter:
-    """Writer of TensorBoard's file. Steps that cannot be written are left out; later another file is begun."""
-
-    def __init__(self, create: Callable[[], SummaryWriter | None]):
-        self.create = create
-        self.writer: SummaryWriter | None = None
-        self.warned = False
-        self._open()
-
-    def add_scalars(self, step: int, values: dict[str, float], again: bool) -> None:
-        """Write the metrics of a step. `again`: begin another file if the last one could not be written."""
-        if self.writer is None and again:
-            self._open()
-        if self.writer is not None:
-            plain, counted = histograms(values)
-            with self._losing():
-                for name, value in plain.items():
-                    group, slash, rest = name.partition("/")
-                    self.writer.add_scalar(f"{_FIRST.get(group, group)}{slash}{rest}", value, step)
-                for name, counts in counted.items():
-                    self._add_histogram(name, counts, step)
-
-    def _add_histogram(self, name: str, counts: dict[int, float], step: int) -> None:
-        """Write a histogram with a bar for each whole number from 0 on."""
-        assert self.writer is not None
-        bars = [counts.get(number, 0.0) for number in range(max(counts) + 1)]
-        total, first, squares = (sum(number**power * count for number, count in counts.items()) for power in range(3))
-        self.writer.add_histogram_raw(name, -0.5, max(counts) + 0.5, total, first, squares,
-                                      [number + 0.5 for number in range(len(bars))], bars, step)
-
-    def add_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        if self.writer is not None and rows:
-            text = "\n\n---\n\n".join(map(_as_text, rows))
-            with self._losing():
-                self.writer.add_text("samples", text.encode(errors="backslashreplace").decode(), step)
-
-    def flush(self) -> None:
-        if self.writer is not None:
-            with self._losing():
-                self.writer.flush()
-
-    def close(self) -> None:
-        if self.writer is not None:
-            with self._losing():
-                self.writer.close()
-
-    def _open(self) -> None:
-        with self._losing():
-            self.writer = self.create()
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.writer = None
-            if not self.warned:
-                events.show(f"warning: TensorBoard's file cannot be written: {error.strerror}. Steps are left out of "
-                            "it until it can; the run goes on.", sys.stderr)
-            self.warned = True
-
-
-def _summary_writer(folder: str, redone: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # takes a second to import; only rank 0 pays for it
-
-    return SummaryWriter(folder, purge_step=redone)
-
-
-def _as_text(row: dict[str, Any]) -> str:
-    """Return a sample as Markdown: its numbers in a line, then its texts."""
-    texts = {name: value for name, value in row.items() if isinstance(value, str)}
-    numbers = "  ".join(f"{name} {value}" for name, value in row.items() if name not in texts)
-    blocks = [f"**{name}**\n\n" + "\n".join(f"    {line}" for line in value.splitlines())
-              for name, value in texts.items()]
-    return "\n\n".join([numbers, *blocks])
-
+from distflow.telemetry.run_reader import SUMMARY, Tail, no_run, numbers, parsed
 
 _PACKAGES = (DISTRIBUTION, "torch", "transformers", "tokenizers", "peft", "mpmath", "vllm", "sglang",
              "megatron-core")
@@ -264,13 +180,13 @@ def _exists(path: Path) -> InvalidInput:
 class RunFolder:
     """Writes a run's files; only rank 0 has one."""
 
-    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False, loggers: Collection[str] = (
-            "tensorboard",)):
+    def __init__(self, path: Path, resumed_at: int | None = None, again: bool = False,
+                 loggers: Mapping[str, Mapping[str, Any]] = MappingProxyType({"tensorboard": {}})):
         """
         Args:
             resumed_at: steps done when a resumed run goes on; later lines are dropped.
             again: validate step `resumed_at` once more.
-            loggers: names of those that the run writes to.
+            loggers: settings of those that the run writes to, by name.
         """
         self.path = path
         if resumed_at is not None:
@@ -284,9 +200,7 @@ class RunFolder:
             with contextlib.suppress(OSError):  # its lines are dropped then, which is reported
                 each.touch()
         self.tokens, self.samples_drawn, self.seconds = (0.0,) * 3 if resumed_at is None else self._totals()
-        redone = None if resumed_at is None else resumed_at + 1
-        self.tensorboard = EventWriter(partial(_summary_writer, str(path / "tensorboard"), redone)
-                                       if "tensorboard" in loggers else lambda: None)
+        self.loggers = Loggers(path, loggers, None if resumed_at is None else resumed_at + 1)
 
     @staticmethod
     def is_made(path: Path) -> bool:
@@ -351,13 +265,13 @@ class RunFolder:
 
     def write_metrics(self, step: int, values: dict[str, float]) -> None:
         """Write one line of metrics. Values that are not finite are null in JSON, and as they are in TensorBoard."""
-        written = events.add_or_drop(self.metrics, [json.dumps({**finite(values), "step": step})])
-        self.tensorboard.add_scalars(step, values, again=written)
+        events.add_or_drop(self.metrics, [json.dumps({**finite(values), "step": step})])
+        self.loggers.metrics(step, values)
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write one line a row; in TensorBoard the rows of a step are one text."""
         write_samples(self.samples, step, rows)
-        self.tensorboard.add_samples(step, rows)
+        self.loggers.samples(step, rows)
 
     def write_answers(self, step: int, sets: dict[str, list[dict[str, Any]]]) -> None:
         events.add_or_drop(self.path / "validation.jsonl", [
@@ -366,7 +280,7 @@ class RunFolder:
 
     def close(self, facts: dict[str, Any]) -> None:
         """Write the summary of all steps, with `facts`."""
-        self.tensorboard.close()
+        self.loggers.close()
         found = summarize(list(Tail(self.metrics).new()))
         summary = {**found, "wall_seconds": self._wall_seconds(), **facts, **self.made_by}
         if events.dropped():

@@ -182,7 +182,7 @@ def trl(**settings: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     ({"scale_rewards": "none"}, {"advantage.scale": False}), ({"scale_rewards": "group"}, {}),
     ({"loss_type": "sapo"}, None), ({"loss_type": "luspo"}, None), ({"scale_rewards": "mean"}, None),
     ({"lr_scheduler_type": "polynomial"}, None), ({"report_to": "swanlab"}, None),
-    ({"report_to": ["trackio"]}, {"log": ["trackio"]}), ({"report_to": "none"}, {}),
+    ({"report_to": ["mlflow"]}, {"log": ["mlflow"]}), ({"report_to": "none"}, {}),
     ({"adam_beta2": 0.98}, {"betas": [0.9, 0.98]})])
 def test_each_value_of_trl_is_converted_or_listed(settings: dict, arguments: dict | None) -> None:
     dag, run, left = trl(**settings)

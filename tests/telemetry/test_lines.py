@@ -86,7 +86,7 @@ def test_a_full_disk_ends_nothing_that_tells_of_a_run(tmp_path: Path):
     for name in ("metrics.jsonl", "samples.jsonl", "events.jsonl", "turns.jsonl"):
         assert done.stderr.count(f"{name} cannot be written: No space left on device") == 1
     assert done.stderr.count("summary.json cannot be written: Is a directory") == 1
-    assert done.stderr.count("TensorBoard's file cannot be written") == 1
+    assert done.stderr.count("`tensorboard` of `log` has failed") == 1
 
 
 def test_lines_for_a_reader_raise(tmp_path: Path):

@@ -1,25 +1,20 @@
-"""Runs at Weights & Biases (offline), MLflow and Prometheus: the real libraries, read back from what they wrote."""
+"""Runs at Weights & Biases (offline) and MLflow: the real libraries, read back from what they wrote."""
 
 from __future__ import annotations
 
 import json
-import socket
+import math
 import struct
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from harness import ROOT, environment
 
 from distflow.cli import main
-from distflow.errors import InvalidInput
-from distflow.telemetry.loggers import LOGGERS, Logger, send
-from distflow.telemetry.run_reader import RunReader
+from distflow.telemetry.loggers import LOGGERS, LoggedRun, Logger, Loggers
 
 _BLOCK = 32768
 
@@ -29,21 +24,16 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "mine-1"
     made.mkdir()
     (made / "run.yaml").write_text("roles: {actor: {learning_rate: 0.1}}\n")
-    write(made, range(1, 4))
     return made
 
 
-def write(folder: Path, steps: range) -> None:
-    with (folder / "metrics.jsonl").open("a") as metrics, (folder / "samples.jsonl").open("a") as samples:
-        for step in steps:
-            metrics.write(json.dumps({"step": step, "reward/mean": step / 10, "loss": None}) + "\n")
-            metrics.write(json.dumps({"step": step, "validation/held": step / 20}) + "\n")
-            row = {"step": step, "questions": "How many?", "rewards": 1.0, "parts": {"a": 1}}
-            samples.write(json.dumps(row) + "\n")
-
-
-def at_once(_: float) -> bool:
-    return True
+def send(folder: Path, settings: dict[str, dict[str, Any]], steps: range) -> None:
+    loggers = Loggers(folder, settings)
+    for step in steps:
+        loggers.samples(step, [{"step": step, "questions": "How many?", "rewards": 1.0, "parts": {"a": 1}}])
+        loggers.metrics(step, {"reward/mean": step / 10, "loss": math.nan})
+        loggers.metrics(step, {"validation/held": step / 20})
+    loggers.close()
 
 
 def offline_records(folder: Path) -> Iterator[Any]:
@@ -84,17 +74,16 @@ def sent_in_a_second_of_its_own() -> None:
 
 def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     pytest.importorskip("wandb")
-    settings = {"project": "tests", "mode": "offline"}
-    assert send(RunReader(folder), "wandb", settings, at_once) == 3
-    write(folder, range(4, 6))
+    settings = {"wandb": {"project": "tests", "mode": "offline"}}
+    send(folder, settings, range(1, 4))
     sent_in_a_second_of_its_own()
-    assert send(RunReader(folder), "wandb", settings, at_once) == 2
-    with (folder / "metrics.jsonl").open("a") as metrics:
-        for line in ({"step": 6, "staleness/tokens/1": 8.0}, {"step": 7, "loss": 0.1},
-                     {"step": 6, "validation/held": 0.6}, {"step": 7, "validation/held": 0.7}):
-            metrics.write(json.dumps(line) + "\n")
+    send(folder, settings, range(3, 6))
     sent_in_a_second_of_its_own()
-    assert send(RunReader(folder), "wandb", settings, at_once) == 2
+    loggers = Loggers(folder, settings)
+    for step, values in ((6, {"staleness/tokens/1": 8.0}), (7, {"loss": 0.1}), (6, {"validation/held": 0.6}),
+                         (7, {"validation/held": 0.7})):
+        loggers.metrics(step, values)
+    loggers.close()
     steps = history(folder)
     assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7, 8]
     late = [(steps[row]["validated_step"], steps[row]["validation/held"]) for row in (7, 8)]
@@ -102,7 +91,7 @@ def test_wandb_has_each_step_once_also_of_a_resumed_run(folder) -> None:
     assert steps[4]["reward/mean"] == 0.4
     assert steps[6]["staleness/tokens/values"] == [0.0, 8.0], "a histogram"
     assert steps[4]["validation/held"] == 0.2
-    assert "loss" not in steps[4], "null is no number"
+    assert "loss" not in steps[4], "what is not finite is no number"
     assert steps[2]["samples/_type"] == "table-file"
     ids = {record.run.run_id for record in offline_records(folder) if record.WhichOneof("record_type") == "run"}
     assert len(ids) == 1, "a resumed run goes on under its id"
@@ -113,10 +102,9 @@ def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) 
     monkeypatch.chdir(tmp_path)  # where MLflow keeps tables
     uri = "sqlite:///mlflow.db"  # as the page has it
     client = client_of(uri)
-    settings = {"uri": uri, "experiment": "tests"}
-    assert send(RunReader(folder), "mlflow", settings, at_once) == 3
-    write(folder, range(4, 6))
-    assert send(RunReader(folder), "mlflow", settings, at_once) == 2
+    settings = {"mlflow": {"uri": uri, "experiment": "tests"}}
+    send(folder, settings, range(1, 4))
+    send(folder, settings, range(3, 6))
     experiment = client.get_experiment_by_name("tests")
     run, = client.search_runs([experiment.experiment_id])
     assert run.info.run_name == "mine-1"
@@ -125,120 +113,100 @@ def test_mlflow_has_metrics_settings_and_samples(folder, tmp_path, monkeypatch) 
     assert [(each.step, each.value) for each in values] == [(step, step / 10) for step in range(1, 6)]
 
 
-def test_trackio_has_each_step_once_also_of_a_resumed_run(folder, tmp_path) -> None:
-    """It reads where its files are when it is imported."""
-    pytest.importorskip("trackio")
-    script = (f"import sys\nfrom pathlib import Path\nfrom distflow.telemetry.loggers import send\n"
-              f"from distflow.telemetry.run_reader import RunReader\nfolder = Path({str(folder)!r})\n"
-              "print('sent', send(RunReader(folder), 'trackio', {'project': 'tests'}, lambda seconds: True))\n")
-    read = ("import json\nfrom trackio.sqlite_storage import SQLiteStorage\n"
-            "runs = SQLiteStorage.get_runs('tests')\n"
-            "print(json.dumps([runs, SQLiteStorage.get_logs('tests', runs[0])], default=str))\n")
-
-    def run(text: str) -> str:
-        own = {**environment(), "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
-        done = subprocess.run([sys.executable, "-c", text], env=own, capture_output=True, text=True, timeout=120,
-                              check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "sent 3\n" in run(script)
-    write(folder, range(4, 6))
-    assert "sent 2\n" in run(script)
-    runs, logs = json.loads(run(read).splitlines()[-1])
-    assert runs == ["mine-1"]
-    assert [(line["step"], line["reward/mean"]) for line in logs if "reward/mean" in line] == [
-        (step, step / 10) for step in range(1, 6)]
-    assert [line["step"] for line in logs if "samples" in line] == [1, 2, 3, 4, 5]
-
-
-def test_prometheus_shows_the_newest_step(folder) -> None:
-    pytest.importorskip("prometheus_client")
-    seen: list[str] = []
-
-    def ended(_: float) -> bool:
-        if (address := json.loads((folder / "loggers.json").read_text())["prometheus"]) and len(seen) < 2:
-            seen.append(httpx.get(address).text)
-        return len(seen) == 2
-
-    send(RunReader(folder), "prometheus", {}, ended)
-    assert 'distflow_reward_mean{run="mine-1"} 0.3' in seen[1]
-    assert 'distflow_step{run="mine-1"} 3.0' in seen[1]
-
-
 class Noted(Logger):
     """Keeps what it is sent."""
 
-    def __init__(self, *_: Any):
+    sent: list[tuple[str, int, Any]] = []
+
+    def __init__(self, run: LoggedRun):
+        self.id = "noted"
         self.sent.clear()
 
-    sent: list[tuple[int, Any]] = []
-
     def metrics(self, step, values) -> None:
-        self.sent.append((step, dict(values)))
+        self.sent.append(("metrics", step, values))
 
     def samples(self, step, rows) -> None:
-        self.sent.append((step, len(rows)))
+        self.sent.append(("samples", step, rows))
 
     def close(self) -> None:
         pass
 
 
-def test_what_comes_after_a_look_is_sent_with_the_next_one(tmp_path, monkeypatch) -> None:
-    """A step is validated long after its metrics were written, perhaps after those of newer steps, and its samples come
-    just before these."""
+class Stuck(Noted):
+    """Is at its first line until `over` is set."""
+
+    begun, over = threading.Event(), threading.Event()
+
+    def metrics(self, step, values) -> None:
+        self.begun.set()
+        self.over.wait()
+        super().metrics(step, values)
+
+
+class Failing(Noted):
+    def metrics(self, step, values) -> None:
+        raise ConnectionError("no network")
+
+
+def test_loggers_send_each_series_in_order_and_no_step_again(tmp_path, monkeypatch) -> None:
+    """A step is validated long after its metrics were written, perhaps after those of newer steps."""
     monkeypatch.setitem(LOGGERS, "noted", Noted)
-    parts = iter([("samples", {"step": 1, "rewards": 1.0}), ("metrics", {"step": 1, "loss": 0.1}),
-                  ("metrics", {"step": 1, "validation/held": 0.5}), ("metrics", {"step": 2, "loss": 0.2}),
-                  ("metrics", {"step": 3, "loss": 0.3}), ("metrics", {"step": 2, "validation/held": 0.6})])
-
-    def ended(_: float) -> bool:
-        """Write one more line before each look."""
-        if (part := next(parts, None)) is not None:
-            with (tmp_path / f"{part[0]}.jsonl").open("a") as file:
-                file.write(json.dumps(part[1]) + "\n")
-        return part is None
-
-    assert send(RunReader(tmp_path), "noted", {}, ended) == 3
-    assert Noted.sent == [(1, {"loss": 0.1}), (1, 1), (1, {"validation/held": 0.5}), (2, {"loss": 0.2}),
-                          (3, {"loss": 0.3}), (2, {"validation/held": 0.6})]
-    assert send(RunReader(tmp_path), "noted", {}, at_once) == 0
-    assert Noted.sent == []
+    loggers = Loggers(tmp_path, {"noted": {}})
+    loggers.samples(1, [{"rewards": 1.0, "tokens": {"texts": ["a"]}}])
+    for step, values in ((1, {"loss": 0.1}), (2, {"loss": 0.2}), (1, {"validation/held": 0.5})):
+        loggers.metrics(step, values)
+    loggers.close()
+    assert Noted.sent == [("samples", 1, [{"rewards": 1.0}]), ("metrics", 1, {"loss": 0.1}),
+                          ("metrics", 2, {"loss": 0.2}), ("metrics", 1, {"validation/held": 0.5})]
+    resumed = Loggers(tmp_path, {"noted": {}}, redone=2)
+    for step in (2, 3):
+        resumed.metrics(step, {"loss": step / 10})
+    resumed.close()
+    assert Noted.sent == [("metrics", 3, {"loss": 0.3})]
 
 
-def test_a_port_that_is_taken_is_one_message(folder) -> None:
-    pytest.importorskip("prometheus_client")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(InvalidInput, match=f"at 127.0.0.1:{port}: Address already in use. Choose another port"):
-            send(RunReader(folder), "prometheus", {"port": port}, lambda seconds: True)
+def test_a_logger_that_fails_is_one_warning_and_the_others_go_on(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(LOGGERS, "failing", Failing)
+    monkeypatch.setitem(LOGGERS, "noted", Noted)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    loggers = Loggers(tmp_path, {"failing": {}, "noted": {}})
+    loggers.metrics(1, {"loss": 0.1})
+    loggers.threads[0].join()
+    loggers.metrics(2, {"loss": 0.2})
+    loggers.close()
+    assert [step for _, step, _ in Noted.sent] == [1, 2]
+    assert capsys.readouterr().err.count("`failing` of `log` has failed") == 1
 
 
-@pytest.mark.parametrize(("log", "said"), [
-    ("[wandbb]", "wandb"), ("[{wandb: {projct: x}}]", "project"), ("[{prometheus: {port: 99999}}]", "port")])
+def test_a_logger_that_is_stuck_blocks_nothing_and_its_queue_is_bounded(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(LOGGERS, "stuck", Stuck)
+    monkeypatch.setattr("distflow.telemetry.loggers._ROOM", 3)
+    monkeypatch.setattr("distflow.telemetry.loggers._DRAIN", 0.1)
+    loggers = Loggers(tmp_path, {"stuck": {}})
+    loggers.metrics(0, {})
+    Stuck.begun.wait()
+    for step in range(1, 9):
+        loggers.metrics(step, {})
+    loggers.close()
+    Stuck.over.set()
+    loggers.threads[0].join()
+    assert [step for _, step, _ in Stuck.sent] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("`stuck` of `log` is 3 lines behind") == 1
+
+
+@pytest.mark.parametrize(("log", "said"), [("[wandbb]", "wandb"), ("[{wandb: {projct: x}}]", "project")])
 def test_mistakes_are_told_with_what_was_meant(capsys, log, said) -> None:
     assert main(["validate", "grpo", "--set", f"log={log}"]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launch, workspace) -> None:
-    """Prometheus' address is another machine's, which ends its process; the file of Weights & Biases is whole."""
+    """MLflow's store cannot be made; the file of Weights & Biases is whole."""
     pytest.importorskip("wandb")
-    pytest.importorskip("prometheus_client")
-    taken = "{prometheus: {port: 1, host: 203.0.113.1}}"  # an address that no machine has (RFC 5737)
+    pytest.importorskip("mlflow")
     done = launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "logged", "--set",
-                  f"log=[{{wandb: {{mode: offline}}}}, {taken}]")
+                  "log=[{wandb: {mode: offline}}, {mlflow: {uri: 'sqlite:////nowhere/mlflow.db'}}]")
     folder = workspace / "runs/logged"
     assert sorted(history(folder)) == [1, 2, 3, 4]
-    assert "`prometheus` of `log` has failed" in done.stderr
+    assert "`mlflow` of `log` has failed" in done.stderr
     assert not (folder / "tensorboard").exists()
-
-
-def test_a_run_is_sent_later(launch, workspace) -> None:
-    pytest.importorskip("wandb")
-    launch(1, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "later")
-    done = subprocess.run([sys.executable, "-m", "distflow", "log", "runs/later", "--to", "wandb"], cwd=workspace,
-                          env={**environment(), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}, capture_output=True,
-                          text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "sent 4 steps to wandb", done.stderr
-    assert (workspace / "runs/later/tensorboard").is_dir()
