@@ -46,13 +46,10 @@ def test_it_is_the_shipped_one_on_any_number_of_ranks_and_micro_batches(run):
         assert whole[step]["own/logprobs"] < -1  # the mean over tokens of a random model's log-probabilities
 
 
-def test_micro_batches_that_do_not_fit_are_halved_once(run, workspace):
-    def settings(most):
-        return f"nodes.update.with={{loss: 'own_losses:demanding', loss_settings: {{most: {most}}}}}"
-
-    size = "roles.actor.micro_batch_tokens=900"
-    whole, halved = run(1, "whole", settings(100_000), size), run(1, "halved", settings(200), size)
-    assert [line["loss"] for line in halved.values()] == pytest.approx([line["loss"] for line in whole.values()])
-    events = RunReader(workspace / "runs/halved").rows("events")
-    (failure,) = (event for event in events if event["event"] == "failure")
+def test_a_step_that_runs_out_of_memory_names_the_smaller_micro_batch(run, workspace):
+    settings = "nodes.update.with={loss: 'own_losses:demanding', loss_settings: {most: 200}}"
+    with pytest.raises(AssertionError, match=r"(?s)memory.*--set roles\.actor\.micro_batch_tokens=450"):
+        run(1, "full", settings, "roles.actor.micro_batch_tokens=900")
+    (failure,) = (event for event in RunReader(workspace / "runs/full").rows("events") if event["event"] == "failure")
     assert "can't allocate memory" in failure["what"]
+    assert "--set roles.actor.micro_batch_tokens=450" in failure["what"]

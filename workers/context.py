@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from distflow.config.load import Spec, reload
-from distflow.config.run import RoleRun
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.dataset import filter_digest
@@ -61,13 +60,7 @@ class RankContext:
     elastic: ElasticAgent | None = None
     lock: RunLock | None = None  # of the run folder, on rank 0
     job: str = ""  # its name, where the first rank of a trainer needs it
-    whole_spec: Spec | None = None  # where `spec` has half of some settings
     preflight: Preflight | None = None  # on rank 0: what has been proved so far
-
-    @property
-    def written_spec(self) -> Spec:
-        """The settings that the run folder has."""
-        return self.whole_spec or self.spec
 
     @property
     def group(self) -> Group | None:
@@ -136,21 +129,6 @@ class RankContext:
                 raise Disagreement(f"the ranks of {self.restart_group.name} read unlike settings in {self.path}. The "
                                    "folder must be on a file system that all machines share")
             context, read = context._reread(), True
-
-    def with_halved_settings(self, halved: Collection[str]) -> RankContext:
-        """Return a context whose roles have half of these settings, since the memory was too small for the whole. The
-        run folder keeps the whole."""
-        def size(settings: RoleRun) -> RoleRun:
-            tokens, generation = settings.micro_batch_tokens, settings.generation
-            return settings.model_copy(update={
-                "micro_batch_tokens": max(1, tokens // 2) if "micro_batch_tokens" in halved else tokens,
-                "generation": generation.model_copy(update={"batch_rows": max(1, generation.batch_rows // 2)})
-                if "batch_rows" in halved else generation})
-
-        run = self.spec.run
-        roles = {name: size(settings) for name, settings in run.roles.items()}
-        smaller = replace(self.spec, run=run.model_copy(update={"roles": roles}))
-        return replace(self, spec=smaller, whole_spec=self.spec) if halved else self
 
     def _reread(self) -> RankContext:
         return replace(self, spec=replace(self.spec, run=reload(self.path).run))

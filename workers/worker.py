@@ -90,7 +90,7 @@ def work(context: RankContext, worker_context: WorkerContext, export: Path | Non
         own_heartbeat.on_phase = FaultInjector(context.spec.run, context.role, context.store.rank, ranks, context.path,
                                                worker_context.snapshots, elastic=context.elastic is not None)
     server = _init_process_group(context, store)
-    context = context.agree_on_settings(worker_context.config_change).with_halved_settings(attempt.halved_settings)
+    context = context.agree_on_settings(worker_context.config_change)
     channel = context.channel and context.channel.joined()
     connected = time.monotonic()
 
@@ -176,12 +176,12 @@ def _train(context: RankContext, worker_context: WorkerContext, store: Store, ch
 def _describe_resumed(context: RankContext, step: int) -> None:
     """Write the settings under which a run goes on from `step`, and record those that are not as they were."""
     reader = RunReader(context.path)
-    before, spec_before, spec = reader.settings(), reload(context.path), context.written_spec
+    before, spec_before, spec = reader.settings(), reload(context.path), context.spec
     for name in (name for name, role in spec.dag.roles.items() if role.trained):
         old, new = spec_before.settings_of(name) or RoleRun(), spec.settings_of(name) or RoleRun()
         if jump := schedule_jump(name, old, new, step - 1, (spec_before.run.steps, spec.run.steps)):
             events.show(f"note: {jump}")
-    RunFolder.describe(context.path, context.written_spec, context.plan)
+    RunFolder.describe(context.path, context.spec, context.plan)
     if changed := changed_settings(before, reader.settings()):
         events.current().step = step
         events.record("settings_changed", group=context.restart_group.name, attempt=0, settings=changed)
@@ -202,7 +202,7 @@ def _train_context(context: RankContext, worker_context: WorkerContext, store: S
             search = [folder for folder in sys.path if folder]
             if again:
                 RunFolder.remove_unfinished(context.path, context.agent)
-            created = RunFolder.created(context.path, context.written_spec, context.plan, search, context.agent)
+            created = RunFolder.created(context.path, context.spec, context.plan, search, context.agent)
             undo.append(starting.enter_context(created))
         status = RankStatus(store, rank, dist.get_world_size(), context.restart_group.ranks.start)
         ctx = TrainContext(context, worker_context, status, functions, source_of, writes, channel)

@@ -7,12 +7,16 @@ import contextlib
 import errno
 import re
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 _LIMITS = (errno.EMFILE, errno.ENFILE)
 """Errors at a limit: of a process's open files, and of those of the system."""
 _FORK = re.compile(r"\b(_execute_child|os\.fork|os\.forkpty|_fork_exec|posix_spawnp?)\b")
 """Calls whose EAGAIN says that a user has no processes left; a socket's says that nothing has come yet."""
+_SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows",
+          "validating": "batch_rows"}
+"""By phase of a worker, the setting of roles that decides how much memory it takes."""
 SCORE = 500
 """Score of a worker (`spawn`): the kernel ends workers before supervisors of one size, which hold snapshots."""
 
@@ -58,3 +62,11 @@ def kill_cause(before: int | None) -> str:
         return "The kernel may have ended it because memory was full."
     return f"The kernel probably ended it because memory was full: it has ended {now - before} since this one began." \
         if now > before else "Another process sent it: the kernel has killed nothing for memory since."
+
+
+def remedy(phase: str, settings: Mapping[str, str]) -> str:
+    """Return what to write so that a worker takes less memory in this phase; "" if no setting decides it. `settings`:
+    those of the run, by key."""
+    smaller = [f"--set {key}={int(value) // 2}" for key, value in settings.items()
+               if phase in _SIZES and key.startswith("roles.") and key.endswith(f".{_SIZES[phase]}") and int(value) > 1]
+    return f"Memory was too small. It takes less with  {' '.join(smaller)}" if smaller else ""

@@ -22,9 +22,6 @@ from distflow.store.interface import Store
 
 _SETTLE, _READ = 5.0, 64
 """Seconds that a rank which missed another waits for that one's failure; failures of an attempt that a rank reads."""
-_SIZES = {"inference": "micro_batch_tokens", "training": "micro_batch_tokens", "generating": "batch_rows",
-          "validating": "batch_rows"}
-"""By phase of a worker, the setting that decides how much memory it takes."""
 _CONCLUDING = ("validating", "saving", "ending")
 """Phases of a worker after what it has trained; a restart goes back to the same place."""
 _PAUSE = 10.0  # seconds before a failure in one of them is tried again: a disk or a server may have room by then
@@ -64,13 +61,7 @@ class Failure:
     outside: bool = False
     required_process: bool = False
     order: int = 0
-    out_of_memory: bool = False
     exhausted: bool = False
-
-    @property
-    def setting_to_halve(self) -> str:
-        """The setting of roles that decides how much memory the worker took when it ran out of it; "": none does."""
-        return _SIZES.get(self.phase, "") if self.out_of_memory else ""
 
 
 @dataclass(frozen=True)
@@ -80,11 +71,6 @@ class Attempt:
     number: int = 0
     failures: tuple[Failure, ...] = ()
     end: str = ""
-
-    @property
-    def halved_settings(self) -> set[str]:
-        """Settings of roles of which this attempt takes half, since the memory was too small for the whole."""
-        return {failure.setting_to_halve for failure in self.failures} - {""}
 
     def pack(self) -> str:
         return json.dumps(asdict(self))
@@ -135,8 +121,7 @@ class RestartCoordinator:
 
     def renew(self, attempt: Attempt) -> Attempt:
         """Return the next attempt of a group that has not failed; it takes the settings as they are now."""
-        failures = tuple(replace(failure, out_of_memory=False) for failure in attempt.failures)
-        following = replace(attempt, number=attempt.number + 1, failures=failures)
+        following = replace(attempt, number=attempt.number + 1)
         return Attempt.unpack(self.store.put_if(str(following.number), following.pack(), None))
 
     def mark_done(self, attempt: Attempt) -> None:
@@ -176,7 +161,7 @@ def pause_before(attempt: Attempt) -> float:
     """Return for how many seconds the workers of an attempt wait before they start."""
     last = attempt.failures[-1] if attempt.failures else None
     may_pass = last and (last.exhausted or last.phase in _CONCLUDING) and not (
-        last.outside or last.symptom or last.setting_to_halve)
+        last.outside or last.symptom)
     return _PAUSE if may_pass else 0.0
 
 
@@ -200,8 +185,6 @@ def stop_reason(failures: tuple[Failure, ...], budget: int | None) -> str:
 def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
     """Return why the last failure is a mistake in a program; empty if it may be transient."""
     last, before = failures[-1], [each for each in failures[:-1] if not each.outside]
-    if last.setting_to_halve and all(each.setting_to_halve != last.setting_to_halve for each in before):
-        return ""  # the next attempt takes less
     if len(failures) == 1 and not last.finished and last.phase not in ("waiting", "ending") and not last.exhausted:
         return "it failed before it had done its first step, which a mistake does and a broken machine rarely"
     if before and last.phase == before[-1].phase == "starting":
@@ -214,6 +197,5 @@ def _repeated_mistake(failures: tuple[Failure, ...]) -> str:
     if adjoining and last.phase == before[-1].phase in _CONCLUDING and last.step in (0, before[-1].step):
         return f"it failed twice in the same place ({last.phase})"
     if before and last.step and before[-1].step == last.step:
-        half = f", also with half of its {last.setting_to_halve}" if last.setting_to_halve else ""
-        return f"it failed twice in step {last.step}{half}"
+        return f"it failed twice in step {last.step}"
     return ""

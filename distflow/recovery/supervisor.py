@@ -53,6 +53,7 @@ from distflow.telemetry.events import Events
 from distflow.telemetry.heartbeat import ASKED, STOPPED
 from distflow.telemetry.processes import SIGNALS, Child, adopt_orphans, children, end_orphans, spawn, stopped
 from distflow.telemetry.run_lock import RunLock
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.stack_file import StackFile, location_in
 from distflow.telemetry.tracebacks import report_to_torchrun, users_line, users_part
 
@@ -439,7 +440,7 @@ class Supervisor:
             stack = "" if -status in _EXTERNAL else self.stack.read()
             what = f"it was ended by {signal.Signals(-status).name}{location_in(stack)}.{why}"
             return self._failure(what, details=stack and f"{stack}\n{what}",
-                                 outside=-status in _EXTERNAL and not own, out_of_memory=own)
+                                 outside=-status in _EXTERNAL and not own, full=own)
         return self._failure(f"it ended with exit status {status} and reported nothing")
 
     def _describe_absent_ranks(self) -> str:
@@ -448,8 +449,12 @@ class Supervisor:
             text = absent_ranks(self.store.below(f"{self.group.name}/{self.heartbeat.attempt}"), self.group.ranks)
         return f" Collectives: {text}." if text else ""
 
-    def _failure(self, what: str, **more: Any) -> Failure:
+    def _failure(self, what: str, full: bool = False, **more: Any) -> Failure:
+        """Return a failure of the present step. `full`: the worker has run out of memory."""
         reading = self.heartbeat.read()
+        if full and (line := out_of_memory.remedy(reading.phase, RunReader(self.folder).settings())):
+            what = f"{what}\n{line}"
+            more["details"] = f"{more['details'].rstrip()}\n{line}" if more.get("details") else ""
         return Failure(self.rank, what, reading.phase, reading.step, self.steps_done + reading.finished, **more)
 
     def _group_is_done(self, attempt: Attempt) -> bool:
@@ -481,8 +486,7 @@ class Supervisor:
             text = f"{name} is left out, and others go on: {where}: {cause.what}\nIt is not started again: " \
                    f"{following.end}."
         elif not following.end:
-            half = f" with half of its {cause.setting_to_halve}" if cause.setting_to_halve else ""
-            text = f"{name} starts again{half}: {where}: {cause.what}"
+            text = f"{name} starts again: {where}: {cause.what}"
             text += f"\n{line}" if (line := users_line(cause.details)) else ""
         elif cause.hopeless:
             text = cause.what

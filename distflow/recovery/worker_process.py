@@ -82,7 +82,7 @@ def _exit(pipe: int, error: BaseException | None) -> None:
             what = f"it left by sys.exit({error.code!r})" if isinstance(error, SystemExit) else \
                 "".join(traceback.format_exception_only(error)).strip()
             _write_report(pipe, what, details="".join(traceback.format_exception(error)),
-                          out_of_memory=is_out_of_memory(error), exhausted=is_exhausted(error))
+                          full=is_out_of_memory(error), exhausted=is_exhausted(error))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

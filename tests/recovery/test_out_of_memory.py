@@ -58,3 +58,12 @@ def test_what_the_kernel_ends_for_its_memory_is_not_ended_by_somebody_else(tmp_p
     monkeypatch.setattr(out_of_memory, "kill_count", lambda: now)
     assert supervisor._failure_of_exit(-signal.SIGKILL, b"").outside is outside
     assert supervisor._failure_of_exit(-signal.SIGTERM, b"").outside
+
+
+@pytest.mark.parametrize(("phase", "said"), [
+    ("training", "--set roles.actor.micro_batch_tokens=8192 --set roles.critic.micro_batch_tokens=50"),
+    ("generating", "--set roles.actor.generation.batch_rows=256"), ("waiting", "")])
+def test_remedy_names_the_smaller_settings_of_the_phase(phase, said):
+    settings = {"roles.actor.micro_batch_tokens": "16384", "roles.critic.micro_batch_tokens": "100",
+                "roles.actor.generation.batch_rows": "512", "roles.critic.generation.batch_rows": "1"}
+    assert out_of_memory.remedy(phase, settings).partition("It takes less with  ")[2] == said

@@ -32,9 +32,6 @@ def starved(**more) -> Failure:
     return Failure(0, "RuntimeError: can't start new thread", "waiting", exhausted=True, **more)
 
 
-FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
-
-
 @pytest.mark.parametrize(("failures", "budget", "why"), [
     ([failed()], 20, ""),
     ([failed(step=1, finished=0)], 20, "it failed before it had done its first step"),
@@ -60,11 +57,6 @@ FULL = Failure(0, "it took too much", "training", 1, 0, out_of_memory=True)
     ([failed(step=0, finished=0, outside=True)] * 3, 20, ""),  # its restarts were killed
     ([failed(), failed(outside=True), failed(finished=0)], 20, "it failed twice in step 3"),
     ([failed(step=0, finished=0, outside=True), failed(step=1, finished=0)], 20, ""),
-    ([FULL], 20, ""),  # in the first step too: the next attempt has half
-    ([FULL, FULL], 20, "it failed twice in step 1, also with half of its micro_batch_tokens"),
-    ([FULL, replace(FULL, phase="generating")], 20, ""),  # and half of its batch_rows
-    ([FULL, failed(), replace(FULL, step=9, finished=4)], 20, ""),  # long after that
-    ([replace(FULL, phase="computing")], 20, "it failed before it had done its first step"),  # no setting helps
     ([concluding()], 20, ""),
     ([concluding(step=0, finished=0)], 20, ""),  # all steps were done before
     ([concluding(), concluding(step=0, finished=0)], 20, "it failed twice in the same place (ending)"),
@@ -95,7 +87,7 @@ def test_what_happens_again_is_a_mistake(failures, budget, why):
 @pytest.mark.parametrize(("failures", "waits"), [
     ([], False), ([concluding()], True), ([concluding("validating")], True), ([concluding("saving")], True),
     ([failed()], False), ([concluding(outside=True)], False), ([concluding(symptom=True)], False),
-    ([concluding(), failed()], False), ([starved()], True), ([replace(FULL, phase="validating")], False)])
+    ([concluding(), failed()], False), ([starved()], True)])
 def test_pause_before_waits_for_what_may_pass_at_the_end_of_a_step(failures, waits):
     assert bool(pause_before(Attempt(len(failures), tuple(failures)))) is waits
 
@@ -253,11 +245,3 @@ def test_three_processes_that_fail_at_once_begin_the_same_attempts():
     zero, one, two = run_ranks(3, fail_at_once, store.port)
     assert zero == one == two
     assert [each.rank for each in Attempt.unpack(zero[-1]).failures] == [number % 3 for number in range(1, 21)]
-
-
-def test_new_settings_are_taken_whole(store):
-    rank = rank_of(store, 0)
-    attempt = rank.next(Attempt(), FULL)
-    assert attempt.halved_settings == {"micro_batch_tokens"}
-    assert rank.next(attempt, failed()).halved_settings == {"micro_batch_tokens"}
-    assert not rank.renew(Attempt(7, attempt.failures)).halved_settings

@@ -205,7 +205,7 @@ def test_a_run_is_logged_while_it_goes_on_and_one_that_fails_costs_nothing(launc
     pytest.importorskip("wandb")
     pytest.importorskip("mlflow")
     done = launch(2, "--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "logged", "--set",
-                  "log=[{wandb: {mode: offline}}, {mlflow: {uri: 'sqlite:////nowhere/mlflow.db'}}]")
+                  "log=[{wandb: {mode: offline}}, {mlflow: {uri: 'sqlite:////dev/null/mlflow.db'}}]")
     folder = workspace / "runs/logged"
     assert sorted(history(folder)) == [1, 2, 3, 4]
     assert "`mlflow` of `log` has failed" in done.stderr

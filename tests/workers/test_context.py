@@ -57,13 +57,3 @@ def test_ranks_that_never_read_alike_say_so(written):
     before, folders = written("before", 512, 0.5), [written("run", 64), written("other", 128)]
     with pytest.raises(RankFailed, match="Disagreement: the ranks of the run read unlike settings"):
         run_ranks(2, tokens_agreed, before, folders, [1, 0])
-
-
-def test_what_did_not_fit_the_memory_is_halved(written):
-    before = context(reload(written("run", 64)), Path())
-    whole, halved = before.spec.run.roles["actor"], before.with_halved_settings({"batch_rows"}).spec.run.roles["actor"]
-    assert (halved.generation.batch_rows, halved.micro_batch_tokens) == (
-        whole.generation.batch_rows // 2, whole.micro_batch_tokens)
-    smaller = before.with_halved_settings({"micro_batch_tokens"})
-    assert smaller.spec.run.roles["actor"].micro_batch_tokens == 32
-    assert smaller.written_spec is before.spec, "the run's files keep the whole"
