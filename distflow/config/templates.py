@@ -1,32 +1,48 @@
 """Chat templates in the files of models, before anything is loaded: options that they do not know, records that they
-refuse."""
+refuse or that they render for ever."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+import os
+import resource
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from distflow.config.run import Data
 from distflow.config.shipped import find
 from distflow.errors import Diagnostic
+from distflow.telemetry.processes import spawn
 
 if TYPE_CHECKING:
     from distflow.config.load import Spec
 
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"
-_REFUSES = "raise_exception"
-"""Function by which a template refuses messages; one without it is not rendered."""
+SECONDS, MIB = 3, 512
+"""Processor time and memory that a template may take for a record."""
 
-_SEVERAL = "[{'"
-"""Beginning of a list of templates by their names, of which transformers takes one by the use that is made of it."""
+Asked = tuple[int, list[dict[str, Any]], Any]
+"""A record's number, messages and tools."""
+
+
+class Refusal(NamedTuple):
+    """Record that the chat template of a role, in `file`, refuses. `reason`: the template's own; "" where it takes more
+    than `SECONDS` or `MIB`."""
+
+    record: int
+    role: str
+    reason: str
+    file: Path
 
 
 def check_chat_options(spec: Spec) -> list[Diagnostic]:
     """Return a mistake for each option that no chat template knows of a role whose tokenizer may encode the prompts."""
-    templates, mistakes = dict(_templates(spec)), []
+    templates, mistakes = {role: _template_of(spec, role)[0] for role in _encoding_roles(spec)}, []
     for option, path in template_options(spec.run.data).items():
         lacks = [lack_of(option, template) if template is not None else "" for template in templates.values()]
         if lacks and all(lacks):
@@ -50,23 +66,57 @@ def lack_of(option: str, template: str) -> str:
     return f"does not know `{option}`" if template else "is missing"
 
 
-def refusals(spec: Spec, asked: Mapping[int, tuple[list[dict[str, Any]], Any]]) -> Iterator[tuple[int, str, str]]:
-    """Yield what templates refuse of the (messages, tools) of some records: the record, the role whose template it is,
-    and the template's reason."""
-    refusing = {role: template for role, template in _templates(spec)
-                if template and _REFUSES in template and not template.startswith(_SEVERAL)}
-    renders = {role: _renderer(template, spec.run.data.for_template) for role, template in refusing.items()}
-    if renders:
-        for record, (messages, tools) in asked.items():
-            for role, refused in renders.items():
-                if reason := refused(messages, tools):
-                    yield record, role, reason
+def first_refusal(spec: Spec, asked: Sequence[Asked]) -> Refusal | None:
+    """Return the first of some records that a chat template refuses, or does not render within its bounds."""
+    for role in _encoding_roles(spec):
+        text, file = _template_of(spec, role)
+        if text and file and asked and (found := _tried(text, asked, spec.run.data.for_template)):
+            return Refusal(found[0], role, found[1], file)
+    return None
+
+
+def _tried(template: str, asked: Sequence[Asked], options: dict[str, Any]) -> tuple[int, str] | None:
+    """Return the first refused record with the reason, by a process of its own, which the kernel ends."""
+    readable, writable = os.pipe()
+
+    def render_all() -> int:
+        _limit(resource.RLIMIT_DATA, psutil.Process().memory_info().data + MIB * 2**20)
+        with os.fdopen(writable, "w", encoding="utf-8", errors="replace") as said:
+            try:
+                _limit(resource.RLIMIT_CPU, _seconds_from_now())
+                refused = _renderer(template, options)
+                for record, messages, tools in asked:
+                    print(record, file=said, flush=True)
+                    _limit(resource.RLIMIT_CPU, _seconds_from_now())
+                    if reason := refused(messages, tools):
+                        print(" ".join(reason.split()), end="", file=said)
+                        return 1
+            except MemoryError:
+                return 1
+        return 0
+
+    child = spawn(render_all, limits={resource.RLIMIT_CORE: 0})
+    os.close(writable)
+    with os.fdopen(readable, encoding="utf-8") as said:
+        records, _, reason = said.read().rpartition("\n")
+    return (int(records.rpartition("\n")[2] or asked[0][0]), reason) if child.wait() else None
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _seconds_from_now() -> int:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return math.ceil(used.ru_utime + used.ru_stime) + SECONDS
 
 
 def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str, Any]], Any], str]:
     """Return a function that says why a template refuses messages, "" if it does not. transformers renders by the same
     environment; what fails in another way than by `raise_exception` is left to it."""
-    from jinja2 import TemplateError  # only templates that may refuse something pay for its import
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     refused: list[str] = []
@@ -75,8 +125,17 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
         refused.append(reason)
         raise TemplateError(reason)
 
+    class Generation(Extension):
+        """Tag around what the assistant says, by which transformers can tell it from the rest."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols"])
+                                                extensions=["jinja2.ext.loopcontrols", Generation])
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda _: ""
     try:
@@ -96,30 +155,29 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
     return reason_of
 
 
-def _templates(spec: Spec) -> Iterator[tuple[str, str | None]]:
-    """Yield the roles whose tokenizer may encode the prompts, with their templates."""
+def _encoding_roles(spec: Spec) -> Iterable[str]:
+    """Return the roles whose tokenizer may encode the prompts."""
     trained = {node.role for node in spec.dag.nodes.values()
                if node.type == "MODEL_TRAIN" and node.role in spec.dag.roles and spec.dag.roles[node.role].head == "lm"}
-    for role in trained or spec.dag.roles:
-        yield role, _chat_template(spec, role)
+    return trained or spec.dag.roles
 
 
-def _chat_template(spec: Spec, role: str) -> str | None:
-    """Return the template in the files of the role's model, "" if it has none; None if that cannot be known."""
+def _template_of(spec: Spec, role: str) -> tuple[str | None, Path | None]:
+    """Return the chat template of a role's model and its file; "" if it has none, None if that cannot be known."""
     model = spec.model_of(role)
     if model is None:
-        return None
+        return None, None
     if model.path is None:
-        return _EMBEDDED_TEMPLATE
+        return _EMBEDDED_TEMPLATE, None
     folder = find(model.path, "models", spec.folder)
-    return None if folder is None else _read_template(folder)
-
-
-def _read_template(folder: Path) -> str | None:
+    own, config = (folder / "chat_template.jinja", folder / "tokenizer_config.json") if folder else (None, None)
     try:
-        if (folder / "chat_template.jinja").is_file():
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        return str(config.get("chat_template") or "")
+        if own and own.is_file():
+            return own.read_text(encoding="utf-8"), own
+        written = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config else None
     except (OSError, ValueError, AttributeError):
-        return None
+        return None, None
+    if isinstance(written, list):  # by their names
+        named = {str(each.get("name")): each.get("template") for each in written if isinstance(each, dict)}
+        written = spec.run.data.tools and named.get("tool_use") or named.get("default")
+    return str(written or "") if config else None, config

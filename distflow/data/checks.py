@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.load import Spec
-from distflow.config.templates import refusals
+from distflow.config.templates import MIB, SECONDS, first_refusal
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
@@ -36,13 +36,13 @@ from distflow.data.problems import (
     messages_of,
     tools_of,
 )
-from distflow.errors import Diagnostic, InvalidInput
+from distflow.errors import Diagnostic, InvalidInput, Location
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
 _RENDERED = 64
-"""Records that are rendered by chat templates that may refuse some."""
+"""Records that are rendered by chat templates, which may refuse some."""
 _COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
 _REPEATED = 0.1
@@ -154,15 +154,22 @@ def _check_rendering(spec: Spec, records: Records) -> None:
     fields, rows = training_fields(spec), range(min(len(records), _RENDERED))
     first = {row: record for row, record in zip(rows, records.get(rows))
              if not (fields.missing(record) or fields.empty(record))}
-    asked = {row: (messages_of(record, data), tools_of(record, data)) for row, record in first.items()}
-    for row, role, reason in refusals(spec, asked):
-        where, hint = records.location(row), "Take out of the records what it refuses."
-        if data.system_prompt is not None and asked[row][0][0].get("content") == data.system_prompt:
-            suffix = json.dumps(f" {data.system_prompt}", ensure_ascii=False)
-            where = spec.run_source.location(("data", "system_prompt"))
-            hint = f"Take it out, and ask for the same behind each question:  data: {{prompt_suffix: {suffix}}}"
-        raise InvalidInput(Diagnostic(f"the chat template of role `{role}` refuses these messages: {reason}", where,
-                                      f"{hint}\nOr give the role a model whose template takes them."))
+    asked = {row: messages_of(record, data) for row, record in first.items()}
+    refusal = first_refusal(spec, [(row, asked[row], tools_of(first[row], data)) for row in asked])
+    if refusal is None:
+        return
+    where, template = records.location(refusal.record), f"the chat template of role `{refusal.role}`"
+    if not refusal.reason:
+        what = f"{template} takes more than {SECONDS} s or {MIB} MiB for the messages of {where}: it may not end"
+        raise InvalidInput(Diagnostic(what, Location(str(refusal.file)), "Look at its loops, or give the role a model "
+                                      "with another template."))
+    hint = "Take out of the records what it refuses."
+    if data.system_prompt is not None and asked[refusal.record][0].get("content") == data.system_prompt:
+        suffix = json.dumps(f" {data.system_prompt}", ensure_ascii=False)
+        where = spec.run_source.location(("data", "system_prompt"))
+        hint = f"Take it out, and ask for the same behind each question:  data: {{prompt_suffix: {suffix}}}"
+    raise InvalidInput(Diagnostic(f"{template} refuses these messages: {refusal.reason}", where,
+                                  f"{hint}\nOr give the role a model whose template takes them."))
 
 
 def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:

@@ -130,6 +130,7 @@ REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system ro
      "behind each question:  data: {prompt_suffix: \" Be brief.\"}"),
     (REFUSES, [], ""), ("{{ messages[0].role }}", ["system_prompt=Be brief."], ""),
     (REFUSES.replace("system'", "user'"), [], "refuses these messages: no system role.\n\n    1 |  "),
+    (f"{{% generation %}}{REFUSES}{{% endgeneration %}}", ["system_prompt=Be brief."], "no system role"),
     (REFUSES + "{{ broken", ["system_prompt=Be brief."], ""), ("{{ 1 // 0 }}{# raise_exception #}", [], "")])
 def test_what_a_chat_template_refuses_is_known_before_the_start(tmp_path, template, options, says):
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -141,6 +142,17 @@ def test_what_a_chat_template_refuses_is_known_before_the_start(tmp_path, templa
     except InvalidInput as error:
         found = str(error)
     assert says in found if says else not found
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 'a' * 10 ** 10 }}",
+    "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}"])
+def test_chat_templates_that_do_not_end_are_refused_in_bounded_time_and_memory(tmp_path, template):
+    (tmp_path / "chat_template.jinja").write_text(template)
+    spec = load_for_planning("grpo.yaml", None, [f"roles.actor.model={tmp_path}"])
+    with pytest.raises(InvalidInput, match="chat_template.jinja: the chat template of role `actor` takes more than "
+                       "3 s or 512 MiB for the messages of .*: it may not end"):
+        check_data(spec)
 
 
 @pytest.mark.parametrize(("added", "rows", "says"), [
