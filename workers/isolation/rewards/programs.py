@@ -7,6 +7,8 @@ import functools
 import json
 import re
 import secrets
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -37,12 +39,18 @@ sys.__stdout__.write("\\n" + _token)
 
 def _solution(answer: str = "") -> str | None:
     """Return a record's answer if it is a program, which must pass the record's tests."""
-    try:
-        parts = ast.walk(ast.parse(program_of(answer)))
-    except (SyntaxError, ValueError):
-        return None
-    return answer if any(isinstance(part, ast.FunctionDef | ast.ClassDef | ast.Import | ast.Call) for part in parts) \
-        else None
+    return answer if any(isinstance(part, ast.FunctionDef | ast.ClassDef | ast.Import | ast.Call)
+                         for part in _parts(program_of(answer))) else None
+
+
+def _parts(program: str) -> list[ast.AST]:
+    """Return the parts of a program's syntax tree; none if it does not compile."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd escapes
+        try:
+            return [*ast.walk(ast.parse(program))]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return []
 
 
 @reward(timeout=120.0, reference=_solution)
@@ -52,8 +60,9 @@ def code(completion: str, tests: str, *, seconds: PositiveFloat = 10.0,
          files: Literal["deny", "allow"] = "deny") -> float:
     """Return 1.0 if the program of the completion passes all its tests, else 0.0; with `partial`, the share it passes.
 
-    The program is the completion's last Python block (see `program_of`). It runs with the packages of this environment.
-    The metric `code/missing_module` is the share of programs that import one that is not there.
+    The program is the completion's last Python block that is no example of using an earlier one (see `program_of`). It
+    runs with the packages of this environment. The metric `code/missing_module` is the share of programs that import
+    one that is not there.
 
     The data's column `tests` holds either Python that raises on failure, such as `assert add(1, 2) == 3`, or a list of
     such texts, which run after the program with its names, each text as one test; or JSON, a list of {"input": text,
@@ -107,13 +116,39 @@ def _tell_missing(name: str) -> None:
 
 def program_of(completion: str) -> str:
     """Return the program of a completion: the last Python block, else the last without a language, else the last one;
-    of those behind `</think>`, if there are any. Without a block it is the whole completion."""
+    of those behind `</think>`, if there are any. Without a block it is the whole completion. A block that calls what
+    only an earlier one defines, or shows a session of the interpreter, is an example."""
     answer = completion.rpartition("</think>")[2]
     blocks = _blocks(answer) or _blocks(completion) or _blocks(_INLINE.sub(r"\1\n\2", completion))
     for language in (_PYTHON, _NO_LANGUAGE):
         if own := [text for info, text in blocks if language.fullmatch(info)]:
-            return own[-1]
+            return _without_examples(own)
     return blocks[-1][1] if blocks else answer
+
+
+def _without_examples(blocks: list[str]) -> str:
+    """Return the last block that is no example of using an earlier one."""
+    earlier: set[str] = set()
+    program = blocks[0]
+    for text in blocks:
+        parts = _parts(text)
+        defined = {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.ClassDef)}
+        if not (_used(parts) & (earlier - defined) or len(parts) == 1 or text.lstrip().startswith(">>>")):
+            program = text
+        earlier |= defined
+    return program
+
+
+def _used(parts: list[ast.AST]) -> set[str]:
+    """Return the names that a program uses and does not bind itself, or imports from a module that may be its own."""
+    names = [part for part in parts if isinstance(part, ast.Name)]
+    imports = [part for part in parts if isinstance(part, ast.Import | ast.ImportFrom)]
+    own = [part for part in imports if isinstance(part, ast.ImportFrom) and
+           str(part.module).partition(".")[0] not in sys.stdlib_module_names]
+    bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    bound |= {part.arg for part in parts if isinstance(part, ast.arg)}
+    bound |= {name.asname or name.name for part in imports for name in part.names}
+    return ({name.id for name in names} - bound) | {name.name for part in own for name in part.names}
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:

@@ -47,6 +47,23 @@ def test_the_last_block_in_python_is_the_program(completion, program):
     assert program_of(completion) == program
 
 
+RIGHT, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return a - b\n"
+
+
+@pytest.mark.parametrize("example", [
+    "print(add(1, 2))", "assert add(1, 2) == 3", "# 3", ">>> add(1, 2)\n3", "for i in [1]:\n    add(i, i)",
+    "from solution import add\nprint(add(1, 2))", "if __name__ == '__main__':\n    print(add(1, 2))"])
+def test_an_example_of_using_the_program_is_not_the_program(example):
+    assert program_of(f"```python\n{RIGHT}```\nSo:\n```python\n{example}\n```") == RIGHT
+
+
+@pytest.mark.parametrize("better", [
+    RIGHT, "add = lambda a, b: a + b\n", "print(sum(map(int, input().split())))\n", "def add(:\n",
+    "from operator import add\nprint(add(1, 2))\n", "add = 0\nadd += 1\nprint(add)\n"])
+def test_a_program_that_stands_alone_replaces_an_earlier_one(better):
+    assert program_of(f"```python\n{WRONG}```\nNo:\n```python\n{better}```") == better
+
+
 def test_programs_import_packages_and_a_missing_one_is_told(capsys):
     total = "import numpy\nprint(int(numpy.sum([int(line) * 2 for line in open(0)])))"
     tests = json.dumps([{"input": "1\n2\n", "output": "6"}])
