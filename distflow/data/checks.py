@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from distflow.config.load import Spec
-from distflow.config.templates import MIB, SECONDS, first_refusal
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
 from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
@@ -33,16 +31,13 @@ from distflow.data.problems import (
     ends_with_answer,
     has_broken_text,
     holds_answer,
-    messages_of,
-    tools_of,
 )
-from distflow.errors import Diagnostic, InvalidInput, Location
+from distflow.data.rendering import check_rendering
+from distflow.errors import Diagnostic, InvalidInput
 
 _CHECKED = 200_000
 _CHECKED_IMAGES = 200
 """Limits of the records, and of those with images, that are read before the start; others fail later."""
-_RENDERED = 64
-"""Records that are rendered by chat templates, which may refuse some."""
 _COMPARED = 10_000
 """Records of training and validation together up to which equal questions are looked for."""
 _REPEATED = 0.1
@@ -63,7 +58,7 @@ def check_data(spec: Spec, whole: bool = False) -> list[str]:
         empty = check_records(records, training_fields(spec), _nth(records), branches(spec, validation=False))
         notes += _check_rest(spec, name, records, empty, "others take their place")
         notes += [*_form_note(name, records), *_repeat_notes(name, records, spec)]
-        _check_rendering(spec, records)
+        check_rendering(spec, records, training_fields(spec))
         notes += _odd_texts(spec, name, records)
     notes += [f"`data.filter` keeps {len(found):,} of the {len(found.records):,} records of {name}: {found.describe()}"
               for name, records in training.items() if (found := filters_of(records))]
@@ -146,30 +141,6 @@ def _check_rest(spec: Spec, name: str, records: Records, empty: list[int], inste
     read = len(range(0, len(records), _nth(records)))
     return [f"{len(empty)} of the {read} records of {name} that were read have an empty field, as "
             f"{records.location(empty[0])}: {instead}. --set data.strict=true refuses them"]
-
-
-def _check_rendering(spec: Spec, records: Records) -> None:
-    """Refuse records that the chat template of a model refuses. Raises InvalidInput."""
-    data = spec.run.data
-    fields, rows = training_fields(spec), range(min(len(records), _RENDERED))
-    first = {row: record for row, record in zip(rows, records.get(rows))
-             if not (fields.missing(record) or fields.empty(record))}
-    asked = {row: messages_of(record, data) for row, record in first.items()}
-    refusal = first_refusal(spec, [(row, asked[row], tools_of(first[row], data)) for row in asked])
-    if refusal is None:
-        return
-    where, template = records.location(refusal.record), f"the chat template of role `{refusal.role}`"
-    if not refusal.reason:
-        what = f"{template} takes more than {SECONDS} s or {MIB} MiB for the messages of {where}: it may not end"
-        raise InvalidInput(Diagnostic(what, Location(str(refusal.file)), "Look at its loops, or give the role a model "
-                                      "with another template."))
-    hint = "Take out of the records what it refuses."
-    if data.system_prompt is not None and asked[refusal.record][0].get("content") == data.system_prompt:
-        suffix = json.dumps(f" {data.system_prompt}", ensure_ascii=False)
-        where = spec.run_source.location(("data", "system_prompt"))
-        hint = f"Take it out, and ask for the same behind each question:  data: {{prompt_suffix: {suffix}}}"
-    raise InvalidInput(Diagnostic(f"{template} refuses these messages: {refusal.reason}", where,
-                                  f"{hint}\nOr give the role a model whose template takes them."))
 
 
 def _odd_texts(spec: Spec, name: str, records: Records) -> Iterator[str]:
