@@ -124,7 +124,7 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
         refused.append(reason)
         raise TemplateError(reason)
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """Tag around what the assistant says, by which transformers can tell it from the rest."""
 
         tags = {"generation"}
@@ -134,7 +134,7 @@ def _renderer(template: str, options: dict[str, Any]) -> Callable[[list[dict[str
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=["jinja2.ext.loopcontrols", Generation])
+                                                extensions=["jinja2.ext.loopcontrols", GenerationTag])
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda _: ""
     try:
