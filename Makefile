@@ -4,6 +4,7 @@
 # make test-engines: those of vLLM, SGLang and Megatron-core, in environments of their own.
 # make types: the types of the product, by pyright.
 # make schemas: what checks manifests, the Dockerfile and CITATION.cff.
+# make wheel: what can be installed without a checkout, in dist/.
 # make docs: docs/run_file.md and dags/schema/, made from the models, and the pages as a site in site/.
 # make gpu: tests, runs of every path and figures on GPUs, in 24 minutes at most; without one it says that it is skipped.
 PYTHON ?= python3
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 SEED ?= 0
 ENGINES_PIP = PIP_CONSTRAINT=tests/engines/constraints.txt $(ENGINES)/bin/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: install dev environments demo start-model test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
+.PHONY: install dev wheel environments demo start-model test test-all etcd types schemas test-engines sglang-env docs screenshots lint gpu clean
 
 install: $(VENV)/installed
 
@@ -35,6 +36,9 @@ $(VENV)/installed: setup.cfg setup.py distflow/data/compiled_copies.c constraint
 $(VENV)/dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e .[test,otlp,stacks,docs,loggers]
 	touch $@
+
+wheel: $(VENV)/installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # All that the tests need; `make -j 2 environments` makes two at a time.
 environments: $(VENV)/checks $(ENGINES)/installed sglang-env
@@ -112,4 +116,4 @@ screenshots: dev
 	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(SGLANG) build *.egg-info distflow/data/*.so
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist *.egg-info distflow/data/*.so
