@@ -49,8 +49,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_environment import peer_python  # noqa: E402 - needs the path above
 from benchmarks.ratio import conclude, interleaved, interval_of, options, parsed, ratios  # noqa: E402
-from distflow.config.load import Spec, load  # noqa: E402
+from distflow.config.load import load  # noqa: E402
 from distflow.config.shipped import SHIPPED  # noqa: E402
+from distflow.config.spec import Spec  # noqa: E402
 from distflow.config.yaml_source import read  # noqa: E402
 from distflow.data.dataloader import Dataloader  # noqa: E402
 from distflow.data.dataset import open_records  # noqa: E402

@@ -37,7 +37,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.qwen3 import folder  # noqa: E402 - needs the path above
 from benchmarks.ratio import Spread, conclude, options, parsed  # noqa: E402
 from distflow.config.cluster import Link  # noqa: E402
-from distflow.config.load import Spec, load  # noqa: E402
+from distflow.config.load import load  # noqa: E402
+from distflow.config.spec import Spec  # noqa: E402
 from distflow.errors import InvalidInput  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies  # noqa: E402
 from planners.heterogeneous.plan_file import digests_of, written  # noqa: E402

@@ -35,19 +35,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores cost up
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else each rank connects to all others at its start
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that ends is our own message
 
-from distflow.config.command_line import command  # noqa: E402
-from distflow.config.load import Spec, load_for_planning, unbounded_faults  # noqa: E402
 from distflow.config.overrides import joined  # noqa: E402
-from distflow.config.yaml_source import read  # noqa: E402
+from distflow.config.spec import Spec  # noqa: E402
 from distflow.contracts.decorators import load_module  # noqa: E402
-from distflow.errors import Diagnostic, DistflowError, InvalidInput, shown  # noqa: E402
+from distflow.errors import DistflowError, InvalidInput  # noqa: E402
+from distflow.options import (  # noqa: E402
+    add_unbounded_faults,
+    apply_plan_option,
+    load_spec,
+    require_no_fewer_steps,
+)
 from distflow.plan import Plan  # noqa: E402
-from distflow.recovery.checkpoint_files import complete_checkpoints, step_of  # noqa: E402
-from distflow.recovery.fault_injection import injected  # noqa: E402
+from distflow.recovery.checkpoint_files import complete_checkpoints  # noqa: E402
 from distflow.telemetry import startup  # noqa: E402
 from distflow.telemetry.events import leave, show  # noqa: E402
 from distflow.telemetry.processes import SIGNALS, die_with_torchrun  # noqa: E402
-from distflow.telemetry.run_folder import choose, of_torchrun, reload_run  # noqa: E402 - needs the path above
+from distflow.telemetry.run_folder import choose, of_torchrun  # noqa: E402 - needs the path above
 from distflow.telemetry.run_lock import in_use, refusal  # noqa: E402
 from distflow.telemetry.screen import prepare  # noqa: E402
 from distflow.telemetry.tracebacks import report_to_torchrun  # noqa: E402
@@ -239,33 +242,6 @@ def stay_on_loopback() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def load_spec(options: argparse.Namespace) -> Spec:
-    if options.resume:
-        spec = reload_run(Path(options.resume), options.overrides, getattr(options, "cluster", None))
-        if not complete_checkpoints(Path(options.resume, "checkpoints")):
-            raise InvalidInput(f"{options.resume} has no whole checkpoint to go on from. Start it again under another "
-                               "--name; `--set checkpoint.every=N` decides how often a run saves.")
-        return spec
-    if not options.dag:
-        raise InvalidInput(Diagnostic("which DAG?", None, f"Give one:  {command('grpo')}"))
-    return load_for_planning(options.dag, options.run, options.overrides, options.cluster)
-
-
-def require_no_fewer_steps(spec: Spec, folder: str) -> int:
-    """Return how many steps a run has done by its newest checkpoint. Raises InvalidInput: `steps` is fewer."""
-    done = step_of(complete_checkpoints(Path(folder, "checkpoints"))[-1])
-    if spec.run.steps < done:
-        raise InvalidInput(Diagnostic(f"{folder} has done {done} steps, and `steps: {spec.run.steps}` is fewer",
-                                      spec.run_source.location(("steps",)),
-                                      f"`steps` counts from the beginning of the run:  --set steps={2 * done}"))
-    return done
-
-
-def add_unbounded_faults(spec: Spec, folder: str, step: int) -> None:
-    """Add to the mistakes of a resumed run the faults to come that would take the memory of this whole machine."""
-    spec.mistakes += unbounded_faults(spec, injected(spec.run, Path(folder), step))
-
-
 def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:
     """Return the spec of the run that has the given name and a checkpoint, as for --resume, else the given spec. Rank 0
     renames a folder that was left without a checkpoint."""
@@ -283,17 +259,6 @@ def resume_if_exists(spec: Spec, options: argparse.Namespace) -> Spec:
         folder.rename(next(path for path in (folder.with_name(f"{folder.name}.{number}") for number in
                                              itertools.count(1)) if not path.exists()))
     return spec
-
-
-def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
-    """Return the spec with its layouts from the plan file of `--plan`, or as it is without that option."""
-    if not options.plan:
-        return spec
-    from planners import apply_plan_file
-
-    if options.resume:  # the layouts in its run file are from before
-        spec = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
-    return apply_plan_file(spec, read(Path(options.plan), shown(options.plan)), ranks)
 
 
 def choose_folder(spec: Spec, name: str, options: argparse.Namespace, rank: int) -> Path | None:

@@ -53,7 +53,7 @@ def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = Non
     Raises:
         InvalidInput: a mistake in one of these, with its line and a proposal; nothing has been started.
     """
-    from distflow.cli.common import check
+    from distflow.options import check
     from distflow.telemetry.run_folder import choose
 
     overrides = [f"{key}={json.dumps(value)}" for key, value in (set or {}).items()]

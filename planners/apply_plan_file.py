@@ -16,8 +16,8 @@ from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
-from distflow.config.load import Spec
 from distflow.config.run import Parallel, RoleRun
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder

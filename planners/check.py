@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from distflow.config.dag import COMPUTE_ROLES, Node
-from distflow.config.load import Spec
 from distflow.config.models import base_of, untested
 from distflow.config.robust import Fault
 from distflow.config.run import RoleRun, Run
 from distflow.config.shipped import START_MODEL
+from distflow.config.spec import Spec
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.contracts.rewards import with_reward_columns
-from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.contracts.templates import with_template_columns
 from distflow.errors import Diagnostic, Location, did_you_mean, listing, nearest
 from distflow.plan import INFERENCE, TRAINER, Task

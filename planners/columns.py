@@ -6,9 +6,9 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract, Read
 from distflow.contracts.modules import parsed
-from distflow.contracts.signature import ENGINE_TYPES, Contract, Read
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value

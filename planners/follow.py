@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from distflow.config.load import Spec
 from distflow.config.models import adapted
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import Layout
 

@@ -18,8 +18,8 @@ import itertools
 from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, REWARD_PARTS, ROLLOUT, SOURCE, TRAINER, Group, Layout, Plan, Task, Transfer
 from planners.check import refused_role

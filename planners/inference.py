@@ -17,9 +17,9 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from distflow.config.load import Spec
 from distflow.config.models import base_of
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import INFERENCE, KEEP, MEASURED, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refused_role, role_location, unknown_role

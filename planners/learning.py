@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
+from distflow.contracts.forms import Contract
 from distflow.contracts.rewards import ANNOTATION, read_recipe
-from distflow.contracts.signature import BUILT_IN, Contract
+from distflow.contracts.signature import BUILT_IN
 from distflow.errors import Diagnostic
 from planners.columns import NodeColumns
 from planners.settings import setting_value

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from planners.settings import setting_value
 

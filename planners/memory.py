@@ -50,10 +50,10 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from distflow.config.load import Spec
 from distflow.config.models import adapted, base_of
 from distflow.config.run import Generation, RoleRun
 from distflow.config.sizes import Shape
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, Location
 from distflow.plan import SAMPLING, TRAINING, Layout, MemoryItem, Transfer
 from planners.transfers import routing_bytes

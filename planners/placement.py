@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from distflow.config.load import Spec
 from distflow.config.models import adapted, base_of
+from distflow.config.spec import Spec
 from distflow.contracts.agents import agent_nodes
-from distflow.contracts.signature import ENGINE_TYPES
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
 from distflow.plan import MEASURED, SHARES_OUTERMOST, Layout, RankOrder, proportion, whole
 from planners.splits import check_split

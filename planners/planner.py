@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.contracts.agents import agent_nodes
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, SOURCE, TRAINER, Layout, Plan, Task
 from planners import columns, memory, order, placement, settings, transfers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP
 from planners.settings import setting_value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
+from distflow.contracts.forms import Contract
 from distflow.contracts.settings import check_given
-from distflow.contracts.signature import Contract
 from distflow.errors import Diagnostic
 
 

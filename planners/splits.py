@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.sizes import Shape
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic
 
 

@@ -13,9 +13,9 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from distflow.config.load import Spec
 from distflow.config.models import base_of
-from distflow.contracts.signature import ENGINE_TYPES, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic
 from distflow.plan import KEEP, TRAINER
 from planners.check import prompted_role, refused_role, role_location, unknown_role

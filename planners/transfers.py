@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import GROUP, Contract
+from distflow.config.spec import Spec
+from distflow.contracts.forms import GROUP, Contract
 from distflow.plan import REWARD_PARTS, ROUTED_EXPERTS, ROW, SOURCE, Column, Layout, Plan, RowLineage, Task, Transfer
 from planners.check import bind
 from planners.columns import NodeColumns, plain_form

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.contracts.signature import load_function
 from distflow.data.exchange import gather
 from distflow.plan import Plan

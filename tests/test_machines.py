@@ -20,6 +20,7 @@ from benchmarks.cluster import Cluster
 from benchmarks.machines import NoMachines, address, machines
 from distflow import launch
 from distflow.cli import main
+from distflow.options import load_spec
 from distflow.rpc.run_token import token_checksum
 from distflow.store.tcp import store_on
 from distflow.telemetry.timeline import PROMPTS, read
@@ -227,7 +228,7 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
     for name, value in (known | variables).items():
         monkeypatch.setenv(name, value)
     run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml")
-    spec = launch.load_spec(launch.parser().parse_args(run))
+    spec = load_spec(launch.parser().parse_args(run))
     with monkeypatch.context() as first:  # whoever comes first says what the run is
         first.setenv("LOCAL_WORLD_SIZE", "1")
         first.setenv("DISTFLOW_TOKEN", "the token of the run")

@@ -9,7 +9,7 @@ import sys
 import pytest
 from harness import environment
 
-from distflow.cli.common import gpu_count
+from distflow.options import gpu_count
 
 SMI = """#!/bin/sh
 echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from distflow.config.load import Spec, reload
+from distflow.config.load import reload
+from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
 from distflow.contracts.signature import module_file
 from distflow.data.dataset import filter_digest

@@ -12,8 +12,8 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.load import Spec
 from distflow.config.run import Data
+from distflow.config.spec import Spec
 from distflow.data.batch import ColumnData, Ragged, encode_text
 from distflow.data.checks import training_fields
 from distflow.data.data_files import data_files

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from distflow.config.robust import Phase
-from distflow.contracts.signature import ENGINE_TYPES
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch, ColumnData, Ragged, decode_text, encode_text
 from distflow.data.exchange import gather, peer_errors
 from distflow.errors import ColumnError, RankMissing, shown

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.data.batch import Batch, ColumnData, dtype_name, from_levels, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import barrier, gather, gather_values

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.freeze import check_loaded
-from distflow.config.load import Spec
 from distflow.config.models import base_of, odd_token
+from distflow.config.spec import Spec
 from distflow.errors import EngineError
 from distflow.plan import Plan
 from distflow.telemetry import events, timeline

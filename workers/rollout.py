@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import ENGINE_TYPES
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.data.batch import Batch
 from distflow.data.exchange import gather
 from distflow.dock import DockClient, LeaseLost, TimedOut

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.load import Spec
 from distflow.config.loggers import loggers_of
+from distflow.config.spec import Spec
 from distflow.data.batch import Ragged, to_list
 from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather

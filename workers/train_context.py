@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distflow.config.robust import PHASES, Phase
-from distflow.contracts.signature import ENGINE_TYPES
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.config.load import Spec
 from distflow.config.run import Validation
+from distflow.config.spec import Spec
 from distflow.contracts.rewards import validation_fields
 from distflow.data.batch import Ragged
 from distflow.data.checks import validated_fields

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from distflow.config.load import Spec, reload
+from distflow.config.load import reload
 from distflow.config.run import RoleRun
+from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
-from distflow.contracts.signature import ENGINE_TYPES, load_function
+from distflow.contracts.forms import ENGINE_TYPES
+from distflow.contracts.signature import load_function
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER, Plan
 from distflow.recovery import hooks

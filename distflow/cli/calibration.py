@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.cli.common import without_lacks
-from distflow.config.load import Spec, load_for_planning, reload
+from distflow.config.load import load_for_planning, reload
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput, quoted
+from distflow.options import without_lacks
 from distflow.plan import Layout
 from distflow.telemetry import timings
 from distflow.telemetry.run_folder import read_plan

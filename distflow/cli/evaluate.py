@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from distflow.cli.common import Verb, gpu_count, table
+from distflow.cli.common import Verb, table
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import fetch, fetched
 from distflow.config.overrides import given_value
@@ -22,6 +22,7 @@ from distflow.config.run import Data
 from distflow.config.shipped import find, find_yaml, on_hub
 from distflow.config.yaml_source import dump, read
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean, quoted
+from distflow.options import gpu_count
 from distflow.telemetry.accuracy import interval
 from distflow.telemetry.run_folder import choose, search_paths
 from distflow.telemetry.run_reader import RunReader

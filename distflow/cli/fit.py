@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.cli.calibration import spec_of
-from distflow.cli.common import Verb, add_dag_arguments, load_and_plan, noted, table
-from distflow.config.load import Spec
+from distflow.cli.common import Verb, add_dag_arguments, noted, table
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
+from distflow.options import load_and_plan
 from distflow.plan import TRAINER, MemoryItem
 from distflow.telemetry.run_folder import read_plan
 from distflow.telemetry.run_reader import RunReader

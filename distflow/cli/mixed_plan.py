@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from distflow import launch
 from distflow.cli.calibration import Calibration, calibration, spec_of
-from distflow.cli.common import add_dag_arguments, load_and_plan, noted, table
+from distflow.cli.common import add_dag_arguments, noted, table
 from distflow.cli.plan_text import describe
-from distflow.config.load import Spec
 from distflow.config.shipped import START_MODEL
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump, read
 from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.options import load_and_plan
 from distflow.plan_file import PlacedPlan, read_plan_file
 
 if TYPE_CHECKING:

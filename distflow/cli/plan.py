@@ -13,8 +13,9 @@ import shlex
 import sys
 
 from distflow.cli import mixed_plan
-from distflow.cli.common import Verb, add_dag_arguments, load_and_plan
+from distflow.cli.common import Verb, add_dag_arguments
 from distflow.cli.plan_text import describe, describe_dock
+from distflow.options import load_and_plan
 
 _OLD = {"--solver", "--runnable", "--from", "--out", "--explain", "--svg", "--seed", "--seconds", "--within",
         "--threshold"}

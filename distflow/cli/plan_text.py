@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distflow.cli.common import noted, table
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.plan import SHARES_OUTERMOST, TRAINER, Plan, Task, Transfer
 
 _OF_A_SHARE = ("vllm", "sglang")

@@ -20,7 +20,7 @@ from typing import Any
 
 from distflow.cli.common import Verb, table
 from distflow.config.live_changes import groups_of, refusal
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, quoted
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.recovery import autoscaler, live_config

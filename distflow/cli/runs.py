@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.cli import slurm
-from distflow.cli.common import Verb, add_dag_arguments, add_ranks, check, gpu_count, rank_count
+from distflow.cli.common import Verb, add_dag_arguments, add_ranks
 from distflow.cli.launcher import torchrun
 from distflow.config.hub import check_push, push
-from distflow.config.load import Spec
 from distflow.config.shipped import MODELINE, SHIPPED
+from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, quoted
-from distflow.launch import add_unbounded_faults, apply_plan_option, load_spec, require_no_fewer_steps
+from distflow.options import (
+    add_unbounded_faults,
+    apply_plan_option,
+    check,
+    gpu_count,
+    load_spec,
+    rank_count,
+    require_no_fewer_steps,
+)
 from distflow.plan import Plan
 from distflow.telemetry.run_folder import read_plan, unwritable
 from distflow.telemetry.run_lock import in_use, refusal

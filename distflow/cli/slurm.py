@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, nearest
 from distflow.launch import ROOT
 from distflow.plan import Plan

@@ -13,16 +13,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from distflow.config.models import tensor_shapes_of
 from distflow.config.run import Model
 from distflow.config.shipped import find
 from distflow.config.sizes import VOCABULARY, WIDENING, mixture_of, vision_sizes
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, listing, nearest
-
-if TYPE_CHECKING:
-    from distflow.config.load import Spec
 
 Sizes = dict[str, int]  # number of elements, by a parameter's name
 _HEADS = ("lm_head.weight", "score.weight")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distflow.config.extras import pip_line
 from distflow.config.hub import tensor_shapes
@@ -26,10 +26,8 @@ from distflow.config.sizes import WIDENING, embedded_vision
 from distflow.config.sizes import Shape as Shape
 from distflow.config.sizes import shape_of as shape_of
 from distflow.config.sizes import shape_of_embedded as shape_of_embedded
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, did_you_mean
-
-if TYPE_CHECKING:
-    from distflow.config.load import Spec
 
 
 @dataclass(frozen=True)

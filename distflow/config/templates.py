@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distflow.config.run import Data
 from distflow.config.shipped import find
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic
-
-if TYPE_CHECKING:
-    from distflow.config.load import Spec
 
 _EMBEDDED_TEMPLATE = "(roles and contents alone)"
 

@@ -12,14 +12,12 @@ import string
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distflow.contracts.signature import Contract, Read, named_settings
+from distflow.config.spec import Spec
+from distflow.contracts.forms import Contract, Read
+from distflow.contracts.signature import named_settings
 from distflow.contracts.templates import fields, readable_fields
 from distflow.errors import Diagnostic
-
-if TYPE_CHECKING:
-    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Agent"  # annotation of a setting that holds a command; its function gets the columns beside its own
 _CODE = ("-c", "-e", "-lc")  # options of shells and interpreters before code
@@ -43,18 +41,18 @@ def filled_words(command: str, columns: Mapping[str, str]) -> list[str]:
     return [program, *(word.format(**columns) for word in words)]
 
 
-def check_agents(spec: CheckedSpec) -> list[Diagnostic]:
+def check_agents(spec: Spec) -> list[Diagnostic]:
     return [Diagnostic(f"node `{node}`: `{name}` {what}", spec.dag_source.location(("nodes", node, "with", name)), hint)
             for node, name, command in _agents(spec) for what, hint in _wrong(command)]
 
 
-def with_agent_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+def with_agent_columns(spec: Spec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its agent's command names too."""
     return contract.reading(Read(name, "list[str]") for owner, _, command in _agents(spec) if owner == node
                             for name in readable_fields(command))
 
 
-def agent_nodes(spec: CheckedSpec) -> set[str]:
+def agent_nodes(spec: Spec) -> set[str]:
     """Return the nodes that start agents."""
     return {node for node, _, _ in _agents(spec)}
 
@@ -90,5 +88,5 @@ def _names_column(word: str) -> bool:
     return any(name is not None for _, name, _, _ in string.Formatter().parse(word))
 
 
-def _agents(spec: CheckedSpec) -> list[tuple[str, str, str]]:
+def _agents(spec: Spec) -> list[tuple[str, str, str]]:
     return [each for each in named_settings(spec.dag, spec.functions, ANNOTATION) if isinstance(each[2], str)]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from distflow.config.spec import Spec
 from distflow.contracts.modules import definitions
 from distflow.contracts.settings import check_given
 from distflow.contracts.signature import read_signature
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
-if TYPE_CHECKING:
-    from distflow.contracts.spec import CheckedSpec
-
 SHIPPED = "distflow.recovery.detectors"
 
 
-def check_detectors(spec: CheckedSpec) -> list[Diagnostic]:
+def check_detectors(spec: Spec) -> list[Diagnostic]:
     if not spec.run.robust.detectors:
         return []
     known = {each.name: each for module in (SHIPPED, *spec.dag.imports) for each in definitions(module, "detector")}

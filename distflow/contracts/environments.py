@@ -6,26 +6,15 @@ import ast
 import functools
 import importlib.util
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from distflow.config.extras import pip_line
+from distflow.config.spec import Spec
 from distflow.contracts import decorators
+from distflow.contracts.forms import Contract, EnvironmentContract, Read, Signature
 from distflow.contracts.modules import Definition, definitions, module_file
 from distflow.contracts.settings import check_given
-from distflow.contracts.signature import (
-    Contract,
-    Read,
-    Signature,
-    built_in,
-    live_signature,
-    named_settings,
-    read_signature,
-)
+from distflow.contracts.signature import built_in, live_signature, named_settings, read_signature
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
-
-if TYPE_CHECKING:
-    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Environment"
 """Annotation of a setting that names an environment, whose own settings are in `environment_settings` beside it."""
@@ -34,26 +23,9 @@ SHIPPED = "workers.isolation.environments"
 _PACKAGES = {"Gymnasium": ("gymnasium", "gymnasium"), "MCPSession": ("mcp", "mcp"), "MCPTools": ("mcp", "mcp"),
              "OpenEnv": ("websockets", "openenv"), "Verifiers": ("verifiers", "verifiers")}
 """Shipped environment → the package that it imports, and the extra of setup.cfg that has it."""
-_OF_DATA = {"question": "questions", "answer": "answers"}
-"""Parameter of one row → the column of the dataset that it is from."""
 
 
-@dataclass(frozen=True)
-class EnvironmentContract(Signature):
-    """What `__init__` of an environment takes. `steps`: it has a method `step`; `coroutine`: that is one; `starts`: it
-    has a method `start`."""
-
-    steps: bool = True
-    starts: bool = False
-    safe: bool = False
-    coroutine: bool = False
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {read.name: _OF_DATA.get(read.name, read.name) for read in self.reads}
-
-
-def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
+def check_environments(spec: Spec) -> list[Diagnostic]:
     """Return the mistakes in environments and their settings; put those that exist into `spec.environments`."""
     mistakes: list[Diagnostic] = []
     for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
@@ -64,7 +36,7 @@ def check_environments(spec: CheckedSpec) -> list[Diagnostic]:
     return mistakes
 
 
-def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list[Diagnostic]:
+def _check_named(spec: Spec, node: str, setting: str, value: str) -> list[Diagnostic]:
     path = ("nodes", node, "with")
     where = spec.dag_source.location((*path, setting))
     modules = {*spec.dag.imports, *(contract.module for contract in spec.functions.values())}
@@ -82,7 +54,7 @@ def _check_named(spec: CheckedSpec, node: str, setting: str, value: str) -> list
     return silent + wrong_settings(spec, (*path, SETTINGS), f"environment `{kind.name}`", kind, (*path, setting))
 
 
-def with_environment_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+def with_environment_columns(spec: Spec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that the node's environment reads too; where it begins
     the conversation, the function writes the prompts."""
     kind = spec.environments.get(node)
@@ -173,7 +145,7 @@ def _methods(item: ast.AST, classes: dict[str, ast.ClassDef]) -> dict[str, ast.A
     return None if None in inherited else {key: value for part in [*inherited, own] for key, value in part.items()}
 
 
-def wrong_settings(spec: CheckedSpec, path: tuple[str, ...], whose: str, signature: Signature,
+def wrong_settings(spec: Spec, path: tuple[str, ...], whose: str, signature: Signature,
                    named_at: tuple[str, ...]) -> list[Diagnostic]:
     """Return what is wrong with the settings at `path`. `whose`: as "environment `Lookup`", which `named_at` names."""
     given = spec.dag.nodes[path[1]].settings.get(path[-1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distflow.config.spec import Spec
 from distflow.contracts import decorators
 from distflow.contracts.environments import wrong_settings
+from distflow.contracts.forms import Signature
 from distflow.contracts.modules import (
     check_imports,
     check_syntax,
@@ -15,11 +17,8 @@ from distflow.contracts.modules import (
     where_defined,
     where_looked_for,
 )
-from distflow.contracts.signature import Signature, named_settings, read_signature
+from distflow.contracts.signature import named_settings, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
-
-if TYPE_CHECKING:
-    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Loss"
 """Part of the annotation of a setting that may name a loss, whose own settings are in `loss_settings` beside it."""
@@ -28,12 +27,12 @@ PARAMETERS = ("logprobs", "old_logprobs", "advantages", "lengths")
 """Names that the positional parameters of a loss may have."""
 
 
-def check_losses(spec: CheckedSpec) -> list[Diagnostic]:
+def check_losses(spec: Spec) -> list[Diagnostic]:
     return [mistake for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION)
             for mistake in _check_named(spec, node, value, name)]
 
 
-def qualify_losses(spec: CheckedSpec) -> None:
+def qualify_losses(spec: Spec) -> None:
     """Write losses that a module of the DAG's `imports` defines as MODULE:FUNCTION, the name by which ranks load them.
     A shipped loss comes before one of the same name."""
     for node, name, value in named_settings(spec.dag, spec.functions, ANNOTATION):
@@ -59,7 +58,7 @@ def location_of(key: str) -> Location:
     return next((each.where for each in definitions(module, "loss") if each.name == name), Location(module))
 
 
-def _check_named(spec: CheckedSpec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
+def _check_named(spec: Spec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
     source, path = spec.dag_source, ("nodes", node, "with")
     given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
     if not isinstance(value, str) or ":" not in value:

@@ -15,10 +15,13 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distflow.config.dag import Node
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
+from distflow.contracts.forms import Contract, Read, RewardContract, Signature
 from distflow.contracts.modules import (
     Definition,
     check_imports,
@@ -30,14 +33,9 @@ from distflow.contracts.modules import (
     where_looked_for,
 )
 from distflow.contracts.settings import Invalid, check_given
-from distflow.contracts.signature import Contract, Read, Signature, built_in, live_signature, read_signature
+from distflow.contracts.signature import built_in, live_signature, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
 from distflow.plan import FINISHED
-
-if TYPE_CHECKING:
-    from distflow.config.dag import Node
-    from distflow.contracts.spec import CheckedSpec
-
 
 KeyPath = tuple[str | int, ...]
 _FORMS = "Write a name, a list of names, or weights:  reward: {math: 1.0, length: 0.2}"
@@ -179,15 +177,6 @@ _BATCH_FORMS = {f"list[{kind}]": form for kind, form in _SAMPLE_FORMS.items()}
 
 
 @dataclass(frozen=True)
-class RewardContract(Signature):
-    """What a reward reads and accepts. `columns`: by parameter, in order; `batched`: it gets all samples at once."""
-
-    columns: dict[str, Read] = field(default_factory=dict)
-    batched: bool = False
-    checked: bool = False  # whether its decorator has a `check`
-
-
-@dataclass(frozen=True)
 class RewardSetting:
     source: YamlSource
     path: tuple[str, ...]
@@ -198,7 +187,7 @@ class RewardSetting:
         return self.source.location((*self.path, *path), key)
 
 
-def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
+def check_rewards(spec: Spec) -> list[Diagnostic]:
     """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
     named = [(setting, *read_recipe(setting.value)) for setting in reward_settings(spec)]
     terms = [(setting, term) for setting, recipe, _ in named for term in recipe.terms]
@@ -217,7 +206,7 @@ def check_rewards(spec: CheckedSpec) -> list[Diagnostic]:
     return mistakes
 
 
-def with_reward_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+def with_reward_columns(spec: Spec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its rewards read too."""
     recipes = (read_recipe(spec.dag.nodes[node].settings.get(setting.name, setting.value))[0]
                for setting in contract.settings.values() if setting.annotation == ANNOTATION)
@@ -228,7 +217,7 @@ def shipped_rewards() -> dict[str, RewardContract]:
     return {each.name: each for module in SHIPPED for each in map(_of_definition, definitions(module, "reward"))}
 
 
-def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
+def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
     """Return field of the data → values for which a reward is given, in validation or else in training."""
     values: dict[str, list[str]] = {}
     for setting in reward_settings(spec):
@@ -239,13 +228,13 @@ def branches(spec: CheckedSpec, validation: bool) -> dict[str, list[str]]:
     return values
 
 
-def validation_fields(spec: CheckedSpec) -> list[str]:
+def validation_fields(spec: Spec) -> list[str]:
     """Return the `data.columns` that validation's reward reads; those that only training reads may be missing."""
     read = {each.name for each in validation_reads(spec)}
     return [name for name in spec.run.data.columns if name in read]
 
 
-def validation_reads(spec: CheckedSpec) -> list[Read]:
+def validation_reads(spec: Spec) -> list[Read]:
     """Return the columns that validation's reward reads."""
     recipe = read_recipe(spec.run.validation.reward)[0] if spec.run.validation else None
     return [*_columns_of(recipe, spec.rewards)] if recipe else []
@@ -255,7 +244,7 @@ def reward_contract(function: Any) -> RewardContract:
     return _contract(live_signature(function))
 
 
-def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
+def reward_settings(spec: Spec) -> Iterator[RewardSetting]:
     for node, item in spec.dag.nodes.items():
         contract = contract_of(spec, item)
         for name, value in item.settings.items():
@@ -266,7 +255,7 @@ def reward_settings(spec: CheckedSpec) -> Iterator[RewardSetting]:
         yield RewardSetting(spec.run_source, ("validation", "reward"), spec.run.validation.reward, "`validation`")
 
 
-def contract_of(spec: CheckedSpec, item: Node) -> Contract | None:
+def contract_of(spec: Spec, item: Node) -> Contract | None:
     """Return the contract of a node's function, that it names or that is its default; None if there is none."""
     if item.function:
         return spec.functions.get(item.function)
@@ -283,7 +272,7 @@ def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterato
             yield from contracts[term.name].columns.values()
 
 
-def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
+def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
         if term.module and (contract is None or contract.module != term.module):
@@ -300,7 +289,7 @@ def _check_terms(spec: CheckedSpec, recipe: Recipe) -> Iterator[Invalid]:
             yield from invalid or _run_own_check(term, contract)
 
 
-def _other_module(spec: CheckedSpec, term: Term, contract: RewardContract | None) -> str:
+def _other_module(spec: Spec, term: Term, contract: RewardContract | None) -> str:
     """Return a hint for `MODULE:NAME` whose module does not define the name; `contract`: of that name in the run."""
     if hint := where_defined(term.spelling, "reward", (), ""):
         return hint
@@ -339,7 +328,7 @@ def _unset_keys(setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
             for term, key in named if isinstance(key, str) and not os.environ.get(key)]
 
 
-def _check_columns(spec: CheckedSpec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
+def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> list[Diagnostic]:
     known = [*PER_SAMPLE.values(), FINISHED, *spec.run.data.columns]
     return [Diagnostic(f"{setting.label}: {read.reader} reads column `{read.name}`, which the data does not give",
                        setting.location(()),
@@ -362,7 +351,7 @@ def _check_module(setting: RewardSetting, term: Term) -> list[Diagnostic]:
     return check_imports(term.module, file)
 
 
-def _find(spec: CheckedSpec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
+def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
     """Return the contracts of all rewards that can be named; modules are imported only if one wanted is missing."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
     users = dict.fromkeys([*spec.dag.imports, *(term.module for term in wanted if term.module)])

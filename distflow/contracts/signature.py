@@ -14,8 +14,8 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from distflow.config.dag import Dag, Head
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
+from distflow.contracts.forms import ENGINE_TYPES, GROUP, Contract, Read, Signature
 from distflow.contracts.modules import (
     Definition,
     check_imports,
@@ -46,63 +47,8 @@ from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, li
 from distflow.plan import KEEP
 
 BUILT_IN = "workers.functions"
-ENGINE_TYPES = ("MODEL_INFERENCE", "MODEL_TRAIN")
 TYPES = (*ENGINE_TYPES, "COMPUTE")
 HEADS = get_args(Head)
-GROUP = "group"  # column with the prompt that a row stems from. A step's rows are always moved by it.
-
-
-@dataclass(frozen=True)
-class Read:
-    """Positional parameter: the column of its name, in the form of its annotation ("" if it has none)."""
-
-    name: str
-    form: str = ""
-    optional: bool = False
-    reader: str = ""  # description of the reader, where that is not the function itself
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Parameters of a user's function or class, before its decorator gives them a meaning."""
-
-    name: str
-    module: str
-    where: Location
-    reads: tuple[Read, ...] = ()
-    settings: dict[str, Setting] = field(default_factory=dict)
-    result: str = ""  # annotation of what it returns
-    summary: str = ""
-
-    @property
-    def key(self) -> str:
-        return f"{self.module}:{self.name.rpartition(':')[2]}"
-
-
-@dataclass(frozen=True)
-class Contract(Signature):
-    """What a node function reads, writes and accepts. `name` is its name in YAML."""
-
-    marks: decorators.NodeMarks = decorators.NodeMarks()
-    returns: tuple[str, ...] = ()  # form of each column that it writes, if annotated
-
-    @property
-    def samples(self) -> bool:
-        """Whether the engine of the node's role must be ready to sample."""
-        repeats = self.marks.repeats is not None if self.marks.samples is None else self.marks.samples
-        return repeats and self.marks.type in ENGINE_TYPES
-
-    def reading(self, more: Iterable[Read]) -> Contract:
-        """Return the contract with further columns; those that it reads already stay as they are."""
-        reads = {read.name: read for read in self.reads}
-        for read in more:
-            reads.setdefault(read.name, read)
-        return dataclasses.replace(self, reads=tuple(reads.values()))
-
-    def writing(self, column: str, form: str) -> Contract:
-        """Return the contract with one more column at the end of those that it writes."""
-        marks = dataclasses.replace(self.marks, writes=(*self.marks.writes, column))
-        return dataclasses.replace(self, marks=marks, returns=(*self.returns, form) if self.returns else ())
 
 
 def built_in() -> dict[str, Contract]:

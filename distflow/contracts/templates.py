@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import string
-from typing import TYPE_CHECKING
 
-from distflow.contracts.signature import Contract, Read, named_settings
+from distflow.config.spec import Spec
+from distflow.contracts.forms import Contract, Read
+from distflow.contracts.signature import named_settings
 from distflow.errors import Diagnostic
-
-if TYPE_CHECKING:
-    from distflow.contracts.spec import CheckedSpec
 
 ANNOTATION = "Template"  # annotation of a setting that holds a template; its function gets the columns beside its own
 
@@ -28,7 +26,7 @@ def _refuse_more(name: str, form: str | None, conversion: str | None) -> None:
         raise ValueError(f"{{{name}}} is not the name of a column")
 
 
-def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
+def check_templates(spec: Spec) -> list[Diagnostic]:
     mistakes = []
     for node, name, value in _templates(spec):
         try:
@@ -40,7 +38,7 @@ def check_templates(spec: CheckedSpec) -> list[Diagnostic]:
     return mistakes
 
 
-def with_template_columns(spec: CheckedSpec, node: str, contract: Contract) -> Contract:
+def with_template_columns(spec: Spec, node: str, contract: Contract) -> Contract:
     """Return the contract of a node's function with the columns that its templates name too."""
     return contract.reading(Read(name, "list[str]") for owner, _, value in _templates(spec) if owner == node
                             for name in readable_fields(value))
@@ -54,5 +52,5 @@ def readable_fields(template: str) -> list[str]:
         return []
 
 
-def _templates(spec: CheckedSpec) -> list[tuple[str, str, str]]:
+def _templates(spec: Spec) -> list[tuple[str, str, str]]:
     return [each for each in named_settings(spec.dag, spec.functions, ANNOTATION) if isinstance(each[2], str)]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.contracts.agents import with_agent_columns
 from distflow.contracts.environments import with_environment_columns
+from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.contracts.rewards import branches, contract_of, validation_fields, validation_reads, with_reward_columns
-from distflow.contracts.signature import ENGINE_TYPES, Contract
 from distflow.contracts.templates import with_template_columns
 from distflow.data.dataset import (
     Records,

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets
 from distflow.data.dataset import Records, filters_of
 

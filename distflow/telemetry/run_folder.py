@@ -29,7 +29,8 @@ from types import MappingProxyType
 from typing import Any
 
 from distflow.config.extras import DISTRIBUTION
-from distflow.config.load import Spec, reload
+from distflow.config.load import reload
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
 from distflow.errors import Diagnostic, InvalidInput, quoted
 from distflow.plan import Plan

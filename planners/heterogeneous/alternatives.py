@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from distflow.config.cluster import Cluster
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, did_you_mean
 from planners.heterogeneous.layouts import CostedProblem
 from planners.heterogeneous.plan_file import ranks_of

@@ -14,8 +14,8 @@ from itertools import product
 from typing import Any
 
 from distflow.config.groups import Groups
-from distflow.config.load import Spec
 from distflow.config.run import Parallel
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
 from planners.heterogeneous.layouts import CostedProblem, blocks_of

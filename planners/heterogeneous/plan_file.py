@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.plan_file import Digests, PlacedPlan, PlacedTask, digest
 from planners.heterogeneous.problem import DeviceSubset, Placement, Problem, Replicas, Strategy, TaskLayout
 

@@ -21,7 +21,7 @@ from itertools import chain, combinations, product
 
 import numpy as np
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import parse
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout as Split

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from distflow.config.groups import Groups
-from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import RoleRun
 from distflow.config.sizes import Shape
+from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan, RowLineage, Task
 from planners.heterogeneous.hardware import hardware_of

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.load import Spec, load, load_for_planning
+from distflow.config.load import load, load_for_planning
 from distflow.config.models import base_of, linears_of, matched
 from distflow.config.run import Model
+from distflow.config.spec import Spec
 from distflow.data.checks import check_data
 from distflow.errors import InvalidInput
 from planners import plan

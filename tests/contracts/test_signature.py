@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from distflow.contracts.forms import Contract, Read
 from distflow.contracts.settings import REQUIRED, Setting
-from distflow.contracts.signature import (
-    Contract,
-    Read,
-    built_in,
-    imported,
-    load_function,
-    module_file,
-    of_module,
-)
+from distflow.contracts.signature import built_in, imported, load_function, module_file, of_module
 from distflow.errors import InvalidInput
 
 

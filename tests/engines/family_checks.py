@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.data.batch import Batch, Ragged
 from planners import plan
 from workers.engines.embedded import build_tokenizer

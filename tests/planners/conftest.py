@@ -9,7 +9,8 @@ import pytest
 import yaml
 from planning import FUNCTIONS, LEARN, RUN
 
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.plan import Plan
 from planners import plan
 

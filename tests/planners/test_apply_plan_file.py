@@ -14,7 +14,8 @@ import yaml
 
 from benchmarks.heterogeneous import Cell, best_of, stream_rl, that_run
 from distflow.cli.mixed_plan import _can_run
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump, read
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan

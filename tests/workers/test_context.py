@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 from ranks import RankFailed, run_ranks
 
-from distflow.config.load import Spec, load, reload
+from distflow.config.load import load, reload
+from distflow.config.spec import Spec
 from distflow.telemetry.run_folder import RunFolder
 from planners import plan
 from workers.context import RankContext

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from distflow.config.dag import Head
-from distflow.config.load import Spec
 from distflow.config.model_code import code_of, refusal
 from distflow.config.run import Model
 from distflow.config.shipped import find
+from distflow.config.spec import Spec
 from distflow.data.checks import training_fields
 from distflow.data.dataset import open_training_sets
 from distflow.data.problems import answer_text, asked_and_answered, content_text, mended_record, messages_of

@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from distflow.config.dag import Head
 from distflow.config.freeze import frozen_names
-from distflow.config.load import Spec
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Lora, RoleRun
+from distflow.config.spec import Spec
 from distflow.data.batch import Batch, Ragged
 from distflow.errors import EngineError
 from distflow.plan import Layout

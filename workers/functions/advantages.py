@@ -12,7 +12,8 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from distflow import Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Ragged
 
 
 def discounted_returns(rewards_T: Tensor, lengths_B: Tensor, gamma: float, mask_T: Tensor | None = None) -> Tensor:

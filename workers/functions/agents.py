@@ -18,10 +18,10 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Ragged, Turn, node
 from distflow.contracts.agents import filled_words
-from distflow.contracts.decorators import Agent
+from distflow.contracts.decorators import Agent, Turn, node
 from distflow.contracts.templates import readable_fields
+from distflow.data.batch import Ragged
 from distflow.telemetry import heartbeat, timeline
 from distflow.telemetry.trajectories import trajectories
 from workers.endpoint.dialogue import AnsweredTurn, Dialogue, DialogueLimits

@@ -19,7 +19,7 @@ A masked token weighs 0, and a row without trained tokens is not among `rows`.
 import torch
 from torch import Tensor
 
-from distflow import Ragged
+from distflow.data.batch import Ragged
 
 
 def trained_mask(tokens: Ragged, response_mask: Ragged | None) -> Ragged:

@@ -15,9 +15,9 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Batch, Ragged, Turn, node
-from distflow.contracts.decorators import Environment
+from distflow.contracts.decorators import Environment, Turn, node
 from distflow.contracts.environments import live_environment
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import RewardsFailed
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import current

@@ -23,7 +23,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from distflow import Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask

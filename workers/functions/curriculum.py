@@ -6,7 +6,8 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from distflow import node, source_weight
+from distflow.contracts.decorators import node
+from distflow.data.dataloader import source_weight
 from distflow.telemetry.metrics import current
 
 

@@ -25,7 +25,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Batch, Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Batch, Ragged
 from distflow.errors import InvalidInput
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines

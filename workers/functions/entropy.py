@@ -13,7 +13,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from distflow import Batch, Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Batch, Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import node
+from distflow.contracts.decorators import node
 from distflow.telemetry.accuracy import pass_at
 from distflow.telemetry.metrics import current
 

@@ -8,7 +8,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from distflow import node
+from distflow.contracts.decorators import node
 from distflow.telemetry.metrics import current
 from workers.engines.sampling import key_of, uniform
 from workers.functions.rewards import all_equal

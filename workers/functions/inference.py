@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat
 
-from distflow import Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Ragged
 from workers.engines.role_engines import RoleEngines
 
 

@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from distflow import Batch, Ragged, node
-from distflow.data.batch import ColumnData
+from distflow.contracts.decorators import node
+from distflow.data.batch import Batch, ColumnData, Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 from workers.functions.aggregation import trained_mask

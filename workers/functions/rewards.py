@@ -12,9 +12,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Ragged, node
-from distflow.contracts.decorators import Reward
-from distflow.data.batch import ColumnData, to_list
+from distflow.contracts.decorators import Reward, node
+from distflow.data.batch import ColumnData, Ragged, to_list
 from distflow.telemetry import events
 from distflow.telemetry.metrics import current
 from workers.functions.aggregation import trained_mask

@@ -6,8 +6,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from distflow import Ragged, node
-from distflow.contracts.decorators import Template
+from distflow.contracts.decorators import Template, node
+from distflow.data.batch import Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.chat import prompt_tokens
 from workers.engines.role_engines import RoleEngines

@@ -11,7 +11,8 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.telemetry import events, heartbeat
 from distflow.telemetry.metrics import current

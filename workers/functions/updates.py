@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from distflow import Batch, Ragged, node
-from distflow.contracts.decorators import Loss
+from distflow.contracts.decorators import Loss, node
+from distflow.data.batch import Batch, Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.devices import on_device
 from workers.engines.role_engines import RoleEngines

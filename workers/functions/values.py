@@ -8,7 +8,8 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from distflow import Batch, Ragged, node
+from distflow.contracts.decorators import node
+from distflow.data.batch import Batch, Ragged
 from distflow.telemetry.metrics import current
 from workers.engines.role_engines import RoleEngines
 from workers.functions.advantages import generalized_advantage

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from typing import IO
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 from distflow.telemetry.processes import kill_descendants
 
 _TAIL = 4000  # bytes that are kept of what a command prints, counted from its end

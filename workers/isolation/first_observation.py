@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Coroutine
 from typing import Any
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 from distflow.contracts.environments import load_environment
 
 

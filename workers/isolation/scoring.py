@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
-from distflow.contracts.rewards import (
-    PER_SAMPLE,
-    SHIPPED,
-    KeyPath,
-    Recipe,
-    RewardContract,
-    Term,
-    read_recipe,
-    reward_contract,
-)
+from distflow.contracts.forms import RewardContract
+from distflow.contracts.rewards import PER_SAMPLE, SHIPPED, KeyPath, Recipe, Term, read_recipe, reward_contract
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.tracebacks import users_line, users_part

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from workers.preflight.data import prove_data
 from workers.preflight.proofs import Preflight, first_records
 from workers.preflight.rewards import prove_rewards

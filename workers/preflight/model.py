@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distflow.config.load import Spec
-from distflow.contracts.signature import ENGINE_TYPES
+from distflow.config.spec import Spec
+from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Ragged
 from distflow.errors import Diagnostic
 from distflow.plan import Plan

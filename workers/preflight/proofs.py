@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from distflow.config.load import Spec
 from distflow.config.run import Data
+from distflow.config.spec import Spec
 from distflow.data.checks import open_validation_sets, training_fields, validated_fields
 from distflow.data.dataset import Records, RequiredFields, open_training_sets, read_blocks
 from distflow.data.problems import Record, answer_text, asked_and_answered, mended_record, question_text

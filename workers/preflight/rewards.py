@@ -25,15 +25,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TextIO
 
-from distflow.config.load import Spec
-from distflow.contracts.rewards import (
-    SHIPPED,
-    RewardContract,
-    RewardSetting,
-    Term,
-    read_recipe,
-    reward_settings,
-)
+from distflow.config.spec import Spec
+from distflow.contracts.forms import RewardContract
+from distflow.contracts.rewards import SHIPPED, RewardSetting, Term, read_recipe, reward_settings
 from distflow.data.problems import answer_text
 from distflow.errors import Diagnostic, DistflowError, InvalidInput, Location, shown
 from distflow.plan import FINISHED

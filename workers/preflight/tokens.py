@@ -24,7 +24,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.data.checks import imitated_fields
 from distflow.data.problems import Message, content_text, conversation_of, mend_text, messages_of, tools_of
 from distflow.errors import InvalidInput

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.qwen3 import folder
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from distflow.cli import main
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
 from planners.heterogeneous.alternatives import (

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.errors import InvalidInput
 from planners import plan
 from planners.heterogeneous.fit import Fit, fit, lines

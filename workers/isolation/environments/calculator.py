@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 
 _SUM = re.compile(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=?\s*$")
 _MAX_LENGTH = 100  # characters of an expression: products of long numbers take long

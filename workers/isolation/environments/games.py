@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _MARKED = re.compile(r"\x1b\[[0-9;]*?4[0-9]m(.*?)\x1b\[0m", re.DOTALL)  # a coloured background shows where one stands

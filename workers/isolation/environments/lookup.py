@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 
 
 @environment(safe=True, stateless=True)

@@ -11,7 +11,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _WRONG = ("VALIDATION_ERROR", "INVALID_JSON")  # codes of errors that a turn of the model has caused

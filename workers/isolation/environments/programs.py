@@ -7,7 +7,7 @@ import re
 
 from pydantic import PositiveFloat, PositiveInt
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 from workers.isolation.sandbox.runner import run_python
 
 _PROGRAM = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -19,7 +19,7 @@ from mcp.types import CONNECTION_CLOSED, PaginatedRequestParams
 from pydantic import PositiveInt
 from pydantic_core import from_json, to_json
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 from workers.endpoint.messages import find_tool_calls
 
 Tools = dict[str, dict[str, Any]]  # name, description and parameters, by name

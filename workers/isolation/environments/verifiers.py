@@ -15,7 +15,7 @@ from typing import Any
 from verifiers.legacy import Client, Environment, load_environment
 from verifiers.legacy.types import Response, ResponseMessage, ToolCall
 
-from distflow import Turn, environment
+from distflow.contracts.decorators import Turn, environment
 from distflow.data.problems import content_text
 from workers.endpoint.messages import find_tool_calls
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from distflow import metric, reward
-from distflow.contracts.decorators import Regex
+from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
+from distflow.telemetry.metrics import metric
 from workers.isolation.model_api import ModelAPI
 
 PROMPT = """\

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from markdown_it import MarkdownIt
 from pydantic import Field, PositiveFloat
 
-from distflow import metric, reward
+from distflow.contracts.decorators import reward
+from distflow.telemetry.metrics import metric
 from workers.isolation.sandbox.runner import Outcome, run_python
 
 _MARKDOWN = MarkdownIt("commonmark").disable(["html_block", "code", "inline"])

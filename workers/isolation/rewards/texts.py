@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from distflow import reward
-from distflow.contracts.decorators import Regex
+from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
 from workers.isolation.rewards.answers import NO_UNITS, parse_whole, readings, same, spelling
 
