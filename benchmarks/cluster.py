@@ -4,7 +4,6 @@ others share nothing but the store, the network and the run's folder."""
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.machines import address, within
 from distflow.telemetry.ettr import Event, read
 from distflow.telemetry.processes import kill_tree
 
@@ -27,40 +25,26 @@ class RunLost(Exception):
 
 
 class Cluster:
-    """A store of torch or another one, and machines by name.
+    """Machines by name, which meet at an etcd.
 
     Args:
         cwd: where each of them is started; their logs go there.
         run: the folder of the run that they are for.
         arguments: of launch.py.
-        store: address of the store; default: one of this cluster's own.
-        hosts: network namespaces, by `machines.machines`, in which the machines are, in the order of their start; the
-            store is in the last one. Default: all are on loopback.
+        store: address of the etcd, and the run's name there.
     """
 
-    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str = "", hosts: Sequence[str] = ()):
-        self.cwd, self.run, self.arguments, self.hosts = cwd, run, arguments, hosts
+    def __init__(self, cwd: Path, run: Path, arguments: Sequence[str], store: str):
+        self.cwd, self.run, self.arguments = cwd, run, arguments
         self.machines: dict[str, subprocess.Popen] = {}
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.store, self.token, self.address = None, secrets.token_hex(16), store
-        if not store:
-            self._serve()
-
-    def _serve(self) -> None:
-        line = [sys.executable, "-m", "distflow.cli", "store", "--port", "0", "--show-token"]
-        line = within(self.hosts[-1], *line, "--host", address(len(self.hosts) - 1)) if self.hosts else line
-        self.store = subprocess.Popen(line, cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, text=True)
-        text = "".join(self.store.stdout.readline() for _ in range(3))
-        self.token, self.address = re.search(r"DISTFLOW_TOKEN=(\w+).*--store (\S+)", text, re.DOTALL).groups()
+        self.token, self.address = secrets.token_hex(16), store
 
     def start(self, name: str) -> None:
         """Start a machine of one rank."""
-        number = len(self.machines)
-        here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": address(number) if self.hosts else "127.0.0.1",
-                "GLOO_SOCKET_IFNAME": "lo"}
+        here = {"DISTFLOW_TOKEN": self.token, "DISTFLOW_HOST": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1",
                 str(ROOT / "distflow/launch.py"), *self.arguments, "--store", self.address]
-        line = within(self.hosts[number], *line) if self.hosts else line
         with open(self.cwd / f"{name}.log", "w") as log:
             self.machines[name] = subprocess.Popen(line, cwd=self.cwd, env=self.environment | here, stdout=log,
                                                    stderr=subprocess.STDOUT)
@@ -127,7 +111,3 @@ class Cluster:
     def close(self) -> None:
         for name in list(self.machines):
             self.kill(name)
-        if self.store:
-            self.store.kill()
-            self.store.wait()
-            self.store.stdout.close()

@@ -189,7 +189,6 @@ def table(course: Course, wanted: Sequence[Cell], happened: set[Cell]) -> None:
 def flags(arguments: list[str] | None) -> Namespace:
     parser = options(__doc__, repeats=None)
     parser.add_argument("--part", choices=COURSES, action="append", help="default: all; with --quick sync")
-    parser.add_argument("--store", choices=("tcp", "etcd"), default="tcp", help="of the machines; default: tcp")
     given = parsed(parser, arguments)
     given.part = list(dict.fromkeys(given.part or (["sync"] if given.quick else COURSES)))
     return given
@@ -211,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
         for course in [course for part in given.part for course in COURSES[part][: 1 if given.quick else None]]:
             wanted = list(cells(course, ["machine"] if course.apart else kinds))
             store = ""
-            if course.apart and given.store == "etcd":
+            if course.apart:
                 members = stack.enter_context(contextlib.closing(Etcd(Path(scratch, f"{course}-etcd"), 3)))
                 store = members.address(str(course))
             happened, found = run_course(Path(scratch), course, wanted, group, store)

@@ -73,9 +73,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--export", metavar="FOLDER", help="with --resume: write the models there, and do not go on")
     result.add_argument("--in-process", action="store_true",
                         help="work in the process that torchrun starts, for debuggers; what dies is not started again")
-    result.add_argument("--store", metavar="HOST:PORT | etcd://…",
-                        help="address of the store at which machines meet that each start by a torchrun of their own: "
-                        "of `distflow store`, or etcd://HOST:PORT,HOST:PORT/RUN")
+    result.add_argument("--store", metavar="etcd://…",
+                        help="etcd at which machines meet that each start by a torchrun of their own, and a name for "
+                        "the run: etcd://HOST:PORT,HOST:PORT/RUN")
     result.add_argument("--machines", metavar="N | MIN:MAX",
                         help="with --store: how many there are, or how many are enough and how many there may be")
     result.add_argument("--debug", action="store_true", help="show tracebacks of mistakes in the input too")
@@ -163,7 +163,7 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
     from workers.elastic import ElasticAgent
 
     if not (options.store and options.machines):
-        raise InvalidInput("--store and --machines go together:  --store HOST:PORT --machines 4")
+        raise InvalidInput("--store and --machines go together:  --store etcd://HOST:PORT/RUN --machines 4")
     if options.plan:
         raise InvalidInput("--plan is for ranks that all stay, and with --store machines come and go. Leave one out.")
     if options.in_process or options.export:

@@ -49,8 +49,13 @@ class CountingStore(TCPStoreClient):
 
     def __init__(self, port: int):
         self.operations: list[str] = []
+        self.keys: list[int] = []  # of each call of get_all
         super().__init__("127.0.0.1", port, SECONDS)
 
     def _call(self, function, wait=0.0):
         self.operations.append("call")
         return super()._call(function, wait)
+
+    def get_all(self, keys):
+        self.keys.append(len(keys))
+        return super().get_all(keys)

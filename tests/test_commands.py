@@ -14,7 +14,7 @@ from distflow.cli import main, runs
 from distflow.config.shipped import SHIPPED
 
 ELSEWHERE = {
-    "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "store": "tests/store", "watch": "tests/telemetry",
+    "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "watch": "tests/telemetry",
     "why": "tests/telemetry", "report": "tests/telemetry",
     "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/test_scaling.py",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",

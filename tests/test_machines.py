@@ -3,29 +3,18 @@ network and the run's folder."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pty
-import re
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 from harness import metrics_of
-from stores import hosted
 
 from benchmarks.cluster import Cluster
-from benchmarks.machines import NoMachines, address, machines
 from distflow import launch
-from distflow.cli import main
 from distflow.options import load_spec
-from distflow.rpc.run_token import token_checksum
-from distflow.store.tcp import store_on
 from distflow.telemetry.timeline import PROMPTS, read
 from planners import plan
-from workers.elastic import ELASTIC_RUN, ElasticAgent
+from workers.elastic import ElasticAgent
 
 STEPS, SOME, FEW = 90, 50, 20
 STEADY = """
@@ -43,13 +32,13 @@ QUICK = ("--set", "robust={machine_silence: 10}", "--set", f"steps={STEPS}", "--
 
 
 @pytest.fixture
-def cluster(workspace):
+def cluster(workspace, etcd_of):
     clusters = []
     (workspace / "brevity.py").write_text(STEADY)
 
     def begin(*arguments: str, store: str = "") -> Cluster:
         run = ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name", "apart", *QUICK, *arguments)
-        clusters.append(Cluster(workspace, workspace / "runs/apart", run, store))
+        clusters.append(Cluster(workspace, workspace / "runs/apart", run, store or etcd_of(1).address("apart")))
         return clusters[-1]
 
     yield begin
@@ -89,7 +78,6 @@ def test_a_machine_that_samples_is_lost_and_another_takes_its_place(cluster):
     assert set(run.wait_for_exit().values()) == {0}, run.logs()
     assert sorted(metrics_of(run.run)) == list(range(1, STEPS + 1))
     assert not [event for event in run.events("failure") if event["group"] == "the machines"]
-    assert run.store.wait(60) == 0
 
 
 def kept(run: Cluster) -> float:
@@ -147,36 +135,6 @@ def test_a_machine_that_trains_is_lost_and_a_spare_one_fills_its_place(cluster):
     assert restored[0]["of_step"] >= 4
 
 
-@pytest.mark.run
-def test_a_broken_link_costs_the_machine_that_came_last_and_not_the_run(workspace):
-    """All three reach the store; two do not reach each other any more."""
-    (workspace / "brevity.py").write_text(STEADY)
-    with contextlib.ExitStack() as end:
-        try:
-            hosts = end.enter_context(machines(4, 1000.0))
-        except NoMachines as error:
-            pytest.skip(str(error))
-        arguments = ("--machines", "2:3", "--set", f"steps={FEW}", "--set", "wait_limit=30")
-        run = Cluster(workspace, workspace / "runs/apart", ("--dag", "grpo.yaml", "--run-file", "tiny.yaml", "--name",
-                                                            "apart", *QUICK, *arguments), hosts=hosts)
-        end.callback(run.close)
-        for name in ("one", "two", "three"):
-            run.start(name)
-        run.wait_for_step(6)
-        first, = run.machines_that_logged("step 2/")
-        here, there = (number for number, name in enumerate(run.machines) if name != first)
-        subprocess.run(["ip", "netns", "exec", hosts[here], "ip", "route", "add", "blackhole", address(there)],
-                       check=True)
-        status = run.wait_for_exit()
-        (lost, code), = [each for each in status.items() if each[1]]
-        assert (sorted(status.values()), code) == ([0, 0, 1], 1), run.logs()
-        assert lost != first
-        assert "do not reach each other, though all reach the store" in (workspace / f"{lost}.log").read_text()
-        assert sorted(metrics_of(run.run)) == list(range(1, FEW + 1))
-        cause, = [event["what"] for event in run.events("failure") if event["group"] == "the machines"]
-        assert "(ranks 2 to 2) and 1 of 2 others that train do not reach each other" in cause
-
-
 def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cluster):
     """Mode sync: the ranks are those of the machines that are there."""
     run = cluster("--machines", "1:2")
@@ -193,14 +151,14 @@ def test_where_all_ranks_train_the_others_go_on_without_one_and_with_one_more(cl
 
 
 MISTAKES = {
-    "no store": (("--store", "127.0.0.1:1", "--machines", "2"), {}, "there is no store at 127.0.0.1:1"),
+    "no etcd": (("--store", "etcd://127.0.0.1:1/run", "--machines", "2"), {}, "there is no etcd at etcd://127.0.0.1:1"),
     "no --store": (("--machines", "2"), {}, "--store and --machines go together"),
-    "no --machines": (("--store", "127.0.0.1:1"), {}, "--store and --machines go together"),
-    "a port": (("--store", "127.0.0.1:99999", "--machines", "2"), {}, "--store 10.0.0.1:29400"),
+    "no --machines": (("--store", "etcd://127.0.0.1:1/run"), {}, "--store and --machines go together"),
+    "no run": (("--store", "etcd://127.0.0.1:1", "--machines", "2"), {}, "as  etcd://10.0.0.1:2379/grpo-1"),
     "in process": (("--store", "HERE", "--machines", "2", "--in-process"), {}, "are for one machine"),
     "fewer": (("--store", "HERE", "--machines", "1:2", "--set", "layouts={rollout: {rows: [1, 1]}}"), {},
               "Start 2 ranks"),
-    "an address": (("--store", "there", "--machines", "2"), {}, "--store 10.0.0.1:29400"),
+    "a TCPStore": (("--store", "127.0.0.1:29400", "--machines", "2"), {}, "--store etcd://10.0.0.1:2379/grpo-1"),
     "a span": (("--store", "HERE", "--machines", "3:2"), {}, "--machines 3:4"),
     "another token": (("--store", "HERE", "--machines", "2"), {"DISTFLOW_TOKEN": "of another run …"},
                       "has another token"),
@@ -216,14 +174,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("arguments", "variables", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, arguments, variables, expected):
+def test_a_mistake_is_told_with_its_correction(workspace, etcd, monkeypatch, capsys, arguments, variables, expected):
     monkeypatch.chdir(workspace)
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: "0.32.0")
     monkeypatch.setattr("workers.elastic._STORE_TIMEOUT", 2.0)
-    store = hosted()
-    monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
-    store.put("token", token_checksum(ELASTIC_RUN))
-    address = f"127.0.0.1:{store.port}"
+    address = etcd.address()
     known = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTFLOW_TOKEN": "the token of the run"}
     for name, value in (known | variables).items():
         monkeypatch.setenv(name, value)
@@ -235,46 +190,3 @@ def test_a_mistake_is_told_with_its_correction(workspace, monkeypatch, capsys, a
         ElasticAgent(address, "2", partial(plan, spec), spec.run.robust)
     assert launch.main([*run, *(address if each == "HERE" else each for each in arguments)]) == 2
     assert expected in capsys.readouterr().err
-
-
-def store_says(*arguments: str, terminal: bool = False, **variables: str) -> str:
-    """Return the first lines of a store, which go to a pipe or a terminal, or all of them if it ends by itself."""
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    environment = {name: value for name, value in os.environ.items() if name != "DISTFLOW_TOKEN"} | variables
-    process = subprocess.Popen([sys.executable, "-m", "distflow.cli", "store", "--port", "0", *arguments],
-                               stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    try:
-        text = b""
-        while b"--machines" not in text and (more := os.read(ours, 1 << 16)):
-            text += more
-        return text.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-
-
-def test_a_token_that_was_exported_is_not_printed():
-    said = store_says(DISTFLOW_TOKEN="exported on each machine")
-    assert "exported on each machine" not in said
-    assert "export DISTFLOW_TOKEN=" in said
-    assert "--store 127.0.0.1:" in said
-
-
-@pytest.mark.parametrize(("arguments", "terminal"), [(("--show-token",), False), ((), True)])
-def test_a_token_that_is_made_is_shown(arguments, terminal):
-    assert re.search(r"export DISTFLOW_TOKEN=[0-9a-f]{64}\b", store_says(*arguments, terminal=terminal))
-
-
-def test_no_token_is_made_for_the_log_of_a_job():
-    said = store_says()
-    assert "export DISTFLOW_TOKEN=$(openssl rand -hex 32)" in said
-    assert "distflow store --show-token" in said
-
-
-def test_a_port_that_is_taken(capsys, monkeypatch):
-    monkeypatch.setenv("DISTFLOW_TOKEN", "the token of the run")
-    store = store_on("127.0.0.1")
-    assert main(["store", "--port", str(store.port)]) == 2
-    assert "Another one may be there" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Joins a machine that was started by itself to its run: the machines meet at a store, in rounds of membership."""
+"""Joins a machine that was started by itself to its run: the machines meet at an etcd, in rounds of membership."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STORE_TIMEOUT = 30.0  # seconds within which the store must answer
 _LEAVE_TIMEOUT = 5.0  # seconds within which the store must learn that this machine leaves
 _DRAIN_SECONDS = 1.0  # seconds in which workers put what they have sampled before their machine trains
 _WAIT_SLICE = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
-_POLL, _PORTS = 0.1, 1 << 16
+_POLL = 0.1
 
 
 class ElasticAgent:
@@ -106,8 +106,7 @@ class ElasticAgent:
                        or each != self.rendezvous.block]:
             self.standbys.pop(number).stop()
         if self.rank == 0:
-            host = os.environ.get(HOST) or self.store.own_host
-            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous, host)
+            self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
         self._set_environment()
         self._serve_replicas()
         return self.rendezvous
@@ -197,12 +196,6 @@ class ElasticAgent:
             self.leaves_at = time.monotonic() + _DRAIN_SECONDS
         return time.monotonic() < self.leaves_at
 
-    def check_links(self, attempt: int) -> None:
-        """Have the machines that train see whether they reach each other; each one's first rank does it."""
-        if self.rank == 0 and self.rendezvous.block < self.membership.vital:
-            self.membership.check_links(self.rendezvous.number, self.rendezvous.block, self.rendezvous.blocks, attempt)
-        self.poll()
-
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""
         seconds = 1.5 * self.membership.silence
@@ -280,13 +273,6 @@ class ElasticAgent:
             "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": rendezvous.number}.items()}
 
 
-def _address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < _PORTS:
-        raise InvalidInput(f"--store {address}: say where the store is, as  --store 10.0.0.1:29400")
-    return host, int(port)
-
-
 def _check_rollouts(plan: Plan, machines: str, local: int) -> None:
     """Check that no sampling model is split over machines: a machine that leaves would take a part of it along."""
     for group in plan.groups:
@@ -308,23 +294,20 @@ def _span(machines: str) -> tuple[int, int]:
 
 
 def join_store(address: str) -> Store:
-    """Return a client of the store at which machines meet. Raises InvalidInput: none, or it is another run's."""
-    is_tcp = not address.startswith(ETCD)
-    host, port = _address(address) if is_tcp else ("", 0)
+    """Return a client of the etcd at which machines meet. Raises InvalidInput: none, or the run there is another."""
+    if not address.startswith(ETCD):
+        raise InvalidInput(f"--store {address}: machines that start apart meet at an etcd. Name its members and the "
+                           f"run, as  --store {ETCD}10.0.0.1:2379/grpo-1")
     if not os.environ.get(TOKEN):
-        given = "as where `distflow store` runs" if is_tcp else "with the same token"
-        raise InvalidInput(f"the store at {address} asks for the run's token. Say on each machine, {given}:  export "
-                           f"{TOKEN}=…")
+        raise InvalidInput(f"the run at {address} asks for its token. Say on each machine, with the same value:  "
+                           f"export {TOKEN}=…")
     mine = token_checksum(ELASTIC_RUN)
     try:
         store = open_store(address, _STORE_TIMEOUT)
-        store.wait(["token"], _STORE_TIMEOUT if is_tcp else 0.0)
-        asked = store.get("token") if is_tcp else store.put_if("token", mine, None)
+        theirs = store.put_if("token", mine, None)
     except StoreUnavailable as error:
-        remedy = f". Start one:  distflow store --host {host} --port {port}" if is_tcp else ""
-        raise InvalidInput(f"there is no {'store' if is_tcp else 'etcd'} at {address}, or it cannot be reached: "
-                           f"{error}{remedy}") from None
-    if asked != mine:
-        raise InvalidInput(f"the {'store' if is_tcp else 'run'} at {address} has another token than {TOKEN} here: it "
-                           "belongs to another run, or the token was copied wrongly")
+        raise InvalidInput(f"there is no etcd at {address}, or it cannot be reached: {error}") from None
+    if theirs != mine:
+        raise InvalidInput(f"the run at {address} has another token than {TOKEN} here: it is another run, or the token "
+                           "was copied wrongly")
     return store

@@ -20,7 +20,7 @@ from distflow.telemetry.screen import guarded
 
 MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit",
            "run": "runs", "resume": "runs",
-           "store": "store", "watch": "look", "why": "look", "report": "look",
+           "watch": "look", "why": "look", "report": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
            "export": "runs", "evaluate": "evaluate", "nodes": "catalog", "engines": "catalog", "new": "author",
            "convert": "convert", "schema": "author"}

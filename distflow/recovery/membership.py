@@ -1,24 +1,21 @@
 """Elastic membership: which of a run's ranks each machine has, where machines come and go.
 
-Each machine's torchrun knows of no other. They meet at a store that the user hosts (`distflow store`, or etcd), in
-rendezvous rounds. A round begins when enough machines have come; each then has a block of ranks, those that train
-first. A machine that only samples may be lost, and another may take its block, while all others go on. When a machine
-that trains is lost, one that samples takes over its block (`Membership.successor`): the ranks that train start again
-from the newest consistent state, and all others sample on. If none can be spared, the machines that are left begin the
-next round. No process decides: whoever sees a loss proposes a round, and the store takes the first proposal.
+Each machine's torchrun knows of no other. They meet at an etcd, in rendezvous rounds. A round begins when enough
+machines have come; each then has a block of ranks, those that train first. A machine that only samples may be lost, and
+another may take its block, while all others go on. When a machine that trains is lost, one that samples takes over its
+block (`Membership.successor`): the ranks that train start again from the newest consistent state, and all others sample
+on. If none can be spared, the machines that are left begin the next round. No process decides: whoever sees a loss
+proposes a round, and the store takes the first proposal.
 
     in the store
     local, run             what all machines must agree on, as the first one said
     round                  the number of the present round
-    N/began                JSON: why round N began, which machines are expected and which have been cut off, or that
-                           the run has ended
+    N/began                JSON: why round N began and which machines are expected, or that the run has ended
     N/came, N/waits/K      how many machines have come to round N; heartbeat and name of the K-th while it waits
     N/members              JSON: the machines that it began with, by block
     N/holder/B             the machine that has taken over block B since; vacant: it has left B for another block;
                            leaving: so it will, once its workers have ended
     N/heartbeat/B, N/left/B  heartbeat of block B's machine; that the machine has left
-    N/address/B            where others can see whether they reach block B's machine (`links`)
-    N/unreached/A/B        JSON: whose machines block B's machine does not reach, after attempt A of the ranks
     N/replicas/R           where rank R's supervisor takes copies of another machine's state, or why not
 """
 
@@ -34,9 +31,8 @@ from functools import partial
 from typing import Protocol
 
 from distflow.errors import DistflowError, InvalidInput
-from distflow.recovery.links import LinkTarget, most_cut_off, unreachable_machines
 from distflow.recovery.worker_process import WorkerContext
-from distflow.store.interface import Store, StoreUnavailable, poll_interval
+from distflow.store.interface import ETCD, Store, StoreUnavailable, poll_interval
 from distflow.telemetry.heartbeat import Silence
 from distflow.telemetry.processes import spawn
 
@@ -45,9 +41,6 @@ HEARTBEAT_SECONDS, _POLL = 1.0, 0.1  # seconds between two heartbeats, and betwe
 _NO_BLOCK = -1  # of a machine that waits for one
 _VACANT, _LEAVING = "vacant", "leaving"  # holders of a block whose machine has taken over another one
 _REPORT_AFTER = 5.0  # seconds after which a machine that waits for others says so
-_ANSWER, _REPORTS = 5.0, 10.0
-"""Seconds within which a machine must be reached (a packet that is lost is sent again after one second, and after
-three), and within which all machines must have said which others they reach."""
 _WATCHED = 3  # machines whose heartbeats a machine looks at
 
 
@@ -73,9 +66,6 @@ class ElasticMember(Protocol):
 
     def poll(self) -> None:
         """Raises MembershipChanged: all machines begin a later round."""
-
-    def check_links(self, attempt: int) -> None:
-        """Have the machines that train see whether they reach each other, when all ranks missed others."""
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raises MembershipChanged if so."""
@@ -124,9 +114,10 @@ class Membership:
 
     def agree(self, run: str) -> None:
         """Raise InvalidInput: the store is another run's, the run is done, or machines differ in ranks."""
+        another = f"each run needs a name of its own there:  --store {ETCD}{self.store.address}/ANOTHER"
         for what, mine, wrong in (
             ("run", run, "the store is of another run: it has digest {}, here it is {}. The DAG, the run file, the "
-             f"commit of a model or --machines differ; or {self.store.for_another_run}"),
+             f"commit of a model or --machines differ; or {another}"),
             ("local", str(self.local), "each machine must start as many ranks as the others: they have {}, this one "
              "{} (torchrun's --nproc-per-node)")):
             theirs = self.store.put_if(what, mine, None)
@@ -134,7 +125,7 @@ class Membership:
                 raise InvalidInput(wrong.format(theirs, mine))
         if self._round_record(self._newest_round()).get("end") == "":
             raise InvalidInput(f"the run at {self.store.address} is done, and nothing is left to do here; "
-                               f"{self.store.for_another_run}")
+                               f"{another}")
 
     def join(self) -> Rendezvous | None:
         """Wait for a block of this or a later round; None if the run is done. Raises DistflowError: it has failed."""
@@ -145,10 +136,6 @@ class Membership:
                 if began["end"]:
                     raise DistflowError(began["end"])
                 return None
-            if self.name in began.get("cut off", ()):
-                raise DistflowError("this machine and others that train do not reach each other, though all reach the "
-                                    "store, and the run goes on without it. Look after the network between them (a "
-                                    "cable, a switch, the rules of a firewall), then start it here again")
             members = self._wait_for_members(number, began.get("expected", []))
             if members is None:
                 continue
@@ -156,21 +143,18 @@ class Membership:
             if found is not None:
                 return Rendezvous(number, *found, began.get("why", ""), began.get("silent", 0.0))
 
-    def propose(self, round: int, why: str, lost: int | None = None, cut_off: str = "") -> None:
-        """Propose the next round, for this machine and all others but that of block `lost`. `cut_off`: its name, if it
-        lives and must not come again."""
+    def propose(self, round: int, why: str, lost: int | None = None) -> None:
+        """Propose the next round, for this machine and all others but that of block `lost`."""
         blocks = range(self.most)
         expected = [name for block, (name, left, _) in zip(blocks, self.signs_of_life(round, blocks))
                     if name and block != lost and not left]
-        expected += [self.name] if self.name not in (*expected, cut_off) else []
-        before = self._round_record(round)
-        losses = before.get("losses", 0) + (lost is not None)
+        expected += [self.name] if self.name not in expected else []
+        losses = self._round_record(round).get("losses", 0) + (lost is not None)
         if losses > self.losses:
             self.finish(round, f"{why}. That is machine {losses} that is lost, and robust.restarts is {self.losses}")
             return
-        self._propose(round, {"why": why, "silent": 0.0 if lost is None or cut_off else self.silence,
-                              "expected": expected, "losses": losses,
-                              "cut off": [*before.get("cut off", ()), *filter(None, [cut_off])]})
+        self._propose(round, {"why": why, "silent": 0.0 if lost is None else self.silence, "expected": expected,
+                              "losses": losses})
 
     def finish(self, round: int, failure: str = "") -> None:
         """End the run on all machines: because of a failure, or because all is done."""
@@ -207,25 +191,6 @@ class Membership:
 
     def send_heartbeat(self, round: int, block: int, count: int) -> None:
         self.store.put(f"{round}/heartbeat/{block}", f"{self.name} {count}")
-
-    def check_links(self, round: int, block: int, blocks: int, attempt: int) -> None:
-        """Connect to all machines that train, and report which are not reached; once all have, propose to go on without
-        the one that has the most broken links, if there are any."""
-        training = range(min(self.vital, blocks))
-        names = {each: name for each, (name, left, _) in zip(training, self.signs_of_life(round, training)) if name and
-                 not left}
-        texts = zip(names, self.store.get_all([f"{round}/address/{each}" for each in names]))
-        mine = unreachable_machines({each: tuple(json.loads(text)) for each, text in texts if text and each != block},
-                                    _ANSWER)
-        keys = [f"{round}/unreached/{attempt}/{each}" for each in names]
-        self.store.put(f"{round}/unreached/{attempt}/{block}", json.dumps(mine))
-        self.store.wait(keys, _REPORTS)
-        reports = {each: json.loads(text) for each, text in zip(names, self.store.get_all(keys)) if text}
-        if (found := most_cut_off(reports)) is not None:
-            lost, count = found
-            why = f"{self.named(lost, names[lost])} and {count} of {len(reports) - 1} others that train do not reach " \
-                  "each other, though all reach the store"
-            self.propose(round, why, lost, cut_off=names[lost])
 
     def named(self, block: int, name: str) -> str:
         return f"machine {host_of(name)} (ranks {block * self.local} to {(block + 1) * self.local - 1})"
@@ -363,26 +328,20 @@ class MachineHeartbeat:
     """Process that sends this machine's heartbeat in one round, and misses those of others. The supervisor cannot: it
     may be busy for a while, and has no threads."""
 
-    def __init__(self, membership: Membership, rendezvous: Rendezvous, host: str):
-        """`host`: address at which other machines reach this one."""
-        self.process = spawn(partial(_watch, membership, rendezvous, host))
+    def __init__(self, membership: Membership, rendezvous: Rendezvous):
+        self.process = spawn(partial(_watch, membership, rendezvous))
 
     def end(self) -> None:
         self.process.end()
 
 
-def _watch(membership: Membership, rendezvous: Rendezvous, host: str) -> None:
+def _watch(membership: Membership, rendezvous: Rendezvous) -> None:
     """Send and check heartbeats until this machine's part of the round ends, or there is no store any more."""
     silences, reported = {block: Silence(membership.silence / 2) for block in range(rendezvous.blocks)}, set[str]()
-    target, announced = LinkTarget(host), False
     for count in itertools.count(1):
-        target.clear()
         try:
             if membership.is_superseded(rendezvous.number) or not membership.holds(rendezvous.number, rendezvous.block):
                 return
-            if target.address and not announced:
-                membership.store.put(f"{rendezvous.number}/address/{rendezvous.block}", json.dumps(target.address))
-                announced = True
             membership.send_heartbeat(rendezvous.number, rendezvous.block, count)
             _report_losses(membership, rendezvous, silences, reported)
         except StoreUnavailable as error:

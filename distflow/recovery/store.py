@@ -1,4 +1,4 @@
-"""What the ranks of a run must agree on, at torchrun's store or, where machines come and go, at their own."""
+"""What the ranks of a run must agree on, at torchrun's store or, where machines come and go, at an etcd."""
 
 from __future__ import annotations
 

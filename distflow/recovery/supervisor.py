@@ -243,9 +243,6 @@ class Supervisor:
 
     def _next_attempt(self, attempt: Attempt, end: Failure | _WorkerEnd) -> Attempt | None:
         following = self.restarts.next(attempt, end if isinstance(end, Failure) else None)
-        causes = following.failures[len(attempt.failures) :]
-        if self.elastic and self.group.group != ROLLOUT and causes and causes[-1].symptom:
-            self.elastic.check_links(attempt.number)
         if self.elastic and following.end and following.failures[-1].code != INVALID:
             self.elastic.wait_for_loss()
         left_out = bool(following.end) and not following.failures[-1].hopeless and self.leave_out()

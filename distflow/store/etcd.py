@@ -43,7 +43,6 @@ class EtcdStore(Store):
         super().__init__(members, deadline)
         self.url = address
         self.members, self.space, self.local, self.posts = members.split(","), f"distflow/{run}/", _Local(), _Posts()
-        self.for_another_run = f"each run needs a name of its own there:  --store {ETCD}{members}/ANOTHER"
         self.get("")
 
     @property

@@ -22,7 +22,7 @@ class StoreUnavailable(DistflowError):
     def __init__(self, address: str, seconds: float, why: str = "", gone: bool = False):
         self.address, self.seconds, self.gone = address, seconds, gone
         what = f"does not answer any more: {why}" if gone else f"has not answered for {seconds:.1f} s"
-        super().__init__(f"the store at {address} {what}. What keeps it (torchrun, `distflow store` or etcd) or its "
+        super().__init__(f"the store at {address} {what}. What keeps it (torchrun or etcd) or its "
                          f"machine may have {'ended' if gone else 'been stopped or cut off'}")
 
 
@@ -50,8 +50,6 @@ class Store(ABC):
     `deadline`, which all views of one client share.
     """
 
-    for_another_run: str
-    """What to write where the store has another run's keys."""
     url: str
     """Address by which `open_store` makes another client."""
 

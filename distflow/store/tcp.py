@@ -90,8 +90,6 @@ def _end(queue: SimpleQueue, thread: threading.Thread) -> None:
 class TCPStoreClient(Store):
     """Client of the TCPStore at an address. Raises StoreUnavailable: it is not reached within `deadline` seconds."""
 
-    for_another_run = "each run needs a store of its own:  distflow store --port …"
-
     def __init__(self, host: str, port: int, deadline: float):
         super().__init__(f"{host}:{port}", deadline)
         self.host, self.port, self.server = host, port, None
