@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # what editors and type checkers see; `_HOMES` says the same 
     from distflow.data.batch import Batch, Ragged
     from distflow.data.dataloader import source_weight
     from distflow.errors import DistflowError
-    from distflow.recovery.autoscaler import scaling
     from distflow.recovery.detectors import Alert, detector
     from distflow.recovery.hooks import hook
     from distflow.run_handle import RunFailed, RunHandle, load, run
@@ -32,7 +31,6 @@ _HOMES = {
     "environment": "distflow.contracts.decorators",
     "hook": "distflow.recovery.hooks",
     "detector": "distflow.recovery.detectors",
-    "scaling": "distflow.recovery.autoscaler",
     "Alert": "distflow.recovery.detectors",
     "Turn": "distflow.contracts.decorators",
     "DistflowError": "distflow.errors",
@@ -49,7 +47,7 @@ _HOMES = {
 _RENAMED = {"Alarm": "Alert"}  # old public names, which still work, with a warning that names the new one
 __all__ = ["Alert", "Batch", "CallRefused", "DistflowError", "Ragged", "RunFailed", "RunHandle", "StepLost", "Turn",
            "__version__", "detector", "environment", "hook", "load", "loss", "metric", "node", "reward", "run",
-           "scaling", "source_weight", "training_client"]
+           "source_weight", "training_client"]
 
 
 def __dir__() -> list[str]:

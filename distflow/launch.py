@@ -194,18 +194,18 @@ def run_supervised(spec: Spec, plan: Plan, folder: Path | None, options: argpars
         startup.current().begin(plan.name)
     ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
     startup.current().enter(f"loading torch, transformers and the engines on {ranks}")
-    from distflow.recovery import autoscaler
+    from distflow.recovery import scale
     from distflow.recovery.supervisor import Supervisor  # imports torch
-    from workers.context import autoscaled, join_run
+    from workers.context import join_run
     from workers.worker import work
 
     if spec.run.robust.detectors:  # perhaps the user's own, which run in the supervisor
         for module in spec.dag.imports:
             load_module(module)
     if folder and not _torchrun_number("TORCHELASTIC_RESTART_COUNT", 0) and not (elastic and elastic.replaces):
-        autoscaler.forget(folder)  # what another job was told
+        scale.forget(folder)  # what another job was told
     context = replace(join_run(spec, plan, folder, bool(options.resume), elastic=elastic), preflight=proved)
-    with context.serving(), autoscaled(context):
+    with context.serving():
         supervisor = Supervisor(context.store, context.restart_group, partial(work, context), context.path,
                                 spec.run.robust, context.required_processes, context.is_obsolete, context.should_run,
                                 context.live_config, context.call if spec.dag.imports else None, elastic,

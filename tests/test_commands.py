@@ -15,8 +15,9 @@ from distflow.config.shipped import SHIPPED
 
 ELSEWHERE = {
     "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "watch": "tests/telemetry",
+    "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "watch": "tests/telemetry",
     "why": "tests/telemetry", "report": "tests/telemetry",
-    "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/test_scaling.py",
+    "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/recovery",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",
     "resume": "tests/test_resume.py", "plan replan": "tests/test_placed_runs.py", "plan explain": "tests/cli",
     "run grpo.yaml --cluster machines.yaml --plan": "tests/test_placed_runs.py",

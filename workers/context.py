@@ -1,4 +1,4 @@
-"""Context of a rank, which its supervisor prepares once for all its workers; the autoscaler's process beside it."""
+"""Context of a rank, which its supervisor prepares once for all its workers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ import torch
 from distflow.config.load import reload
 from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
-from distflow.contracts.signature import module_file
 from distflow.data.dataset import filter_digest
 from distflow.data.exchange import gather
 from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location, quoted
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
-from distflow.recovery import autoscaler
-from distflow.recovery.autoscaler import RolloutScale
 from distflow.recovery.hooks import HookContext, When, call
 from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
+from distflow.recovery.scale import RolloutScale
 from distflow.recovery.store import RunStore
-from distflow.telemetry import events
 from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
@@ -248,32 +245,3 @@ def _gpus() -> int:
         raise EngineError("the GPUs of this machine could not be counted; the output above says why. "
                           "CUDA_VISIBLE_DEVICES= computes on the CPU")
     return count
-
-
-@contextlib.contextmanager
-def autoscaled(context: RankContext) -> Iterator[None]:
-    """Run the autoscaling policies of the DAG's modules, if there are any, beside the first rank's supervisor."""
-    rollouts = context.plan.rollouts
-    if context.store.rank or not rollouts or not any(map(_may_scale, context.spec.dag.imports)):
-        yield
-        return
-    process = spawn(partial(_autoscale, context, rollouts))
-    try:
-        yield
-    finally:
-        process.end()
-
-
-def _autoscale(context: RankContext, rollouts: int) -> None:
-    if context.channel:
-        context.channel.joined()
-    for module in context.spec.dag.imports:
-        load_module(module)
-    events.current().open(context.path / "events.jsonl", context.store.rank)
-    autoscaler.autoscale(context.path, context.spec.run.least_rollouts, rollouts)
-
-
-def _may_scale(module: str) -> bool:
-    """Return whether a module's source has the word `scaling`: what it defines is known only when it is loaded."""
-    source = module_file(module)
-    return source is not None and "scaling" in source.read_text(encoding="utf-8")

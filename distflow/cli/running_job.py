@@ -23,7 +23,8 @@ from distflow.config.live_changes import groups_of, refusal
 from distflow.config.spec import Spec
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, listing, quoted
 from distflow.plan import ROLLOUT, TRAINER
-from distflow.recovery import autoscaler, live_config
+from distflow.recovery import live_config
+from distflow.recovery import scale as rollout_scale
 from distflow.recovery.fault_injection import lift_file_size_limit, limit_file_size
 from distflow.telemetry.ettr import FailureCosts, Recovery, account, read
 from distflow.telemetry.files import locked
@@ -152,8 +153,8 @@ def scale(options: argparse.Namespace) -> int:
     if not (least := run.least_rollouts) <= int(number) <= replicas:
         raise InvalidInput(f"this run has supervisors for {replicas} rollouts, so give {least} to {replicas}. "
                            "torchrun's --nproc-per-node and groups.rollout of the run file say how many there are")
-    before = autoscaler.read(folder, replicas)
-    autoscaler.write(folder, int(number))
+    before = rollout_scale.read(folder, replicas)
+    rollout_scale.write(folder, int(number))
     print(f"{before} → {int(number)} of {replicas} rollouts; `distflow faults {quoted(folder)}` shows when they change")
     return 0
 
