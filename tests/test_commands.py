@@ -15,7 +15,6 @@ from distflow.config.shipped import SHIPPED
 
 ELSEWHERE = {
     "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "watch": "tests/telemetry",
-    "demo": "tests/test_demo.py", "probe": "tests/test_probe.py", "watch": "tests/telemetry",
     "why": "tests/telemetry", "report": "tests/telemetry",
     "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/recovery",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",

@@ -25,7 +25,7 @@ _TRACKS = (MAIN, timeline.TRANSFERS, timeline.PROMPTS, timeline.ROWS, timeline.T
 _MANY = (timeline.ROWS, timeline.TOOLS)
 _THREADS = 1000  # most threads of a track
 _BATCH, _TIMEOUT = 1000, 5.0  # spans of a request to a collector, and seconds for it
-_MARKS = {"worker_started", "worker_ended", "worker_ready", "failure", "fault_injected", "left_out", "scaled",
+_MARKS = {"worker_started", "worker_ended", "worker_ready", "failure", "fault_injected", "left_out",
           "settings_changed", "state_restored", "reward_failed", "environment_failed",
           "weights_source_lost", "weights_late", "lease_lost"}
 """Kinds of events that are marked; the others are spans already."""

@@ -427,5 +427,5 @@ def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], r
 
 
 def _events_near(reader: RunReader, first: int, last: int) -> list[dict[str, Any]]:
-    kinds = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed", "scaled")
+    kinds = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed")
     return [event for event in reader.rows("events") if event["event"] in kinds and first <= event["step"] <= last]
