@@ -24,7 +24,6 @@ from distflow.options import load_and_plan
 from distflow.plan_file import PlacedPlan, read_plan_file
 
 if TYPE_CHECKING:
-    from planners.heterogeneous.alternatives import MachineLoss
     from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.problem import Placement
 
@@ -34,27 +33,10 @@ _ROUNDED = 1 + 1e-6  # predictions that differ less are equal
 _DATA_CENTRE = 50.0  # TFLOP/s
 
 
-def _add_svg(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--svg", metavar="FILE", help="draw an iteration: devices, tasks and "
-                        "transfers in time")
-
-
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the plan")
     parser.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart; "
                         "of runs, what was measured and predicted")
-    _add_svg(parser)
-    _add_lose(parser)
-
-
-def _add_lose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lose", metavar="MACHINE", help="what the loss of a machine costs: hopper:2 is the second "
-                        "`hopper` of the cluster file, machine:2 the second of all")
-    parser.add_argument("--interruptions-hours", type=float, metavar="N", help="with --lose: hours between two "
-                        "interruptions of one machine (default: 6,335 · 8 / its devices, as Llama 3's training had "
-                        "them)")
-    parser.add_argument("--starting", type=float, metavar="SECONDS", help="with --lose: until processes run again "
-                        "after an interruption, which no model knows (default: not counted)")
 
 
 def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +64,6 @@ def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
 def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     add_dag_arguments(parser, of_run=False)
     parser.add_argument("--plan", metavar="FILE", required=True, help="as  distflow plan mixed --out  writes it")
-    _add_svg(parser)
-    _add_lose(parser)
 
 
 def add_replan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,14 +95,13 @@ def mixed(options: argparse.Namespace) -> int:
 
 
 def explain(options: argparse.Namespace) -> int:
-    from planners.heterogeneous.plan_file import digests_of
+    from planners.heterogeneous.plan_file import digests_of, placement_of
 
     spec, present = load_and_plan(options, obey=False, elsewhere=True)
     costed = _costed(spec)
     plan = read_plan_file(read(Path(options.plan), shown(options.plan)), digests_of(spec, costed.problem))
-    placement = _drawn(options, costed, plan)
+    placement = placement_of(costed.problem, plan)
     print("\n".join([*_described(spec, plan), *_explained(costed, placement), *_answers(spec, costed, placement, plan),
-                     *_lost(options, spec, costed, placement, plan),
                      *_running(spec, options.plan, len(plan.ranks), present.notes)]))
     return 0
 
@@ -153,27 +132,17 @@ def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
 
 def _found(options: argparse.Namespace, spec: Spec, costed: CostedProblem, plan: PlacedPlan,
            known: Calibration | None) -> Iterator[str]:
-    """Write a plan to the files of `--out` and `--svg`; yield what it is, and what else was asked of it."""
+    """Write a plan to the file of `--out`; yield what it is, and what else was asked of it."""
+    from planners.heterogeneous.plan_file import placement_of
+
     if options.out:
         text = dump(plan.model_dump(mode="json"), default_flow_style=None, width=110)
         _write(options.out, HEAD + text)
-    placement = _drawn(options, costed, plan)
     yield from _described(spec, plan)
     if options.explain:
+        placement = placement_of(costed.problem, plan)
         yield from (*_explained(costed, placement), *_answers(spec, costed, placement, plan),
                     *(known.report(options.runs) if known else ()))
-    yield from _lost(options, spec, costed, placement, plan)
-
-
-def _drawn(options: argparse.Namespace, costed: CostedProblem, plan: PlacedPlan) -> Placement:
-    """Return the placement of a plan, drawn to the file of `--svg`."""
-    from planners.heterogeneous.explain import svg
-    from planners.heterogeneous.plan_file import placement_of
-
-    placement = placement_of(costed.problem, plan)
-    if options.svg:
-        _write(options.svg, svg(costed, placement))
-    return placement
 
 
 def _write(path: str, text: str) -> None:
@@ -331,9 +300,8 @@ def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
 
 
 def _answers(spec: Spec, costed: CostedProblem, placement: Placement, plan: PlacedPlan) -> Iterator[str]:
-    """Yield alternatives, whether the plan can be run, weights that are sent, memory, and the price of samples."""
-    from planners.heterogeneous.alternatives import alternatives, memory_of, price_of_samples, weight_syncs
-    from planners.heterogeneous.explain import duration
+    """Yield alternatives, whether the plan can be run, weights that are sent, and memory."""
+    from planners.heterogeneous.explain import alternatives, duration, memory_of, weight_syncs
 
     yield from ("", "simple alternatives")
     yield from table([(name, duration(seconds) if seconds < float("inf") else "does not fit",
@@ -347,9 +315,6 @@ def _answers(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     yield from ("", "memory of the fullest device while a task computes (one that samples: with the cache of one row)")
     yield from table([(task, machine, f"{fills / 2**30:.1f} of {room / 2**30:.1f} GiB")
                       for task, machine, fills, room in memory_of(costed, placement)])
-    price = price_of_samples(costed, spec.cluster, placement.seconds + plan.rest_seconds)
-    if price is not None:
-        yield from ("", f"a thousand samples cost {price:.4g}, with all machines at their `price_per_hour`")
 
 
 def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: PlacedPlan) -> Iterator[str]:
@@ -377,43 +342,3 @@ def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     yield "  no plan that can be run fits" if best is None else (
         f"  a plan that can be run takes {duration(best.seconds)}, {best.seconds / placement.seconds:.2f} times "
         "as long:  --runnable")
-
-
-def _lost(options: argparse.Namespace, spec: Spec, costed: CostedProblem, placement: Placement,
-          plan: PlacedPlan) -> Iterator[str]:
-    """Yield what the loss of the machine of `--lose` costs, and of all machines at the rate of interruptions."""
-    from planners.heterogeneous.alternatives import chosen_machine, loss_of, machines_of
-    from planners.heterogeneous.explain import duration
-
-    if not options.lose:
-        return
-    given, starting = options.interruptions_hours, options.starting
-    if (given is not None and given <= 0) or (starting or 0.0) < 0:
-        raise InvalidInput("--interruptions-hours must be above 0, and --starting at least 0")
-    chosen, ranks = chosen_machine(spec.cluster, options.lose), [group.ranks for group in plan.groups]
-    losses = [loss_of(costed, placement, spec, index, ranks) for index in range(len(machines_of(spec.cluster)))]
-    lost = losses[chosen]
-    starts = "without the start of processes (--starting)" if starting is None else \
-        f"{starting:g} s to start processes (--starting)"
-    yield from ("", f"if {lost.machine} is lost (assumes --store)", f"  starts again: {lost.restarts}")
-    if lost.work == float("inf"):
-        yield ("  lost: all of the run; there is nothing to go on from, with checkpoint.every=0 and no copy of the "
-               "state on a second machine (robust.snapshots and robust.peer_replica, of two machines)")
-    else:
-        yield (f"  lost: {duration(lost.work)} of work on the mean; {duration(lost.detecting)} until it is noticed "
-               f"(robust.machine_silence); {duration(lost.fetching)} to bring the state; {starts}")
-    yield _share_of_training(losses, given, starting)
-
-
-def _share_of_training(losses: list[MachineLoss], given: float | None, starting: float | None) -> str:
-    from planners.heterogeneous.alternatives import MACHINE_HOURS, share_of_training
-
-    if any(loss.work == float("inf") for loss in losses):
-        return "  share of time that trains: unknown, since one lost machine ends all work so far"
-    rate = f"every {given:,.0f} h (as given)" if given else \
-        (f"every {MACHINE_HOURS:,.0f} h · 8 / its devices (Llama 3: 419 unexpected interruptions of 16,384 H100 in 54 "
-         "days)")
-    starts = ", without the start of processes" if starting is None else ", start of processes"
-    return (f"  share of time that trains {share_of_training(losses, given, starting or 0.0):.4%}, less work that is "
-            f"done again, detection, bringing the state{starts}, with an interruption of each of {len(losses)} "
-            f"machines {rate}")

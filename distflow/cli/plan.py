@@ -17,7 +17,7 @@ from distflow.cli.common import Verb, add_dag_arguments
 from distflow.cli.plan_text import describe, describe_dock
 from distflow.options import load_and_plan
 
-_OLD = {"--solver", "--runnable", "--from", "--out", "--explain", "--svg", "--seed", "--seconds", "--within",
+_OLD = {"--solver", "--runnable", "--from", "--out", "--explain", "--seed", "--seconds", "--within",
         "--threshold"}
 """Options of `distflow plan` that `plan mixed` has now, or with --plan and --replan another command."""
 

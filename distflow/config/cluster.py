@@ -58,7 +58,6 @@ class MachineGroup(Document):
     network_gb_s: PositiveFloat | None = None
     """Limit of what a machine sends over all its devices; default: that of the link."""
     host_gb_s: PositiveFloat = 25.0  # bandwidth between a device and its machine's memory
-    price_per_hour: NonNegativeFloat | None = None  # of a machine, in whatever currency
 
 
 class Links(Document):

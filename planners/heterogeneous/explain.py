@@ -1,4 +1,4 @@
-"""Explains a placement: what bounds each task, what would help most, why a task fits nowhere, and charts.
+"""Explains a placement: bounds of tasks, what would help, why a task fits nowhere, alternatives, weights, memory.
 
 A resource bounds a layout as far as the layout would be faster with twice as much of it: the same layout is costed
 again, rebalanced, on hardware that is twice as good in one respect.
@@ -6,6 +6,7 @@ again, rebalanced, on hardware that is twice as good in one respect.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +18,7 @@ from planners.heterogeneous.problem import (
     SYNC,
     TRAIN,
     DeviceGroup,
+    Freedom,
     Hardware,
     NetworkLink,
     Placement,
@@ -25,6 +27,7 @@ from planners.heterogeneous.problem import (
     groups_of,
     turns_of,
 )
+from planners.heterogeneous.search import search
 
 _GIB = 2**30
 
@@ -194,71 +197,57 @@ def _label(device_group: DeviceGroup) -> str:
     return f"{device_group.name} ({device_group.kind}, {device_group.zone})"
 
 
-_LEFT, _AXIS, _LANE = 220, 720, 9  # pixels: of the names, of an iteration, and of a lane
+_BUDGET = 500
+"""Layouts and placements that the search for an alternative looks at."""
 
 
-def svg(costed: CostedProblem, placement: Placement) -> str:
-    """Return an iteration as SVG: a lane for each device, with the tasks that it computes in time, and a lane for each
-    transfer, of rows and of weights."""
-    problem, times, top = costed.problem, timeline(costed, placement), 22
-    lines, tops = [], []
-    for device_group in problem.hardware.device_groups:
-        lines.append(f'<text x="4" y="{top + 9}">{_label(device_group)}</text>')
-        tops += range(top, top + _LANE * device_group.devices, _LANE)
-        top += _LANE * device_group.devices + 8
-    lines += [f'<rect x="{_LEFT}" y="{y}" width="{_AXIS}" height="{_LANE - 2}" fill="#eee"/>' for y in tops]
-    sent = list(_transfers(costed, placement, times))
-    scale = _AXIS / max(placement.seconds, *map(sum, times), *(start + seconds for _, start, seconds in sent))
-    for task, (devices, (start, seconds)) in enumerate(zip(_devices(problem, placement), times)):
-        name = f"{problem.tasks[task].name}, {duration(seconds)}"
-        lines += [_bar(start * scale, tops[device], seconds * scale, _colour(task, 60), name) for device in devices]
-    for name, start, seconds in sent:
-        lines += [f'<text x="4" y="{top + 8}" fill="#555">{name}</text>',
-                  _bar(start * scale, top, seconds * scale, "#555", f"{name}, {duration(seconds)}")]
-        top += 14
-    for tick in range(5):
-        x, at = _LEFT + _AXIS * tick // 4, duration(_AXIS / scale * tick / 4)
-        lines += [f'<path d="M{x} 16V{top}" stroke="#999" stroke-width="0.5"/>',
-                  f'<text x="{x - 12}" y="12">{at}</text>']
-    for task, item in enumerate(problem.tasks):
-        lines.append(f'<text x="{_LEFT + task * 110}" y="{top + 18}" fill="{_colour(task, 35)}">{item.name}</text>')
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _AXIS + 40}" height="{top + 30}" '
-            'font-family="sans-serif" font-size="11">\n' + "\n".join(lines) + "\n</svg>\n")
+def alternatives(costed: CostedProblem, placement: Placement) -> Iterator[tuple[str, float]]:
+    """Yield simple alternatives and their seconds; infinite where one fits no memory."""
+    problem, tasks = costed.problem, range(len(costed.problem.tasks))
+    together = costed.placement((tuple(tasks),), (problem.hardware.all,))
+    yield "all tasks in one group", together.seconds if together else math.inf
+    if len(tasks) > 1:
+        apart = replace(problem, freedom=replace(problem.freedom, groupings=(tuple((task,) for task in tasks),)))
+        found = [progress.placement for progress in search(apart, budget=_BUDGET) if progress.placement]
+        yield "each task in a group of its own", found[-1].seconds if found else math.inf
+    even = CostedProblem(replace(problem, freedom=Freedom(balance=False)))
+    equal = even.placed(placement.grouping, placement.subsets, (
+        even.costs.layout(number, layout.strategy, layout.arrangement)
+        for number, layout in enumerate(placement.layouts)))
+    yield "this placement with equal shares", equal.seconds if equal else math.inf
 
 
-def _bar(start: float, top: int, width: float, colour: str, title: str) -> str:
-    return (f'<rect x="{_LEFT + start:.1f}" y="{top}" width="{max(width, 1.0):.1f}" height="{_LANE - 2}" '
-            f'fill="{colour}"><title>{title}</title></rect>')
+@dataclass(frozen=True)
+class WeightSync:
+    """Trained weights that a task gets in an iteration."""
+
+    source: str
+    target: str
+    nbytes: float
+    seconds: float
 
 
-def _devices(problem: Problem, placement: Placement) -> Iterator[list[int]]:
-    """Yield the devices of each task: of its group's, in each device group as many as its layout uses."""
-    own, group_of = ranks_of(problem, placement.subsets), groups_of(placement.grouping)
-    for task, layout in enumerate(placement.layouts):
-        left = [layout.strategy.tp * sum(kind.count * kind.stages.count(group) for kind in layout.arrangement)
-                for group in range(len(problem.hardware.device_groups))]
-        found = []
-        for rank in own[group_of[task]]:
-            group = next(number for number, ranks in enumerate(problem.hardware.ranks) if rank in ranks)
-            if left[group]:
-                left[group] -= 1
-                found.append(rank)
-        yield found
-
-
-def _transfers(costed: CostedProblem, placement: Placement,
-               times: list[tuple[float, float]]) -> Iterator[tuple[str, float, float]]:
-    """Yield what is sent, when, and its seconds: rows and weights as soon as they are there."""
-    problem, group_of = costed.problem, groups_of(placement.grouping)
+def weight_syncs(costed: CostedProblem, placement: Placement) -> list[WeightSync]:
+    """Return what is sent; of tasks that share an engine with the training one nothing is."""
+    tasks, group_of = costed.problem.tasks, groups_of(placement.grouping)
     sites = [layout.sites for layout in placement.layouts]
-    sent = [(edge, "rows", costed.objective.moved(edge, sites)) for edge in problem.edges]
-    sent += [(edge, "weights", costed.objective.synced(edge, sites, group_of[edge.source] == group_of[edge.target]))
-             for edge in problem.syncs]
-    for edge, what, seconds in sent:
+    found = []
+    for edge in costed.problem.syncs:
+        seconds = costed.objective.synced(edge, sites, group_of[edge.source] == group_of[edge.target])
         if seconds:
-            names = f"{problem.tasks[edge.source].name} → {problem.tasks[edge.target].name}"
-            yield f"{what}, {names}", sum(times[edge.source]), seconds
+            found.append(WeightSync(tasks[edge.source].name, tasks[edge.target].name, edge.nbytes, seconds))
+    return found
 
 
-def _colour(task: int, light: int) -> str:
-    return f"hsl({task * 67 % 360},65%,{light}%)"
+def memory_of(costed: CostedProblem, placement: Placement) -> Iterator[tuple[str, str, float, float]]:
+    """Yield each task, a type of machine, the bytes of its fullest device there while the task computes, and how many
+    may be filled. A task that samples counts with the cache of one row; what is left is cache."""
+    groups = costed.problem.hardware.device_groups
+    for number, layout in enumerate(placement.layouts):
+        cost, fullest = costed.costs.tasks[number], {}
+        for kind in layout.arrangement:
+            for stage, (group, layers) in enumerate(zip(kind.stages, layout.layers)):
+                fills = cost.fills(layout.strategy, stage, layers)
+                fullest[group] = max(fullest.get(group, 0.0), fills)
+        for group, fills in sorted(fullest.items()):
+            yield costed.problem.tasks[number].name, groups[group].name, fills, cost.room(groups[group])

@@ -14,7 +14,7 @@ def digests_of(spec: Spec, problem: Problem) -> Digests:
     own = ("measured", "micro_tokens", "at_once",  # what runs and plans find out
            "stages", "states")  # follows from the engine
     tasks = [{name: value for name, value in asdict(task).items() if name not in own} for task in problem.tasks]
-    cluster = spec.cluster.model_dump(mode="json", exclude={"machines": {"__all__": {"price_per_hour"}}})
+    cluster = spec.cluster.model_dump(mode="json")
     return Digests(dag=digest(spec.dag.model_dump(mode="json")), cluster=digest(_said(cluster)),
                    work=digest([tasks, problem.mode]))
 

@@ -1,0 +1,84 @@
+"""What `--explain` says of a placement: alternatives, weights and memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.cli import main
+from distflow.config.load import Spec, load
+from distflow.config.yaml_source import dump
+from planners.heterogeneous.efficiency import BETWEEN
+from planners.heterogeneous.explain import (
+    alternatives,
+    memory_of,
+    weight_syncs,
+)
+from planners.heterogeneous.layouts import CostedProblem
+from planners.heterogeneous.runnable import runnable
+from planners.heterogeneous.workload import problem_of
+
+MODEL = "{architecture: qwen3, layers: 4, hidden: 512, heads: 8, kv_heads: 4, head_dim: 64}"
+SIZES = [f"roles.actor.model={MODEL}", "data.batch=64"]
+CLUSTER = {"name": "unlike", "links": {"zone": {"gb_s": 1, "latency_us": 10}, "inside": {"gb_s": 10}},
+           "devices": {name: {"tflops": {"float32": speed}, "memory_gib": 16, "memory_gb_s": 100 * speed}
+                       for name, speed in (("whole", 3), ("third", 1))},
+           "machines": {"quick": {"device": "whole", "devices": 2, "count": 2},
+                        "slow": {"device": "third", "devices": 2}}}
+
+
+@pytest.fixture
+def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    return lambda *more: load("grpo", None, [*SIZES, *more], "cluster.yaml")
+
+
+def placed(spec: Spec):
+    costed = CostedProblem(problem_of(spec))
+    return costed, runnable(spec, costed)
+
+
+def test_alternatives_are_costed_by_the_same_model(spec_of):
+    costed, placement = placed(spec_of())
+    found = dict(alternatives(costed, placement))
+    assert [*found] == ["all tasks in one group", "each task in a group of its own",
+                        "this placement with equal shares"]
+    assert found["this placement with equal shares"] > 1.2 * placement.seconds, "a slow machine has as many rows"
+    together = costed.placement((tuple(range(len(costed.problem.tasks))),), (costed.problem.hardware.all,))
+    assert found["all tasks in one group"] == together.seconds
+    assert together.seconds <= placement.seconds * (1 + 1e-9), "rounded"
+    assert placement.seconds < found["each task in a group of its own"] < math.inf
+
+
+def test_weights_and_memory(spec_of):
+    spec = spec_of()
+    costed, placement = placed(spec)
+    sync, = weight_syncs(costed, placement)
+    parameters = costed.problem.tasks[0].parameters
+    assert (sync.source, sync.target, sync.nbytes) == ("update", "rollout", 2 * parameters)  # auto: counted as halves
+    assert sync.seconds == pytest.approx(sync.nbytes / (1e9 * BETWEEN), rel=0.01)
+    memory = list(memory_of(costed, placement))
+    assert {task for task, *_ in memory} == {"rollout", "reference", "update"}
+    assert all(0 < fills <= room == 0.9 * 16 * 2**30 for *_, fills, room in memory)
+
+
+def test_explain_says_all_of_it(spec_of, capsys):
+    sizes = [word for each in SIZES for word in ("--set", each)]
+    spec_of()
+    assert main(["plan", "mixed", "grpo", "--cluster", "cluster.yaml", *sizes, "--explain",
+                 "--runnable", "--out", "plan.yaml"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("simple alternatives", "can be run: yes", "update → rollout", "of 14.4 GiB"):
+        assert part in printed, part
+    said = yaml.safe_load(Path("plan.yaml").read_text())
+    said["tasks"]["reference"] |= {"dp": 3, "pp": 2, "layers": [2, 2], "shares": [
+        {"count": 1, "rows": 171, "stages": [name, name]} for name in ("quick.1", "quick.2", "slow")]}
+    Path("plan.yaml").write_text(dump(said))
+    assert main(["plan", "explain", "grpo", "--cluster", "cluster.yaml", *sizes, "--plan", "plan.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "can be run: no; node `reference`" in printed
+    assert "a plan that can be run takes" in printed
