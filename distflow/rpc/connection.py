@@ -51,10 +51,6 @@ class ConnectionEnded(Exception):
     """End of the connection between two messages, by the other side; not an error."""
 
 
-_MIN_RTT = struct.Struct("@148xI")
-"""Of Linux's `tcp_info` the field `tcpi_min_rtt`, in microseconds."""
-
-
 class Connection:
     """One end of a connection, used by one thread at a time. Methods raise `OSError` if it broke or stalled."""
 
@@ -134,13 +130,6 @@ class Connection:
         seconds; an `OSError` that it raises ends the wait."""
         self.timeout, self.on_silence = timeout, on_silence
         self.sock.settimeout(min(timeout, look))
-
-    def round_trip_seconds(self) -> float:
-        """Return the shortest round trip that the kernel has measured, in seconds; 0 where it tells none."""
-        with contextlib.suppress(AttributeError, OSError, struct.error):
-            information = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
-            return _MIN_RTT.unpack(information)[0] / 1e6
-        return 0.0
 
     def is_open(self) -> bool:
         """Return whether the other side has not ended the connection. No message of it may be on its way."""

@@ -44,7 +44,6 @@ class ChunkStore:
         self.wanted: dict[int, numpy.ndarray] = {}
         self.claimed: dict[int, numpy.ndarray] = {}
         self.changed = threading.Condition()  # re-entrant
-        self.alike: dict[tuple[str, int], bool] = {}  # whether a part of another version lies as here
         self.count = self.moved = self.unchanged = 0
 
     def add(self, number: int, part: RankManifest, packed: bytes, memory: numpy.ndarray | None = None) -> None:
@@ -73,7 +72,7 @@ class ChunkStore:
         the part is here yet, or only chunks that the source has too, in memory of one that was left: they are verified
         again then. Else in memory of this process (`allocate`), with all chunks that are here already. Return whether
         memory was allocated."""
-        with self.changed:  # streams of one source fill the same part
+        with self.changed:
             old, have = self.memory.get(number), self.have[number]
             if old is not None and mapped is not None and old.ctypes.data == mapped.ctypes.data:
                 return False
@@ -130,16 +129,6 @@ class ChunkStore:
     def view(self, run: Run) -> numpy.ndarray:
         number, first, count = run
         return self.memory[number][self.parts[number].span(first, count)]
-
-    def old_bytes(self, run: Run, old: ChunkStore | None) -> numpy.ndarray | None:
-        """Return the bytes that a run had in another version; None if it is not there, or lies otherwise."""
-        number = run[0]
-        if old is None or not old.has(run) or number not in self.parts:
-            return None
-        if (old.key, number) not in self.alike:
-            mine, other = self.parts[number], old.parts[number]
-            self.alike[old.key, number] = (mine.chunk, mine.contents) == (other.chunk, other.contents)
-        return old.view(run) if self.alike[old.key, number] else None
 
     def verify(self, chunk: Chunk, found: bytes) -> bool:
         """Return whether a chunk with the checksum `found` is the published one. If so, it is served from now on."""
@@ -199,11 +188,10 @@ class IncomingChunks:
         self.chunk = chunks.parts[self.part].chunk
         self.state = xxhash.xxh3_128()
 
-    def advance(self, count: int, received: int | None = None) -> None:
-        """Go on by `count` bytes of chunks. `received`: how many came for them, if they came as a delta."""
+    def advance(self, count: int) -> None:
+        """Continue by `count` bytes of chunks."""
         with self.chunks.changed:
-            self.chunks.moved += count if received is None else received
-            self.chunks.unchanged += 0 if received is None else count - received
+            self.chunks.moved += count
         end = self.filled + count
         while self.filled < end:
             stop = min(end, len(self.memory), (self.filled // self.chunk + 1) * self.chunk)

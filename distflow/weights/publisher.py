@@ -10,10 +10,9 @@ The way of a version from the trainer to the rollouts:
     ChunkStore   chunk_store the chunks that have come; relays serve them while the rest is on its way
     SourceServer (here)      serves manifests and chunks, in trainers and in relays, to one puller at a time
 
-A puller takes the lease, learns which chunks are there, and requests some at a time, perhaps over several connections
-(streams) that share its lease. Any other puller is told who has the lease, and will find the same chunks there a moment
-later: so pullers form a chain instead of a queue. A lease without a request for some seconds goes to the next puller
-that asks, and that of a broken connection ends with it.
+A puller takes the lease, learns which chunks are there, and requests some at a time. Any other puller is told who has
+the lease, and will find the same chunks there a moment later: so pullers form a chain instead of a queue. A lease
+without a request for some seconds goes to the next puller that asks, and that of a broken connection ends with it.
 Pullers on the source's machine, which use its memory, need not wait for each other, nor for one elsewhere.
 """
 
@@ -40,7 +39,6 @@ from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
 from distflow.store.interface import Store, StoreUnavailable
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkStore, pack_masks
-from distflow.weights.delta import encode
 from distflow.weights.directory import Directory, HeldChunks, SourceEntry
 from distflow.weights.errors import WeightsError, WeightsLate
 from distflow.weights.host_copy import HostCopy
@@ -70,12 +68,9 @@ class PullerConnection:
     def __init__(self, connection: Connection, who: str):
         self.connection, self.who, self.heard, self.key = connection, who, time.monotonic(), ""
         self.source_end: SourceEnd | None = None
-        self.leaseholder: PullerConnection | None = None  # whose lease this connection shares
 
     def hear(self) -> None:
         self.heard = time.monotonic()
-        if self.leaseholder is not None:
-            self.leaseholder.heard = self.heard
 
 
 class SourceServer:
@@ -172,16 +167,11 @@ class SourceServer:
             return self._have(client, chunks), []
         with self.changed:
             other = self.leaseholder
-            if header.get("stream"):
-                if other is None or (other.who, other.key) != (client.who, chunks.key):
-                    return {"busy": other.who if other is not None else "none of its connections"}, []
-                client.leaseholder, client.key = other, chunks.key
-                return self._have(client, chunks), []
             if other is not None and other is not client:
                 if other.who != client.who and time.monotonic() - other.heard < self.timeout:
                     return {"busy": other.who}, []
                 other.connection.shut_down()
-            self.leaseholder, client.leaseholder, client.key = client, None, chunks.key
+            self.leaseholder, client.key = client, chunks.key
         self._announce(client.who)
         return self._have(client, chunks), []
 
@@ -199,12 +189,11 @@ class SourceServer:
                     "grows": chunks.is_missing()} | extra
 
     def _is_served(self, client: PullerConnection) -> bool:
-        return (client.leaseholder or client) is self.leaseholder or client in self.sharing
+        return client is self.leaseholder or client in self.sharing
 
     def _end_lease(self, client: PullerConnection) -> None:
         with self.changed:
             self.sharing.discard(client)
-            client.leaseholder = None
             self.changed.notify_all()
             if self.leaseholder is not client:
                 return
@@ -220,13 +209,7 @@ class SourceServer:
         if chunks is None or not chunks.has(run) or client.source_end is None or not self._is_served(client):
             client.connection.send({"gone": True})
             return
-        data, base = chunks.view(run), chunks.old_bytes(run, self.stores.get(header.get("base", "")))
-        delta = encode(base, data) if base is not None else None
-        if delta is not None:
-            buffers = [each.view(numpy.uint8).data for each in delta]
-            client.connection.send(self._have(client, chunks) | {"codes": len(buffers[0])}, buffers)
-            self._count(sum(map(len, buffers)))
-            return
+        data = chunks.view(run)
 
         def moved(_: int) -> None:
             client.hear()  # a slow link is no silence

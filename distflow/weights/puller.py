@@ -16,14 +16,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy
 
 from distflow.rpc.errors import Refused
 from distflow.rpc.shared_memory import SharedMemoryPool, memory_name
-from distflow.store.interface import Store, StoreUnavailable
+from distflow.store.interface import Store
 from distflow.telemetry import timeline
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, ChunkStore, IncomingChunks, Weights
@@ -69,7 +68,6 @@ class ChunkPuller:
         self.refusals: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.transports: set[str] = set()
-        self.streams = 1  # most connections to one source at once
         self.progressed_at = time.monotonic()
         self.last_error = "none failed"
 
@@ -93,11 +91,10 @@ class ChunkPuller:
                 self._wait_for_sources(self._missing_parts())
                 continue
             self.directory.update(source=clients[0].who)
-            with ExitStack() as streams:
-                each = -(-clients[0].streams // len(clients))
+            with ExitStack() as others:
                 for client in clients[1:]:
-                    streams.enter_context(_thread(self._pull_from, client, each))
-                self._pull_from(clients[0], each)
+                    others.enter_context(_thread(self._pull_from, client))
+                self._pull_from(clients[0])
             if self.corrupt and max(self.corrupt.values()) >= _TRIES:
                 raise WeightsError(f"chunk {self.corrupt.most_common(1)[0][0]} of version {self.head.version} came "
                                    f"corrupt {_TRIES} times, from {', '.join(self.received)}: see weights_corrupt in "
@@ -192,59 +189,22 @@ class ChunkPuller:
         client.release()
         self.connections.keep(client)
 
-    def _pull_from(self, client: SourceClient, streams: int) -> None:
-        """Pull what is missing here from a leased source, over up to `streams` connections."""
-        pulling = self.directory.mine.pulling
-        with self._requests(client, partial(self._avoid, client.entry)) as asked, ExitStack() as beside:
-            self._place(client)  # what the version before has need not come
-            for stream in self._open_streams(client, streams - 1):
-                beside.enter_context(_thread(self._pull_stream, stream, pulling))
-            self._pull_over(client, asked, pulling)
-
-    def _pull_stream(self, client: SourceClient, pulling: str) -> None:
-        """Pull beside the connection that has the lease. An error ends this stream alone."""
-        with contextlib.suppress(StoreUnavailable), \
-                self._requests(client, partial(self._note_lost_stream, client.entry)) as asked:
-            self._pull_over(client, asked, pulling)
-
-    @contextlib.contextmanager
-    def _requests(self, client: SourceClient, lost: Callable[[Exception], None]) -> Iterator[deque[Run]]:
-        """Yield what is under way on a connection, which is released at the end. `lost`: called with an error of the
-        source or of the network, which closes it."""
-        asked, failed = deque[Run](), ExitStack()
+    def _pull_from(self, client: SourceClient) -> None:
+        """Pull what is missing here from a leased source, which is released at the end or closed by its error."""
+        pulling, asked, failed = self.directory.mine.pulling, deque[Run](), ExitStack()
         failed.callback(client.close)
         try:
-            yield asked
+            self._place(client)  # what the version before has need not come
+            self._pull_over(client, asked, pulling)
             self._release(client)
             failed.pop_all()
         except (*LOST, SourceGone) as error:
-            lost(error)
+            self._avoid(client.entry, error)
         finally:
             self.transports.add(client.transport)
             failed.close()  # before others may fetch them: from then on nothing comes any more
             for run in asked:
                 self.chunks.unclaim(run)
-
-    def _open_streams(self, client: SourceClient, count: int) -> Iterator[SourceClient]:
-        """Yield further connections to a leased source, as many as there are bytes for."""
-        for number in range(min(count, self.chunks.missing_bytes() // (WINDOW * client.run))):
-            try:
-                with ExitStack() as failed:
-                    stream = self.connections.take(client.entry, self.head)
-                    failed.callback(stream.close)
-                    stream.share_knowledge_with(client)
-                    if stream.lease(stream=True):
-                        return  # the source has given the lease to another
-                    failed.pop_all()
-            except (*LOST, SourceGone) as error:
-                self._note_lost_stream(client.entry, error)
-                return
-            self.streams = max(self.streams, number + 2)
-            yield stream
-
-    def _note_lost_stream(self, entry: SourceEntry, error: Exception) -> None:
-        record("weights_stream_lost", who=self.me, version=self.head.version, source=entry.who,
-               why=str(error) or type(error).__name__)
 
     def _pull_over(self, client: SourceClient, asked: deque[Run], pulling: str) -> None:
         """Ask for chunks and take them, until nothing more is to come from this source. `asked`: what is under way.
@@ -257,7 +217,7 @@ class ChunkPuller:
         while self.chunks.is_missing():
             while len(asked) < WINDOW and not is_over() and (run := self._claim(client)) is not None:
                 asked.append(run)
-                client.ask(run, self.old.key if self.old and self.chunks.old_bytes(run, self.old) is not None else "")
+                client.ask(run)
             if asked:
                 self._take(client, asked)
                 heard = time.monotonic()
@@ -296,8 +256,7 @@ class ChunkPuller:
 
         target, (part, first, count) = self.chunks.view(asked[0]), asked[0]
         arrival = IncomingChunks(self.chunks, asked[0], bad)
-        client.take(part, self.chunks.parts[part].span(first, count), target, self.chunks.old_bytes(asked[0], self.old),
-                    arrival.advance)
+        client.take(part, self.chunks.parts[part].span(first, count), target, arrival.advance)
         asked.popleft()
         with self.chunks.changed:
             self.received[client.who] += len(target)
@@ -453,7 +412,7 @@ class Puller:
         self.directory.update(held=(_held_chunks(chunks),), source="")
         record("weights_pulled", version=head.version, who=self.who, bytes=chunks.moved,
                unchanged_bytes=chunks.unchanged, seconds=round((timeline.now() - begun) / 1e6, 3),
-               sources=dict(fetch.received), transports=sorted(fetch.transports), streams=fetch.streams)
+               sources=dict(fetch.received), transports=sorted(fetch.transports))
         timeline.current().add(timeline.WEIGHTS, "pull", begun, version=head.version, bytes=chunks.moved,
                                sources=dict(fetch.received))
         return pulled

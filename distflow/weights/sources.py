@@ -10,8 +10,6 @@ import contextlib
 import random
 import select
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +19,6 @@ from distflow.rpc.connection import ConnectionEnded, connect
 from distflow.rpc.errors import RpcError, Unreachable
 from distflow.telemetry.events import record
 from distflow.weights.chunk_store import ChunkMasks, unpack_masks
-from distflow.weights.delta import DeltaChoice, decode
 from distflow.weights.directory import SEEN, HeldChunks, Holders, SourceEntry
 from distflow.weights.errors import NoTransport
 from distflow.weights.manifest import Chunk, PublishedVersion, Run, digest
@@ -100,9 +97,6 @@ ENDED = ConnectionEnded, ConnectionResetError, BrokenPipeError, Unreachable
 """Those of them that say that its process has probably ended."""
 
 _KEPT = 8
-_FAR = 1e-3
-"""Round trip in seconds from which on one connection is not enough, as it has at most 4 MiB under way
-(`net.ipv4.tcp_wmem`). On other links more would only make relays wait longer."""
 
 
 class SourceGone(Exception):
@@ -117,8 +111,6 @@ class SourceClient:
                  transports: dict[str, Transport], requested: str, deadline: float):
         self.use_for(entry, head)
         self.transports, self.requested, self.deadline = transports, requested, deadline
-        self.choice, self.asked, self.taken_at = DeltaChoice(), deque[tuple[bool | None, float]](), 0.0
-        """Per run under way whether a delta was asked for, None where there is no choice, and when."""
         self.puller_end, self.transport = PullerEnd(), ""
         """Those of the transport that was agreed on; empty before."""
         self.connection = connect(entry.address, token, deadline)
@@ -138,22 +130,17 @@ class SourceClient:
 
     @property
     def available_chunks(self) -> ChunkMasks:
-        """Chunks to fetch from this source: all that it has, but for those that came corrupt over any connection."""
+        """Chunks to fetch from this source: all that it has, but for those that came corrupt."""
         for number, index in tuple(self.corrupt):
             self.masks[number][index] = False
         return self.masks
 
-    def share_knowledge_with(self, other: SourceClient) -> None:
-        """Have what is known of the source in common with another connection to it."""
-        self.corrupt, self.choice = other.corrupt, other.choice
-
-    def lease(self, here: bool = False, stream: bool = False) -> str:
+    def lease(self, here: bool = False) -> str:
         """Take the lease and return "", or the name of the puller that has it; that of a source whose memory is used
-        (`here`: on our machine) is shared. `stream`: share the one that another connection of this puller has. Raises
-        `NoTransport`: none in common."""
+        (`here`: on our machine) is shared. Raises `NoTransport`: none in common."""
         if here and not self.transport:
             self._agree()
-        reply = self._ask({"op": "lease", "key": self.key, "stream": stream})
+        reply = self._ask({"op": "lease", "key": self.key})
         if "busy" in reply:
             return reply["busy"]
         if not self.transport:
@@ -187,38 +174,17 @@ class SourceClient:
     def run(self) -> int:
         return self.puller_end.run
 
-    @property
-    def streams(self) -> int:
-        """How many connections to the source together may be faster than one."""
-        return self.puller_end.streams if self.connection.round_trip_seconds() > _FAR else 1
+    def ask(self, run: Run) -> None:
+        self.connection.send({"op": "chunks", "key": self.key, "run": run})
 
-    def ask(self, run: Run, base: str = "") -> None:
-        """Ask for chunks. `base`: the version that has them here, so that they may come as a delta against it."""
-        delta = self.choice.choose() if base and self.puller_end.deltas else None
-        self.asked.append((delta, time.monotonic()))
-        self.connection.send({"op": "chunks", "key": self.key, "run": run, "base": base if delta else ""})
-
-    def take(self, part: int, span: slice, into: numpy.ndarray, old: numpy.ndarray | None,
-             moved: Callable[..., None]) -> None:
+    def take(self, part: int, span: slice, into: numpy.ndarray, moved: Callable[[int], None]) -> None:
         """Receive requested chunks, the bytes `span` of a part, in the order of the requests, and with them the
-        source's chunk masks. `old`: the same bytes in the version that was named as base. Raises `SourceGone` if they
-        are not there any more, or the lease is not ours."""
-        delta, asked_at = self.asked.popleft()
+        source's chunk masks. Raises `SourceGone` if they are not there any more, or the lease is not ours."""
         header, size = self.connection.receive(most=len(into))
         if "gone" in header or "error" in header:
             raise SourceGone(f"{self.who} does not have it any more")
         self._learn(header)
-        if "codes" in header:
-            if old is None:
-                raise ConnectionError(f"{self.who} sent {size} bytes as a delta that was not asked for")
-            decode(old, header["codes"], self.connection.payload(size), into)
-            moved(len(into), size)
-        else:
-            self.puller_end.take(self.connection, size, part, span, into, moved)
-        now = time.monotonic()
-        if delta is not None:
-            self.choice.record_rate(delta, len(into) / max(now - max(asked_at, self.taken_at), 1e-9))
-        self.taken_at = now
+        self.puller_end.take(self.connection, size, part, span, into, moved)
 
     def mark_corrupt(self, chunk: Chunk) -> None:
         self.corrupt.add(chunk)

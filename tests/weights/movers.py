@@ -60,14 +60,13 @@ class Mover:
         os.kill(self.process.pid, signal.SIGCONT)
 
 
-def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0, every: int = 1) -> dict[str, Any]:
-    """Tensors that follow from version and rank; the first `same` of them do not depend on the version, and of the
-    others only every so many elements. A torn mixture of two versions is not what this gives for either."""
+def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0) -> dict[str, Any]:
+    """Tensors that follow from version and rank; the first `same` of them do not depend on the version. A torn mixture of two versions is not what this gives for either."""
     import torch
 
     count, index = max(1, int(mib * MIB) // 8 // 65536), torch.arange(65536, dtype=torch.int64)
     return {f"rank{rank}.weight{number}": index * (number + 1) + rank * 7919
-            + (0 if number < same else version * 104729 * (index % every == 0)) for number in range(count)}
+            + (0 if number < same else version * 104729) for number in range(count)}
 
 
 def right(tensors: dict[str, Any], version: int, mib: float, ranks: int = 1, **which: int) -> bool:
@@ -194,9 +193,9 @@ class Pulling(Serving):
         self.puller = Puller(store, token, deadline=deadline, **settings)
         self.source, self.buffers = self.puller.source, self.puller.buffers
 
-    def pull(self, mib: float, ranks: int = 1, same: int = 0, every: int = 1, **given: Any) -> dict[str, Any]:
+    def pull(self, mib: float, ranks: int = 1, same: int = 0, **given: Any) -> dict[str, Any]:
         weights = self.puller.pull(**given)
-        good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same, every=every)
+        good = right(dict(weights.tensors()), weights.version, mib, ranks, same=same)
         return {"version": weights.version, "right": good}
 
     def be_patient(self, seconds: float) -> None:

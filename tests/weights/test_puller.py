@@ -1,23 +1,5 @@
 """Weights from a trainer to rollouts, when nothing goes wrong, and what they leave behind."""
 
-import contextlib
-import math
-import threading
-from pathlib import Path
-
-import torch
-from stores import client
-
-from distflow.telemetry.events import current
-from distflow.weights import sources
-from distflow.weights.publisher import Publisher, SourceServer
-from distflow.weights.puller import Puller
-from distflow.weights.transport import WINDOW
-from distflow.weights.transport.tcp import TcpPuller
-
-STREAMED = 128 << 20
-"""Bytes that are enough for four connections."""
-
 
 def test_a_rollout_pulls_what_a_trainer_publishes(mover, events):
     trainer = mover("publisher", rank=0, ranks=1)
@@ -118,54 +100,3 @@ def test_a_pull_does_not_wait_for_more_of_a_trainer_rank_whose_part_is_here(move
         trainer.answer()
     assert mover("puller", who="a").ask("pull", mib=8, ranks=2) == {"version": 1, "right": True}
     assert [trainer.ask("looked") for trainer in trainers] == [{"looks": 0}] * 2
-
-
-def test_the_streams_of_one_puller_share_its_lease(store, token, monkeypatch):
-    """A lost stream costs what it had under way; a connection of another puller has to wait."""
-    publisher, puller, other = (Publisher(client(store.port), token, rank=0, ranks=1, transport="tcp"),
-                                Puller(client(store.port), token, "a", transport="tcp"),
-                                Puller(client(store.port), token, "b", transport="tcp"))
-    source, send, served, busy = publisher.source, SourceServer._send_chunks, set[int](), list[str]()
-    all_asked, lost = threading.Barrier(4, timeout=60), threading.Lock()
-
-    def send_chunks(self, connection, header):
-        if id(connection) not in served:
-            served.add(id(connection))
-            all_asked.wait()
-        if connection.leaseholder is not None and lost.acquire(blocking=False):
-            busy.append(_lease_of(other, source, header["key"]))
-            connection.connection.shut_down()
-        send(self, connection, header)
-
-    monkeypatch.setattr(SourceServer, "_send_chunks", send_chunks)
-    monkeypatch.setattr(sources, "_FAR", 0.0)
-    weights = {"whole": torch.arange(STREAMED // 8)}
-    publisher.publish(1, weights)
-    with contextlib.closing(publisher), contextlib.closing(puller), contextlib.closing(other):
-        pulled = puller.pull()
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in pulled.tensors())
-        lost = WINDOW * TcpPuller.run
-        assert STREAMED <= puller.source.stores[pulled.key].moved <= STREAMED + lost
-        assert len(served) == 4
-        with source.changed:
-            assert source.changed.wait_for(lambda: source.leaseholder is None, 60)
-    assert busy == ["a"]
-
-
-def test_a_link_without_delay_has_one_connection_and_a_far_one_several(store, token, monkeypatch, events):
-    current().open(Path(events.path), 0)
-    publisher = Publisher(client(store.port), token, rank=0, ranks=1, transport="tcp")
-    puller = Puller(client(store.port), token, "a", transport="tcp")
-    with contextlib.closing(publisher), contextlib.closing(puller):
-        for version, far in enumerate((math.inf, 0.0, 0.0)):
-            monkeypatch.setattr(sources, "_FAR", far)
-            publisher.publish(version, {"whole": torch.full((STREAMED // 8,), version)})
-            assert puller.pull().version == version
-    assert [event["streams"] for event in events("weights_pulled")] == [1, 4, 4]
-
-
-def _lease_of(puller, source, key):
-    """Return who has the lease that a puller asks for."""
-    (entry,) = (each for each in puller.directory.holders([0]).values() if each.who == source.who)
-    with contextlib.closing(puller.connections.take(entry, puller.directory.newest_versions()[0])) as asking:
-        return asking.lease()

@@ -38,8 +38,6 @@ class PullerEnd:
 
     hello: Header = {}
     run = 16 << 20
-    deltas = True  # whether fewer bytes may take less time
-    streams = 1  # connections to one source that together may be faster than one
 
     def connect(self, reply: Header) -> None:
         ...

@@ -113,7 +113,7 @@ class SharedMemorySource(SourceEnd):
 
 
 class SharedMemoryPuller(PullerEnd):
-    run, deltas = 1 << 30, False
+    run = 1 << 30
 
     def __init__(self, locked: LockedMemory):
         self.locked = locked

@@ -29,8 +29,6 @@ class TcpSource(SourceEnd):
 
 
 class TcpPuller(PullerEnd):
-    streams = 4
-
     def take(self, connection: Connection, size: int, part: int, span: slice, into: numpy.ndarray,
              moved: Moved) -> None:
         if size != len(into):
