@@ -61,7 +61,8 @@ class Mover:
 
 
 def tensors_of(version: int, mib: float, rank: int = 0, same: int = 0) -> dict[str, Any]:
-    """Tensors that follow from version and rank; the first `same` of them do not depend on the version. A torn mixture of two versions is not what this gives for either."""
+    """Tensors that follow from version and rank; the first `same` of them do not depend on the version. A torn mixture
+    of two versions is not what this gives for either."""
     import torch
 
     count, index = max(1, int(mib * MIB) // 8 // 65536), torch.arange(65536, dtype=torch.int64)

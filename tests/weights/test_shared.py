@@ -162,7 +162,7 @@ def test_memory_that_was_used_again_before_it_was_locked_is_not_taken(supplied):
     assert (stale == publisher.held[-1].memory[0]).all(), "it is version 3"
     client.ask(run)
     with pytest.raises(SourceGone):
-        client.take(0, slice(0, WHOLE), stale, None, lambda _: None)
+        client.take(0, slice(0, WHOLE), stale, lambda _: None)
 
 
 def test_memory_that_was_locked_in_time_stays(supplied):
@@ -170,7 +170,7 @@ def test_memory_that_was_locked_in_time_stays(supplied):
     chunks, run = whole(publisher)
     memory = client.map(0)
     client.ask(run)
-    client.take(0, slice(0, WHOLE), memory, None, lambda _: None)
+    client.take(0, slice(0, WHOLE), memory, lambda _: None)
     for version in (2, 3, 4, 5):
         publisher.publish(version, tensors_of(version, MIB))
     mine = ChunkStore(1, chunks.key)
@@ -187,4 +187,4 @@ def test_a_source_that_has_put_it_elsewhere_is_left(supplied):
     chunks.memory[0] = publisher.buffers.take(WHOLE)
     client.ask(run)
     with pytest.raises(ConnectionError, match="elsewhere now"):
-        client.take(0, slice(0, WHOLE), client.map(0), None, lambda _: None)
+        client.take(0, slice(0, WHOLE), client.map(0), lambda _: None)
