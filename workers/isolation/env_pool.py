@@ -20,7 +20,7 @@ from typing import Any
 
 from distflow.contracts.decorators import Turn
 from workers.isolation.env_worker import fingerprint_of
-from workers.isolation.pool import Call, ChildPool, ChildProcess
+from workers.isolation.pool import Call, CallPool, ChildProcess
 from workers.isolation.sandbox.variables import named_secrets
 
 _MAX_PENDING = 64  # steps sent to a child ahead of their answers; the child runs them one after the other
@@ -69,8 +69,6 @@ class Episode(Call):
     row: int
     columns: dict[str, str]
     texts: list[str] = field(default_factory=list)  # turns of the model, oldest first
-    process: EnvProcess | None = None
-    attempts: int = 0  # attempts at the newest step
     answers: list[bytes] = field(default_factory=list)  # fingerprints of the answers so far
     state: tuple[int, Any] | None = None  # turns, and a snapshot of the environment after them
 
@@ -104,30 +102,25 @@ class EnvProcess(ChildProcess):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self.queued: deque[Episode] = deque()
         self.rows: set[int] = set()  # rows whose environment lives here
 
     @property
-    def steps(self) -> list[Episode]:
-        return [*self.pending.values(), *self.queued]
-
-    @property
     def blocked_at(self) -> float:
-        """Time from which queued steps move away from a slow one; infinite if none waits."""
-        if self.concurrent or not self.pending or len(self.pending) + len(self.queued) < 2:
+        """Time from which steps move away from a slow one; infinite if none waits behind it."""
+        if self.concurrent or len(self.pending) < 2:
             return math.inf
         slow: Episode = next(iter(self.pending.values()))
         return slow.deadline - slow.seconds + _MAX_WAIT
 
-    def send_queued(self) -> None:
-        most = self.config.together if self.concurrent else _MAX_PENDING
-        while self.queued and len(self.pending) < most:
-            episode = self.queued.popleft()
-            known = episode.row in self.rows
-            self.rows.add(episode.row)
-            steps = episode.steps(known, self.config.stateless)
-            episode.seconds = self.config.seconds * len(steps["texts"])
-            self.ask(episode, {"key": episode.row, **steps})
+    @property
+    def full(self) -> bool:
+        return len(self.pending) >= (self.config.together if self.concurrent else _MAX_PENDING)
+
+    def start(self, call: Episode) -> None:
+        steps = call.steps(call.row in self.rows, self.config.stateless)
+        self.rows.add(call.row)
+        call.seconds = self.config.seconds * len(steps["texts"])
+        self.ask(call, {"key": call.row, **steps})
 
     def forget(self, row: int) -> None:
         self.rows.discard(row)
@@ -138,7 +131,6 @@ class EnvProcess(ChildProcess):
         for row in self.rows - {episode.row}:
             self.forget(row)
         self.pending = {episode.number: episode}
-        self.queued.clear()
 
     def read(self, message: Any) -> tuple[Episode, Turn | EnvFailure] | None:
         episode: Episode | None = self.pending.get(message["call"])
@@ -154,31 +146,32 @@ class EnvProcess(ChildProcess):
         return episode, answer
 
 
-class EnvPool:
+class EnvPool(CallPool[EnvProcess]):
     """Environments by row: `step` sends a turn of the model, `turns` returns the answers that have arrived. Not
     thread-safe, except for `wake`. The processes end with the thread that created the pool."""
 
     def __init__(self, config: EnvSettings):
         self.config = config
         self.episodes: dict[int, Episode] = {}
+        self.homes: dict[int, EnvProcess] = {}  # process of each row's environment
         self.shared: list[EnvProcess] = []
-        self.failures: Answered = []
-        self.children = ChildPool(EnvProcess, f"environments of `{config.kind}`",
-                                  "workers.isolation.env_worker:EnvironmentHandler",
-                                  {"kind": config.kind, "settings": config.settings}, config.memory_gib,
-                                  named_secrets(config.settings))
-        self.children.start()
+        self.answers: Answered = []
+        super().__init__(EnvProcess, f"environments of `{config.kind}`",
+                         "workers.isolation.env_worker:EnvironmentHandler",
+                         {"kind": config.kind, "settings": config.settings}, config.memory_gib,
+                         named_secrets(config.settings))
+        self.start()
 
     @property
     def busy(self) -> bool:
-        return bool(self.failures) or any(each.pending or each.queued for each in self.children.children)
+        return bool(self.answers or self.waiting) or any(each.pending for each in self.children)
 
     def step(self, row: int, columns: dict[str, str], text: str) -> None:
         """Send the model's turn `text` to the row's environment, which is created on its first turn."""
         episode = self.episodes.setdefault(row, Episode(row, columns))
         episode.texts.append(text)
-        episode.attempts = 0
-        self._queue(episode)
+        episode.attempt = 0
+        self.waiting.append(episode)
 
     def resume(self, row: int, columns: dict[str, str], texts: list[str], answers: list[Turn],
                state: tuple[int, Any] | None = None) -> None:
@@ -187,67 +180,54 @@ class EnvPool:
 
     def turns(self, timeout_s: float = 0.0) -> Answered:
         """Return the answers of environments; [] after `timeout_s` seconds, after `wake`, or if none is under way."""
-        until, found = time.monotonic() + timeout_s, []
+        until = time.monotonic() + timeout_s
         while True:
-            for process in self.children.children:
-                process.send_queued()
             self._isolate_slow_steps()
-            found += self._receive(until)
-            self._end_late()
-            found += self.failures
-            self.failures = []
-            if found or self.children.woken or not self.busy or time.monotonic() >= until:
+            self.assign()
+            moving = min([until, *(each.blocked_at for each in self._shared_processes())])
+            self.hand_out(0.0 if self.answers or not self.busy else moving)
+            self.end_late()
+            if self.answers or self.woken or not self.busy or time.monotonic() >= until:
+                found, self.answers = self.answers, []
                 return found
 
-    def wake(self) -> None:
-        """Make a waiting `turns`, or the next one, return at once. Thread-safe."""
-        self.children.wake()
+    def done(self, call: Episode, answer: Turn | EnvFailure) -> None:
+        if isinstance(answer, Turn):
+            self.answers.append((call.row, answer))
+        else:
+            self._retry(call, answer)
 
-    def _receive(self, until: float) -> Answered:
-        found: Answered = []
-        if self.failures or not self.busy:
-            until = 0.0
-        until = min([until, *(each.deadline for each in self.children.children),
-                     *(each.blocked_at for each in self._shared_processes())])
-        for process, answers, wrong in self.children.receive(until):
-            for episode, answer in filter(None, answers):
-                if isinstance(answer, Turn):
-                    found.append((episode.row, answer))
-                else:
-                    self._retry(episode, answer)
-            if wrong:
-                self._end_process(process, process.due(math.inf), EnvFailure(wrong))
-        return found
+    def failed(self, call: Episode, reason: str, late: bool) -> None:
+        self._retry(call, EnvFailure(reason, timeout=late))
 
-    def _end_late(self) -> None:
-        now, failure = time.monotonic(), EnvFailure(f"took longer than {self.config.seconds:g} s", timeout=True)
-        for process in self.children.children:
-            if late := process.due(now):
-                self._end_process(process, late, failure)
+    def lateness(self, child: EnvProcess, call: Episode) -> str:
+        return f"took longer than {self.config.seconds:g} s"
+
+    def lose(self, child: EnvProcess, blamed: list[Episode], reason: str, late: bool = False) -> None:
+        if child in self.shared:
+            self.shared.remove(child)
+        self._leave(child)
+        super().lose(child, blamed, reason, late)
 
     def _shared_processes(self) -> list[EnvProcess]:
-        return self.shared if len(self.children.children) < _MAX_PROCESSES else []
+        return self.shared if len(self.children) < _MAX_PROCESSES else []
 
     def _isolate_slow_steps(self) -> None:
         """Leave a slow step alone in its process: create the other environments of that process again elsewhere."""
         for process in [each for each in self._shared_processes() if each.blocked_at <= time.monotonic()]:
-            slow, *others = process.steps
+            slow, *others = process.pending.values()
             self.shared.remove(process)
             process.keep_only(slow)
-            self._move(process, others, but=slow)
+            self._leave(process, but=slow.row)
+            self.waiting.extendleft(reversed(others))
 
-    def _move(self, process: EnvProcess, steps: list[Episode], but: Episode | None = None) -> None:
-        for episode in self.episodes.values():
-            if episode.process is process and episode is not but:
-                episode.process = None
-        for episode in steps:
-            episode.attempts -= 1
-            self._queue(episode).send_queued()
+    def _leave(self, process: EnvProcess, but: int | None = None) -> None:
+        self.homes = {row: home for row, home in self.homes.items() if home is not process or row == but}
 
     def is_under_way(self, row: int) -> bool:
         """Return whether a step of this row has no answer and no failure yet."""
-        episode = self.episodes.get(row)
-        return bool(episode and episode.process and episode in episode.process.steps)
+        calls = self.homes[row].pending.values() if row in self.homes else ()
+        return any(call.row == row for call in (*calls, *self.waiting))
 
     def end(self, row: int) -> None:
         """Drop the environment of a row."""
@@ -256,64 +236,48 @@ class EnvPool:
     def release(self, rows: Iterable[int] | None = None) -> None:
         """Drop the environments of these rows (None: of all)."""
         self._drop(list(self.episodes) if rows is None else rows)
-        self.children.kill_ended()
+        self.kill_ended()
 
     def _drop(self, rows: Iterable[int]) -> None:
         """Drop environments, and end the processes that compute steps of theirs, which may take long; steps of others
         in such a process run again elsewhere."""
         dropped: dict[EnvProcess, list[Episode]] = {}
-        for episode in filter(None, [self.episodes.pop(row, None) for row in rows]):
-            if episode.process is not None:
-                dropped.setdefault(episode.process, []).append(episode)
+        for row in rows:
+            episode, home = self.episodes.pop(row, None), self.homes.pop(row, None)
+            if episode and home:
+                dropped.setdefault(home, []).append(episode)
+        self.waiting = deque(call for call in self.waiting if call.row in self.episodes)
         for process, episodes in dropped.items():
             if process not in self.shared:
-                self._close(process)
+                self.end_child(process)
                 continue
             if any(episode in process.pending.values() for episode in episodes):
-                self._end_process(process, episodes)
+                self.lose(process, episodes, "")
                 continue
             for episode in episodes:
-                if episode in process.queued:
-                    process.queued.remove(episode)
                 process.forget(episode.row)
 
-    def close(self) -> None:
-        self.children.close()
-
-    def _queue(self, episode: Episode) -> EnvProcess:
-        episode.attempts += 1
-        if episode.process is None:
-            episode.process = self._pick_process()
-        episode.process.queued.append(episode)
-        return episode.process
+    def choose(self, call: Episode) -> EnvProcess | None:
+        """Return the process of an environment, or of a new one: another process, or the least loaded shared one."""
+        home = self.homes.get(call.row) or self._pick_process()
+        if home.full:
+            return None
+        self.homes[call.row] = home
+        return home
 
     def _pick_process(self) -> EnvProcess:
-        """Return a process for an environment: a new one, or the least loaded of the shared ones."""
         if self.config.safe and len(self.shared) >= self.config.processes:
-            return min(self.shared, key=lambda each: len(each.steps))
-        process = self.children.fork()
+            return min(self.shared, key=lambda each: len(each.pending))
+        process = self.fork()
         process.config, process.concurrent = self.config, self.config.coroutine
         if self.config.safe:
             self.shared.append(process)
         return process
 
-    def _end_process(self, process: EnvProcess, late: list[Episode], failure: EnvFailure | None = None) -> None:
-        """End a process. With a `failure`, the steps of `late` have failed; without one they are of no use."""
-        others = [episode for episode in process.steps if episode not in late]
-        self._close(process)
-        self._move(process, others)
-        if failure:
-            for episode in late:
-                self._retry(episode, failure)
-
     def _retry(self, episode: Episode, failure: EnvFailure) -> None:
         """Run a safe environment once more from its beginning; record the failure of any other."""
-        if self.config.safe and episode.attempts < 2:
-            self._queue(episode)
+        if self.config.safe and not episode.attempt:
+            episode.attempt = 1
+            self.waiting.append(episode)
         else:
-            self.failures.append((episode.row, failure))
-
-    def _close(self, process: EnvProcess) -> None:
-        if process in self.shared:
-            self.shared.remove(process)
-        self.children.end(process)
+            self.answers.append((episode.row, failure))

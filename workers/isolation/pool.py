@@ -1,6 +1,6 @@
 """Pool of child processes for users' code, which may raise, hang, crash, eat memory or leave processes behind.
 
-    ChildPool      starts a fork server (`workers.isolation.child`), forks children, waits for their messages
+    CallPool       starts a fork server (`workers.isolation.child`), forks children, hands out answers and failures
     ChildProcess   the rank's end of one child with the calls that it was sent
     Call           one question to a child, with its time limit
 
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ class Call:
     number: int = -1
     seconds: float = 0.0  # time limit
     deadline: float = math.inf  # infinite until the clock starts
+    attempt: int = 0
 
 
 class ChildProcess:
@@ -71,6 +73,10 @@ class ChildProcess:
         self.pending: dict[int, Any] = {}  # calls without an answer by number, in the order in which they were sent
         self.numbers = itertools.count()
         selector.register(connection, selectors.EVENT_READ, self)
+
+    def start(self, call: Any) -> None:
+        """Send a call, by `ask`."""
+        raise NotImplementedError
 
     def ask(self, call: Call, message: Message) -> None:
         call.number, call.deadline = next(self.numbers), math.inf
@@ -125,9 +131,15 @@ class ChildProcess:
 C = TypeVar("C", bound=ChildProcess)
 
 
-class ChildPool(Generic[C]):
-    """Children that one fork server has forked. Not thread-safe, except for `wake`. `module:name` makes their `Handler`
-    from `arguments`; `memory_gib` limits each and its descendants; `secrets` are passed on all the same."""
+class CallPool(Generic[C]):
+    """Children that one fork server has forked, and their calls. Not thread-safe, except for `wake`. `module:name`
+    makes their `Handler` from `arguments`; `memory_gib` limits each and its descendants; `secrets` are passed on.
+
+    Calls are `waiting` until a child takes them. A subclass says which one (`choose`), and what follows: `done` with
+    the answer of a call, `failed` for one that is late (`lateness` in words) or to blame for the end of its child.
+    """
+
+    in_order = False  # whether a call that no child takes holds up those behind it
 
     def __init__(self, kind: type[C], what: str, handler: str, arguments: Message, memory_gib: float,
                  secrets: dict[str, str] | None = None):
@@ -136,6 +148,7 @@ class ChildPool(Generic[C]):
         self.server: Child | None = None
         self.forked: dict[int, C] = {}
         self.to_kill: list[int] = []
+        self.waiting: deque[Any] = deque()
         self.woken = False
         self.selector = selectors.DefaultSelector()
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -177,6 +190,53 @@ class ChildPool(Generic[C]):
             pid = self._request(["fork"], theirs.fileno())
         self.forked[pid] = self.kind(pid, ours, self.selector)
         return self.forked[pid]
+
+    def choose(self, call: Any) -> C | None:
+        """Return the child for a call; None if none takes it yet."""
+        raise NotImplementedError
+
+    def done(self, call: Any, answer: Any) -> None:
+        raise NotImplementedError
+
+    def failed(self, call: Any, reason: str, late: bool) -> None:
+        raise NotImplementedError
+
+    def lateness(self, child: C, call: Any) -> str:
+        raise NotImplementedError
+
+    def assign(self) -> None:
+        """Send waiting calls to the children that take them."""
+        for _ in range(len(self.waiting)):
+            child = self.choose(self.waiting[0])
+            if child is None and self.in_order:
+                return
+            call = self.waiting.popleft()
+            if child is None:
+                self.waiting.append(call)
+            else:
+                child.start(call)
+
+    def hand_out(self, until: float) -> None:
+        """Wait until `until`, `wake` or the deadline of a call; hand out answers, and lose children that have ended."""
+        for child, answers, wrong in self.receive(min([until, *(child.deadline for child in self.children)])):
+            for call, answer in filter(None, answers):
+                self.done(call, answer)
+            if wrong:
+                self.lose(child, child.due(math.inf), wrong)
+
+    def end_late(self) -> None:
+        now = time.monotonic()
+        for child in self.children:
+            if late := child.due(now):
+                self.lose(child, late, self.lateness(child, late[0]), late=True)
+
+    def lose(self, child: C, blamed: list[Any], reason: str, late: bool = False) -> None:
+        """End a child: the calls that are to blame have failed, and the others start elsewhere. Without a `reason`
+        the first are of no use."""
+        self.waiting.extendleft(call for call in reversed(child.pending.values()) if call not in blamed)
+        for call in blamed if reason else ():
+            self.failed(call, reason, late)
+        self.end_child(child)  # last: the fork server may be lost, and no call with it
 
     def receive(self, until: float) -> Iterator[tuple[C, list[Any], str]]:
         """Wait until `until` or `wake` for messages; yield each child that has sent some, what these say, and what is
@@ -226,7 +286,7 @@ class ChildPool(Generic[C]):
         """Return where a child stands, as " in FILE, line N, in FUNCTION"; "" if it cannot say."""
         return self._request(["location", child.pid])
 
-    def end(self, child: C) -> None:
+    def end_child(self, child: C) -> None:
         """Kill a child and all that its calls have started: at once if it is busy, else with others."""
         del self.forked[child.pid]
         child.close()

@@ -15,7 +15,7 @@ from distflow.errors import EngineError
 from distflow.telemetry import events
 from distflow.telemetry.run_reader import RunReader
 from workers.isolation.child import Message
-from workers.isolation.pool import LOAD_TIMEOUT, Call, ChildPool, ChildProcess, ForkServerLost
+from workers.isolation.pool import LOAD_TIMEOUT, Call, CallPool, ChildProcess, ForkServerLost
 from workers.isolation.sandbox.variables import named_secrets
 
 _EXTRA_TIME = 1.0  # seconds added to the timeout of async functions, which the child itself cancels in time
@@ -56,12 +56,11 @@ class RewardCall(Call):
     job: Job
     keys: list[int]
     row: list[Any]
-    attempt: int = 0
     alone: bool = False  # whether no other call may run beside it, in any child
 
     def again(self, index: int) -> RewardCall:
         row = [[values[index]] for values in self.row] if self.job.batched else self.row
-        return RewardCall(self.job, [self.keys[index]], row, self.attempt + 1)
+        return RewardCall(self.job, [self.keys[index]], row, attempt=self.attempt + 1)
 
     def message(self) -> Message:
         names = ("name", "module", "settings", "timeout", "positional", "names")
@@ -151,79 +150,59 @@ def _check(message: Message, samples: int) -> None:
         raise ValueError(f"{metrics} are no metrics")
 
 
-class RewardPool:
+class RewardPool(CallPool[RewardProcess]):
     """Up to `size` children, started on demand and kept between steps. `quiet`: slow rewards are not reported."""
 
+    in_order = True
+
     def __init__(self, size: int, memory_gib: float, quiet: bool = False):
+        super().__init__(RewardProcess, "rewards", "workers.isolation.rewards_worker:RewardHandler", {}, memory_gib)
         self.size, self.quiet = size, quiet
-        self.children = ChildPool(RewardProcess, "rewards", "workers.isolation.rewards_worker:RewardHandler", {},
-                                  memory_gib)
         self.reported: set[str] = set()  # rewards whose slowness has been reported
-        atexit.register(self.close)
+        atexit.register(self.stop)
 
     def run(self, jobs: list[Job], limit: float) -> RewardResults:
         """Run all jobs for at most `limit` seconds; samples without a result by then have failed. Raises EngineError: a
         function has raised a DistflowError, so that no call of it can succeed, or returned a list of a wrong length."""
-        return _PoolRun(self, jobs, limit).run()
-
-    def close(self) -> None:
-        self.children.stop()
-
-
-class _PoolRun:
-    def __init__(self, pool: RewardPool, jobs: list[Job], limit: float):
-        self.pool, self.size, self.limit, self.reported = pool.children, pool.size, limit, pool.reported
-        self.began, self.slow_at = time.time(), math.inf if pool.quiet else time.monotonic() + _SLOW
-        self.results, self.deadline, self.start_failures = RewardResults(), time.monotonic() + limit, 0
-        self.waiting = deque(call for job in jobs for call in job.calls())
-
-    def run(self) -> RewardResults:
+        self.limit, self.results, self.start_failures = limit, RewardResults(), 0
+        self.began, self.slow_at = time.time(), math.inf if self.quiet else time.monotonic() + _SLOW
+        self.until, self.waiting = time.monotonic() + limit, deque(call for job in jobs for call in job.calls())
         try:
             while self.waiting or self._busy():
                 try:
-                    self._receive()  # first, since children may have ended since the last run
+                    # first, since children may have ended since the last run
+                    self.hand_out(min(self.until, self.slow_at) if self._busy() else 0.0)
                     self._report_slow()
-                    self._end_late()
-                    self._assign()
+                    self.end_late()
+                    if time.monotonic() >= self.until:
+                        self._fail_rest()
+                    self.assign()
                 except ForkServerLost as error:
                     self._start_again(error)
             return self.results
         finally:
             if self._busy():
-                self.pool.stop()  # after an error the remaining results are of no use
+                self.stop()  # after an error the remaining results are of no use
 
     def _busy(self) -> list[RewardProcess]:
-        return [child for child in self.pool.children if child.pending]
+        return [child for child in self.children if child.pending]
 
-    def _assign(self) -> None:
-        while self.waiting and (child := self._child_for(self.waiting[0])):
-            child.start(self.waiting.popleft())
-
-    def _child_for(self, call: RewardCall) -> RewardProcess | None:
-        busy, children = self._busy(), self.pool.children
+    def choose(self, call: RewardCall) -> RewardProcess | None:
+        busy, children = self._busy(), self.children
         if busy and (call.alone or any(each.alone for child in busy for each in child.pending.values())):
             return None
         if len(busy) == len(children) < self.size:
-            return self.pool.fork()
+            return self.fork()
         return min((child for child in children if child.takes(call)), key=lambda each: len(each.pending), default=None)
 
-    def _receive(self) -> None:
-        ends = [self.deadline, self.slow_at, *(child.deadline for child in self.pool.children)]
-        until = min(ends) if self._busy() else 0.0
-        for child, answers, wrong in self.pool.receive(until):
-            for call, message in filter(None, answers):
-                self._take(call, message)
-            if wrong:
-                self._end(child, wrong, child.due(math.inf))
-
-    def _take(self, call: RewardCall, message: Message) -> None:
-        if "impossible" in message:
+    def done(self, call: RewardCall, answer: Message) -> None:
+        if "impossible" in answer:
             at = f"{call.job.where}: " * bool(call.job.where)
-            raise EngineError(f"{at}reward `{call.job.name}` cannot be computed: {message['impossible']}")
-        self.results.metrics += message["metrics"]
-        if message["metrics"] and not call.job.batched:
-            self.results.of_sample[call.keys[0]] = message["metrics"]
-        for index, value in enumerate(message["values"]):
+            raise EngineError(f"{at}reward `{call.job.name}` cannot be computed: {answer['impossible']}")
+        self.results.metrics += answer["metrics"]
+        if answer["metrics"] and not call.job.batched:
+            self.results.of_sample[call.keys[0]] = answer["metrics"]
+        for index, value in enumerate(answer["values"]):
             self._record(call, index, FailedSample(*value) if isinstance(value, list) else value)
 
     def _record(self, call: RewardCall, index: int, found: float | FailedSample) -> None:
@@ -247,7 +226,7 @@ class _PoolRun:
                 self._report(call.job, child)
 
     def _report(self, job: Job, child: RewardProcess) -> None:
-        at, done = self.pool.location(child), sum(key in self.results.values for key in job.keys)
+        at, done = self.location(child), sum(key in self.results.values for key in job.keys)
         doing = f"its call stands{at}" if job.module in child.modules else \
             f"its module `{job.module}` is being imported{at and f', and stands{at}'}"
         events.record(_EVENT, reward=job.name, where=job.where, doing=doing, seconds=_SLOW, done=done,
@@ -263,24 +242,15 @@ class _PoolRun:
             f"  All rewards of a step may take {self.limit:g} s. To change that:  limit: {2 * self.limit:g}  in the "
             "`with:` of the DAG's node. Samples without a reward by then leave the step.", sys.stderr)
 
-    def _end_late(self) -> None:
-        now = time.monotonic()
-        for child in self.pool.children:
-            if late := child.due(now):
-                job = late[0].job
-                imported = job.module in child.modules
-                self._end(child, f"took longer than {job.timeout:g} s" if imported else
-                          f"its module `{job.module}` has not been imported in {LOAD_TIMEOUT:.0f} s", late)
-        if now >= self.deadline:
-            self._fail_rest()
+    def lateness(self, child: RewardProcess, call: RewardCall) -> str:
+        if call.job.module in child.modules:
+            return f"took longer than {call.job.timeout:g} s"
+        return f"its module `{call.job.module}` has not been imported in {LOAD_TIMEOUT:.0f} s"
 
-    def _end(self, child: RewardProcess, reason: str, blamed: list[RewardCall]) -> None:
-        """End a child; the calls that are to blame have failed, and the others start elsewhere."""
-        self.waiting.extendleft(call for call in reversed(child.pending.values()) if call not in blamed)
+    def lose(self, child: RewardProcess, blamed: list[RewardCall], reason: str, late: bool = False) -> None:
         if blamed and blamed[0].job.module not in child.modules:
             self._count_start_failure(reason, blamed[0].job)
-        self._fail(blamed, reason)
-        self.pool.end(child)  # last: the fork server may be lost, and no call with it
+        super().lose(child, blamed, reason, late)
 
     def _count_start_failure(self, reason: str, job: Job) -> None:
         self.start_failures += 1
@@ -288,24 +258,23 @@ class _PoolRun:
             raise EngineError(f"reward `{job.name}` cannot be computed: {reason}, and so {_MAX_START_FAILURES} times, "
                               f"before its module `{job.module}` was imported. See:  python -c 'import {job.module}'")
 
-    def _fail(self, calls: list[RewardCall], reason: str) -> None:
-        for call in calls:
-            for index in range(len(call.keys)):
-                self._record(call, index, FailedSample(reason))
+    def failed(self, call: RewardCall, reason: str, late: bool = False) -> None:
+        for index in range(len(call.keys)):
+            self._record(call, index, FailedSample(reason))
 
     def _start_again(self, error: ForkServerLost) -> None:
         """Start all children again; calls that were under way run one by one, which shows the one that kills."""
         for call, message in [answer for child in self._busy() for answer in child.drain() if answer]:
-            self._take(call, message)
+            self.done(call, message)
         lost = [call for child in self._busy() for call in child.pending.values()]
         running = [call for call in lost if call.deadline < math.inf]
-        self.pool.stop()
+        self.stop()
         self.start_failures += not running
         if self.start_failures == _MAX_START_FAILURES:
             raise error
         if len(running) == 1:
             lost.remove(running[0])
-            self._fail(running, "its process was killed together with the one that had started it")
+            self.failed(running[0], "its process was killed together with the one that had started it")
         for call in running:
             call.alone = True
         self.waiting.extendleft(reversed(lost))
@@ -313,7 +282,7 @@ class _PoolRun:
     def _fail_rest(self) -> None:
         for child in self._busy():
             self.waiting.extend(child.pending.values())
-            self.pool.end(child)
+            self.end_child(child)
         reason = f"was not done when the {self.limit:g} s of all rewards of a step were over"
         self.results.values |= {key: FailedSample(reason) for call in self.waiting for key in call.keys}
         self.waiting.clear()

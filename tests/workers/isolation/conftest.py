@@ -15,7 +15,7 @@ from workers.isolation import scoring
 
 def end_processes() -> None:
     for pool in scoring._pools.values():
-        pool.close()
+        pool.stop()
 
 
 @pytest.fixture

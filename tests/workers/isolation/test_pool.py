@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.isolation.pool import Call, ChildPool, ChildProcess, ForkServerLost
+from workers.isolation.pool import Call, CallPool, ChildProcess, ForkServerLost
 
 HANDLER = '''
 import os, signal, sys, time
@@ -44,10 +44,10 @@ class Echo(ChildProcess):
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChildPool[Echo]]:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallPool[Echo]]:
     (tmp_path / "my_handler.py").write_text(HANDLER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = ChildPool(Echo, "tests", "my_handler:Handler", {}, memory_gib=0.25)
+    made = CallPool(Echo, "tests", "my_handler:Handler", {}, memory_gib=0.25)
     made.start()
     yield made
     made.close()
@@ -57,12 +57,12 @@ def ask(child: Echo, end: str, hides: bool = True) -> None:
     child.ask(Call(seconds=60.0), {"key": 0, "hides": hides, "end": end})
 
 
-def next_of(pool: ChildPool[Echo]) -> tuple[list[dict], str]:
+def next_of(pool: CallPool[Echo]) -> tuple[list[dict], str]:
     ((_, messages, wrong),) = pool.receive(time.monotonic() + 60)
     return messages, wrong
 
 
-def hidden_of(pool: ChildPool[Echo]) -> int:
+def hidden_of(pool: CallPool[Echo]) -> int:
     """A pidfd of the process that hides."""
     ((message,), wrong) = next_of(pool)
     assert wrong == ""
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_a_child_that_ends(pool, end, reason):
     hidden = hidden_of(pool)
     assert next_of(pool) == ([], f"its process {reason}")
     assert gone(hidden)
-    pool.end(child)
+    pool.end_child(child)
     ask(other, "pass", hides=False)
     assert next_of(pool) == ([{"call": 0}], "")
 
@@ -148,7 +148,7 @@ def test_shared_memory_is_measured_while_children_come_and_go(pool):
     ask(child, "file = os.memfd_create('x')\nwhile True: os.write(file, bytes(1 << 20))", hides=False)
     deadline = time.monotonic() + 60
     while not (found := list(pool.receive(0.0))):
-        pool.end(pool.fork())
+        pool.end_child(pool.fork())
         pool.kill_ended()
         assert time.monotonic() < deadline
     assert found == [(child, [], "its process was killed by SIGKILL (out of memory?)")]
@@ -181,7 +181,7 @@ def test_files_of_a_killed_child_in_shared_memory_are_removed_and_those_of_other
         assert next_of(pool)[1] == ""
         with read.open("rb"):  # by a process of another pool
             for ended, left in ((child, [earlier, shared, read, named]), (other, [earlier, read, named])):
-                pool.end(ended)
+                pool.end_child(ended)
                 pool.kill_ended()
                 pool.fork()  # is answered after that
                 assert [path for path in files if path.exists()] == left

@@ -128,7 +128,7 @@ COROUTINES = ("slow", "meets", "batch_async")
 def pool() -> Iterator[RewardPool]:
     made = RewardPool(2, memory_gib=1.0)
     yield made
-    made.close()
+    made.stop()
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_shared_memory_counts_too(module, way):
         found = pool.run([Job("shares", module(SHARES), [[way, str(file)]], [0], timeout=60.0, retries=0)], 90.0)
         assert reason(found.values[0]).startswith("its process was killed by SIGKILL")
     finally:
-        pool.close()
+        pool.stop()
         file.unlink(missing_ok=True)
 
 
@@ -228,7 +228,7 @@ def test_shared_memory_below_the_limit_is_counted_once(module):
     """96 MiB mapped, and 96 MiB that are both open and mapped, in two processes."""
     pool = RewardPool(1, memory_gib=0.25)
     found = pool.run([Job("shares", module(SHARES), [["little", ""]], [0], timeout=60.0, retries=0)], 90.0)
-    pool.close()
+    pool.stop()
     assert found.values == {0: 1.0}
 
 
@@ -250,7 +250,7 @@ def test_a_screen_with_few_characters_fails_no_reward(module, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     pool = RewardPool(1, memory_gib=1.0)
     results = pool.run([Job("prints", name, [["grüße … \ud83d", ""]], [0], retries=0)], 60.0)
-    pool.close()
+    pool.stop()
     assert results.values == {0: 1.0}
 
 
@@ -266,7 +266,7 @@ def test_secrets_of_the_run_are_not_passed_on(module, monkeypatch):
     for settings in ({}, {"key_variable": "ASKED_KEY"}, {"key_variable": "DISTFLOW_TOKEN"}):
         job = Job("sees", name, [[each, ""] for each in names], list(range(len(names))), settings)
         seen.append({names[key] for key, value in pool.run([job], 90.0).values.items() if value == 1.0})
-    pool.close()
+    pool.stop()
     public = set(names[-4:])
     assert seen == [public, public | {"ASKED_KEY"}, public]
 
@@ -338,7 +338,7 @@ def test_processes_are_kept_and_the_hung_are_replaced(run, pool):
 
 def test_a_process_that_died_between_steps_costs_no_sample(run, pool):
     run("pid", ["x"] * 8)
-    for child in pool.children.children:
+    for child in pool.children:
         kill_and_wait(child.pid)
     assert set(run("hostile", ["good"] * 8).values.values()) == {1.0}
 
@@ -494,7 +494,7 @@ def test_much_and_odd_text_goes_to_and_fro(run):
 
 def test_a_process_ends_with_its_pool(run, pool):
     number = int(run("pid", ["x"]).values[0])
-    pool.close()
+    pool.stop()
     assert not Path(f"/proc/{number}").exists()
 
 
@@ -554,4 +554,4 @@ def test_what_a_reward_prints_has_its_name_and_is_bounded(module, capfd):
     assert said[:2] == ["[reward talks] half ", "[reward talks] line 0"]
     assert len(said) < 30
     assert any(line.endswith("(… more is left out)") for line in said)
-    pool.close()
+    pool.stop()

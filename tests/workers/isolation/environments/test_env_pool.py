@@ -117,10 +117,10 @@ def test_a_slow_step_has_its_process_for_itself(open_pool, tmp_path):
     while len(found) < 10:
         found |= dict(pool.turns(60.0))
     assert found == {row: Turn("hello again", False, 0.25) for row in range(0, 20, 2)}
-    while sum(bool(each.pending) for each in pool.children.children) < 10:
+    while sum(bool(each.pending) for each in pool.children) < 10:
         assert pool.turns(1.0) == []
-    assert {episode.row for each in pool.children.children for episode in each.pending.values()} == set(range(1, 20, 2))
-    assert all(len(each.pending) <= 1 for each in pool.children.children)
+    assert {episode.row for each in pool.children for episode in each.pending.values()} == set(range(1, 20, 2))
+    assert all(len(each.pending) <= 1 for each in pool.children)
     pool.step(0, {"question": ""}, "more")
     while 0 not in (late := dict(pool.turns(60.0))):
         pass
@@ -151,8 +151,8 @@ def test_nothing_is_left_behind(open_pool):
     pool.release()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in pids)
     more = [int(turn.observation.split()[3]) for turn in answers(pool, {0: "a"}).values()]
-    pool.children.server.signal(signal.SIGKILL)
-    pool.children.server.wait()
+    pool.server.signal(signal.SIGKILL)
+    pool.server.wait()
     assert not any(_lasts(lambda pid=pid: alive(pid)) for pid in more)
     with pytest.raises(EngineError, match="has ended, with code -9"):
         pool.step(1, {"question": "q"}, "a")
@@ -182,9 +182,9 @@ def test_nothing_outlives_the_rank_whatever_interrupts_its_end(open_pool, tmp_pa
     while not (tmp_path / "stray").exists():
         pool.turns(0.01)
     if closed:
-        pool.children.connection.shutdown(socket.SHUT_RDWR)
-    while pool.children.server.poll() is None:
-        pool.children.server.signal(signal.SIGTERM)
+        pool.connection.shutdown(socket.SHUT_RDWR)
+    while pool.server.poll() is None:
+        pool.server.signal(signal.SIGTERM)
     assert not _lasts(lambda: alive(int((tmp_path / "stray").read_text())))
 
 

@@ -161,8 +161,8 @@ def test_a_caller_whose_rows_begin_anew_leaves_nothing(open_service, tmp_path):
 def test_rows_that_are_dropped_together_end_their_process_once(open_service, tmp_path, monkeypatch):
     """None of them moves to another one. What others have under way there runs once more, elsewhere."""
     service, started, row_ids = open_service("Patient", processes=1), [], range(8)
-    fork = service.pool.children.fork
-    monkeypatch.setattr(service.pool.children, "fork", lambda: started.append(process := fork()) or process)
+    fork = service.pool.fork
+    monkeypatch.setattr(service.pool, "fork", lambda: started.append(process := fork()) or process)
     with service.client() as stays:
         stays.step(9, {"question": str(tmp_path / "stays")}, "wait")
         stays.turns()
@@ -203,8 +203,8 @@ def test_everybody_learns_that_the_host_is_lost(open_service, tmp_path):
     with ThreadPoolExecutor(4) as pool:
         said = pool.map(talk, range(4))
         asked.wait()
-        service.pool.children.server.signal(signal.SIGKILL)
-        service.pool.children.server.wait()
+        service.pool.server.signal(signal.SIGKILL)
+        service.pool.server.wait()
         with service.client() as client:
             client.step(0, {"question": "q"}, "hello")
             with pytest.raises(EngineError, match="has ended, with code -9"):

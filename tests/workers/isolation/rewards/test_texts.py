@@ -152,9 +152,9 @@ def test_plain_numbers_need_no_process():
     assert _without_a_process(TOWER, "#### 7", strict=False) is None
     assert _without_a_process(r"\boxed{(x+1)^2}", "x^2 + 2x + 1") is None
     scorer = Scorer("math")
-    before = [worker.pid for worker in scorer.pool.children.children]
+    before = [worker.pid for worker in scorer.pool.children]
     assert scorer.score({"completions": ["#### 1"] * 3, "answers": ["#### 1"] * 3}, range(3)).rewards == [1.0] * 3
-    assert [worker.pid for worker in scorer.pool.children.children] == before
+    assert [worker.pid for worker in scorer.pool.children] == before
 
 
 @pytest.mark.parametrize("text", ["#### x" + " " * 900 + "y", "a" + " " * 100_000 + "b", "#### 24" + "\n" * 900 + "x",
