@@ -36,6 +36,7 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: boo
     options.dag = options.dag or options.dag_file
     options.resume = getattr(options, "resume", None)
     spec = load_spec(options)
+    spec = replace(spec, on_cpus=spec.cluster_source is None and not gpu_count())
     ranks = rank_count(options, spec)
     spec = apply_plan_option(spec, options, ranks) if obey else spec
     lacks = without_lacks(spec) if elsewhere else []

@@ -16,7 +16,7 @@ parameters that `freeze` names have neither gradient nor state; their float32 we
 adapters (Hu et al. 2021) only they are trained. Their model is frozen, in the forward dtype, its norms keep no input to
 be scaled, and it lies once on a rank whose rollout shares it (transformers'); a role that copies it shares it too.
 
-`dtype: auto` is counted as the dtype in the model's config.json, since the device is not known.
+`dtype: auto` is counted as the dtype in the model's config.json, and where `Spec.on_cpus` says so as float32.
 
 Tensor and pipeline parallelism divide weights, their states and the cache by their sizes (norms, which each rank has
 whole, are a few in ten thousand), context parallelism the tokens of activations, expert parallelism the experts.
@@ -181,7 +181,7 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
             own = _role_items(spec, role, settings, shape, 0, layouts)
             items += [replace(item, phase=item.phase and SAMPLING) for item in own]
         elif shape and settings:
-            tp, width = layouts[role, True].tp, _width(shape, settings)
+            tp, width = layouts[role, True].tp, _width(spec, shape, settings)
             items += _phased(_rollout(spec, role, settings, shape, tp, width, False, rows[role]))
             items += _validation(spec, role, settings, shape, tp, width) if role == validated else []
     return tuple(sorted(items, key=lambda item: (-item.bytes, item.name)))
@@ -295,8 +295,9 @@ def _in_phase(item: MemoryItem) -> MemoryItem:
     return replace(item, phase=SAMPLING if ": rollout" in item.name else TRAINING)
 
 
-def _width(shape: Shape, settings: RoleRun) -> int:
-    return 2 if (shape.dtype if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
+def _width(spec: Spec, shape: Shape, settings: RoleRun) -> int:
+    automatic = "float32" if spec.on_cpus else shape.dtype
+    return 2 if (automatic if settings.dtype == "auto" else settings.dtype) in _HALVES else 4
 
 
 def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, rows: int,
@@ -306,7 +307,7 @@ def _role_items(spec: Spec, role: str, settings: RoleRun, shape: Shape, rows: in
     valued, trained = spec.dag.roles[role].head == "value", spec.dag.roles[role].trained
     shape = shape.with_value_head() if valued else shape
     outputs = shape.labels or shape.vocabulary
-    width = _width(shape, settings)
+    width = _width(spec, shape, settings)
     own, sampling = layouts[role, False], layouts[role, True]
     own = replace(own, dp=len(own.active_shares), rows=())
     shared = not generates and base_of(spec, role) is not None

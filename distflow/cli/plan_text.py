@@ -97,8 +97,9 @@ def _device(spec: Spec) -> Iterator[str]:
     for role, settings in spec.run.roles.items():
         shape = spec.shape_of(role)
         if role in spec.dag.roles and settings.dtype == "auto" and shape and shape.dtype in ("bfloat16", "float16"):
-            yield (f"  {role}: counted for a GPU, where `dtype: auto` is {shape.dtype}. On CPUs it is float32, counted "
-                   f"by  --set roles.{role}.dtype=float32")
+            counted, other = (f"CPUs, where `dtype: auto` is float32. On GPUs it is {shape.dtype}", shape.dtype) \
+                if spec.on_cpus else (f"GPUs, where `dtype: auto` is {shape.dtype}. On CPUs it is float32", "float32")
+            yield f"  {role}: counted for {counted}, counted by  --set roles.{role}.dtype={other}"
 
 
 def describe_dock(plan: Plan, spec: Spec, shards: int | None) -> Iterator[str]:

@@ -30,6 +30,8 @@ class Spec:
     """Number of adapter parameters by role; 0 if the model's files do not say."""
     frozen: dict[str, int] = field(default_factory=dict)
     """Number of parameters that `freeze` of a trained role names, by role; 0 if the model's files do not say."""
+    on_cpus: bool = False
+    """Whether memory is counted for CPUs, on which `dtype: auto` is float32."""
     validated: int | None = None
     """Answers of the largest validation set; None if its file does not say at once."""
     mistakes: list[Diagnostic] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,7 +167,11 @@ def test_an_old_python_is_refused_before_anything_is_downloaded(folder: Path) ->
     assert not (folder / "venv").exists()
 
 
-def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys) -> None:
+@pytest.mark.parametrize(("visible", "counted", "other", "width"), [
+    ("", "CPUs, where `dtype: auto` is float32. On GPUs it is ", "bfloat16", 4),
+    ("0", "GPUs, where `dtype: auto` is bfloat16. On CPUs it is ", "float32", 2)])
+def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys, monkeypatch, visible, counted, other, width):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(
         '{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300, "head_dim": 32, '
@@ -175,6 +180,8 @@ def test_a_plan_says_for_what_device_it_counts(folder: Path, capsys) -> None:
         (folder / "model" / file).touch()
     plan = ["plan", "grpo", "--set", "roles.actor.model=model"]
     assert main(plan) == 0
-    assert "actor: counted for a GPU, where `dtype: auto` is bfloat16" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"actor: counted for {counted}{other}, counted by  --set roles.actor.dtype={other}" in out
+    assert re.search(rf"actor: rollout weights .* × {width} B", out)
     assert main([*plan, "--set", "roles.actor.dtype=float32"]) == 0
-    assert "counted for a GPU" not in capsys.readouterr().out
+    assert "counted for" not in capsys.readouterr().out
