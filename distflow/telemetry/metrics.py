@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +13,8 @@ import msgpack
 from distflow.errors import InvalidInput
 
 if TYPE_CHECKING:  # reward processes report too, and need no torch
-    import numpy
     from torch import Tensor
 
-_WIDTH = 3  # numbers of an entry as it is sent
 _MEAN, _SUM, _MAX, _MIN, _STD, _PER_RANK = "mean", "sum", "max", "min", "std", "per rank"
 _Entry = tuple[str, *tuple[float, ...]]
 """A kind and its numbers: a total and a weight; for a deviation the count, the mean and the squares around it."""
@@ -112,29 +107,16 @@ class Metrics:
     def collect(self, gather: Callable[[bytes], list[bytes]]) -> dict[str, float]:
         """Return the metrics of all ranks, reduced, by name, and clear this rank's. Collective. A mean over no items is
         left out, and so is a deviation of less than two."""
-        total: dict[str, _Entry] = {}
-        for name, entry in itertools.chain.from_iterable(self._reduced(gather(self.take()))):
-            total[name] = _merged(name, total.get(name), entry)
+        total, self.of_ranks = dict[str, _Entry](), []
+        for part in gather(self.take()):
+            own: dict[str, tuple[float, float]] = {}
+            for name, (kind, *numbers) in msgpack.unpackb(part).items():
+                if kind == _PER_RANK:
+                    own[name] = numbers[0], numbers[1]
+                else:
+                    total[name] = _merged(name, total.get(name), (kind, *numbers))
+            self.of_ranks.append(own)
         return {name: value for name, entry in sorted(total.items()) if (value := _result(*entry)) is not None}
-
-    def _reduced(self, taken: list[bytes]) -> Iterator[Iterator[tuple[str, _Entry]]]:
-        """Yield the metrics of the ranks that report the same ones, reduced; at once for all of them, since a run may
-        have thousands. What is reported by `per_rank` goes to `of_ranks`."""
-        import numpy as np  # not where rewards are computed
-
-        self.of_ranks = [{} for _ in taken]
-        alike: defaultdict[bytes, list[int]] = defaultdict(list)
-        parts = [msgpack.unpackb(part) for part in taken]
-        for rank, (names, _) in enumerate(parts):
-            alike[names].append(rank)
-        for packed, ranks in alike.items():
-            names = msgpack.unpackb(packed)
-            numbers = np.stack([np.frombuffer(parts[rank][1]).reshape(-1, _WIDTH) for rank in ranks])
-            own = [(index, name) for index, (name, kind) in enumerate(names) if kind == _PER_RANK]
-            for rank, values in zip(ranks, numbers[:, [index for index, _ in own], :2].tolist()):
-                self.of_ranks[rank] = {name: tuple(value) for (_, name), value in zip(own, values)}
-            entries = _merged_at_once([kind for _, kind in names], numbers)
-            yield ((name, entry) for (name, kind), entry in zip(names, entries) if kind != _PER_RANK)
 
     def means(self) -> list[tuple[str, float, float]]:
         """Return the name, the sum and the count of each mean that was reported here."""
@@ -145,18 +127,12 @@ class Metrics:
         """Return this rank's metrics whose names begin so, for `add_all`, and clear all of them."""
         self._settle()
         values, self._values = self._values, {}
-        chosen = {name: entry for name, entry in values.items() if name.startswith(beginning)}
-        numbers = array.array("d", [number for _, *given in chosen.values() for number in (*given, 0.0)[:_WIDTH]])
-        return msgpack.packb([msgpack.packb([[name, entry[0]] for name, entry in chosen.items()]), numbers.tobytes()]) \
-            or b""
+        return msgpack.packb({name: entry for name, entry in values.items() if name.startswith(beginning)}) or b""
 
     def add_all(self, taken: bytes) -> None:
         """Report the metrics that another rank has taken."""
-        names, packed = msgpack.unpackb(taken)
-        numbers = array.array("d", packed)
-        for index, (name, kind) in enumerate(msgpack.unpackb(names)):
-            self._values[name] = _merged(name, self._values.get(name),
-                                         _entry(kind, numbers[_WIDTH * index : _WIDTH * (index + 1)]))
+        for name, (kind, *numbers) in msgpack.unpackb(taken).items():
+            self._values[name] = _merged(name, self._values.get(name), (kind, *numbers))
 
 
 def _copied(number: float | Tensor) -> float | Tensor:
@@ -172,23 +148,6 @@ def _result(kind: str, value: float, *more: float) -> float | None:
     if kind == _MEAN:
         return value / more[0] if more[0] else None
     return value
-
-
-def _entry(kind: str, numbers: Sequence[float]) -> _Entry:
-    return (kind, *(numbers if kind == _STD else numbers[:2]))
-
-
-def _merged_at_once(kinds: list[str], numbers: numpy.ndarray) -> Iterator[_Entry]:
-    """Yield each metric as `_merged` would make it of those of several ranks, [ranks, metrics, numbers]."""
-    total, most, least = numbers.sum(0), numbers.max(0), numbers.min(0)
-    count = numbers[:, :, 0]
-    mean = (count * numbers[:, :, 1]).sum(0) / count.sum(0).clip(min=1)
-    squares = total[:, 2] + (count * (numbers[:, :, 1] - mean) ** 2).sum(0)
-    for index, kind in enumerate(kinds):
-        extreme = most if kind == _MAX else least
-        found = (total[index, 0], mean[index], squares[index]) if kind == _STD else \
-            (extreme[index, 0], 0.0) if kind in (_MAX, _MIN) else total[index, :2]
-        yield _entry(kind, [float(number) for number in found])
 
 
 def _merged(name: str, old: _Entry | None, new: _Entry) -> _Entry:

@@ -152,11 +152,6 @@ class ChunkStore:
             return any((wanted & ~self.have[number] & (True if offered is None else offered.get(number, False))).any()
                        for number, wanted in self.wanted.items())
 
-    def missing_bytes(self) -> int:
-        with self.changed:
-            return sum(int((wanted & ~self.have[number]).sum()) * self.parts[number].chunk
-                       for number, wanted in self.wanted.items())
-
     @property
     def expected(self) -> int:
         return sum(int(wanted.sum()) for wanted in self.wanted.values())

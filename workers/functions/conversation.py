@@ -28,7 +28,7 @@ from workers.engines.rollout import Session
 from workers.functions.rewards import all_equal
 from workers.functions.rollout import fingerprint, note_lengths
 from workers.functions.trajectory import Recorded, Trajectory, digest_of, recorded_in, rows_of, text_of
-from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvPool, EnvSettings
+from workers.isolation.env_pool import EnvAnswer, EnvFailure, EnvSettings
 from workers.isolation.env_service import EnvClient, environments_for
 from workers.isolation.user_code import failure_streak_of
 
@@ -119,7 +119,7 @@ def _first_observations(session: Session, settings: EnvSettings,
 
 
 class _ConversationLoop:
-    def __init__(self, session: Session, pool: EnvPool | EnvClient, engine: RoleEngines, between: TurnTemplate,
+    def __init__(self, session: Session, pool: EnvClient, engine: RoleEngines, between: TurnTemplate,
                  limits: tuple[int, int, int]):
         self.session, self.pool, self.engine, self.between = session, pool, engine, between
         self.max_turns, self.max_new_tokens, self.max_tokens = limits

@@ -1,18 +1,17 @@
 """Shares one pool of environments between threads.
 
-    environments_for   the environments of a session: the pool itself, or a client of the service
+    environments_for   the environments of a session, by a client of the service
     EnvService         owns the pool; its thread runs what clients submit and hands out the answers
     EnvClient          one caller's rows, renumbered so that rows of two callers never collide
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +20,15 @@ from distflow.errors import DistflowError, EngineError
 from workers.engines.rollout import Session
 from workers.isolation.env_pool import EnvFailure, EnvPool, EnvSettings
 
-_pools: dict[str, EnvPool] = {}
 _services: dict[str, EnvService] = {}
 _lock = threading.Lock()
 _keeps = threading.Event()  # steps that are under way go on when their callers leave
 
 
-@contextlib.contextmanager
-def environments_for(session: Session, config: EnvSettings) -> Iterator[EnvPool | EnvClient]:
-    """Yield environments for the rows of a session and drop them afterwards; the processes stay for the next session.
-    Sessions of several threads share the pool as clients; a thread alone uses it directly, which is faster."""
-    if session.shared:
-        with service_of(config).client(session.wake) as client:
-            yield client
-        return
-    pool = _pools.get(repr(config)) or _pools.setdefault(repr(config), EnvPool(config))
-    try:
-        yield pool
-    finally:
-        pool.release()
+def environments_for(session: Session, config: EnvSettings) -> EnvClient:
+    """Return a client for the rows of a session, whose environments are dropped when it is left; the processes stay for
+    the next session."""
+    return service_of(config).client(session.wake)
 
 
 def service_of(config: EnvSettings) -> EnvService:
@@ -60,9 +49,8 @@ def begin_phase() -> None:
 
 
 def close_all() -> None:
-    for each in (*_pools.values(), *_services.values()):
-        each.close()
-    _pools.clear()
+    for service in _services.values():
+        service.close()
     _services.clear()
 
 
