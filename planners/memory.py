@@ -188,13 +188,11 @@ def estimate(spec: Spec, roles: list[str], generating: set[str], layouts: Layout
 
 
 def of_dock(spec: Spec, moves: Iterable[Transfer]) -> tuple[MemoryItem, ...]:
-    """Return what the samples between the groups take of the host memory of each machine that trains, and their copy of
-    one that samples where machines come and go: while it gets all rows again it keeps those that it had."""
+    """Return what the samples between the groups take of the host memory of each machine that trains."""
     step, limit = sum(move.bytes_per_step for move in moves), int(spec.run.dock_gib * GIB)
     formula = (f"dock_gib {spec.run.dock_gib:g}; a step's samples at their longest are {_gib(step)}, over all machines "
                "that train")
-    copy = f"2 × dock_gib {spec.run.dock_gib:g} with --store, for each machine that trains which it may replace"
-    return MemoryItem("dock: samples", limit, formula), MemoryItem("dock: copy, where ranks sample", 2 * limit, copy)
+    return (MemoryItem("dock: samples", limit, formula),)
 
 
 def of_snapshots(spec: Spec, kinds: Iterable[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:

@@ -31,7 +31,7 @@ _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 KINDS = {
     "kinds of rank process": ("workers.loop:train", "workers.follower:FollowerLink", "workers.loop:serve",
                               "workers.loop:rollout", "workers.colocated:ColocatedSource", "workers.loop:infer",
-                              "workers.engines.tp_leader:TPFollowerEngine", "distflow.dock.replication:Standby",
+                              "workers.engines.tp_leader:TPFollowerEngine",
                               "distflow.launch:main"),
     "sources of a step's rows": ("distflow.data.dataloader:Dataloader", "workers.sources:AsyncSource",
                                  "workers.sources:SyncSource", "workers.sources:FollowerSource",

@@ -34,7 +34,7 @@ from distflow.telemetry.run_lock import RunLock
 from workers.elastic import ElasticAgent
 from workers.engines.collectives import choose_backend
 from workers.preflight.proofs import Preflight
-from workers.rollout_channel import DockMembership, RolloutChannel, open_channel
+from workers.rollout_channel import RolloutChannel, open_channel
 
 _COUNTED = 2  # exit status of a process that has counted, less the count
 _LEFT_OUT = "left out/{} {}"  # key in the store: a group's replica is not started again
@@ -196,12 +196,10 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
     room = int(spec.run.dock_gib * 2**30)
-    membership = elastic.dock_membership if elastic else DockMembership()
     in_order = spec.run.mode == "sync" or spec.run.on_stale == "wait"
-    channel = open_channel(plan, spec.run.data.batch, store, room, membership, in_order) \
+    silence, takes = (elastic.silence, elastic.takes_shard) if elastic else (0.0, None)
+    channel = open_channel(plan, spec.run.data.batch, store, room, in_order, silence, takes) \
         if plan.groups and not alone else None
-    if elastic and channel:
-        elastic.serve_shard, elastic.restart_standbys = channel.serve_shard, channel.restart_standbys
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) or (elastic and elastic.replaces)  # `spec` is old then
     change = 0 if again else max(LiveConfig(path, group).newest() for group in (TRAINER, ROLLOUT, INFERENCE))
     job = lock.job if lock else ""

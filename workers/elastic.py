@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import time
@@ -13,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distflow.config.robust import Robust
-from distflow.dock.process import ShardProcess
 from distflow.errors import DistflowError, InvalidInput
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Plan
 from distflow.recovery.membership import MACHINES, MachineHeartbeat, Membership, MembershipChanged, Rendezvous
@@ -27,12 +25,11 @@ from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST, DockMembership
+from workers.rollout_channel import HOST
 
 ELASTIC_RUN = "elastic"  # the run id in the checksum of the token that the store has: the machines know no other
 _STORE_TIMEOUT = 30.0  # seconds within which the store must answer
 _LEAVE_TIMEOUT = 5.0  # seconds within which the store must learn that this machine leaves
-_DRAIN_SECONDS = 1.0  # seconds in which workers put what they have sampled before their machine trains
 _WAIT_SLICE = 1.0  # seconds of a wait for this machine's first rank, after which signals are heard again
 _POLL = 0.1
 
@@ -78,10 +75,6 @@ class ElasticAgent:
         self.snapshots, self.replicas, self.replica_server = Snapshots(), Snapshots(slots=2), None
         self.training, self.replicas_of = training if plan.groups else None, 0
         self.replicates = robust.replicates
-        self.standbys: dict[int, ShardProcess] = {}  # copies of shards of the dock, by number
-        self.serve_shard: Callable[[int], None] = lambda number: None
-        self.restart_standbys: Callable[[], None] = lambda: None
-        self.leaves_at = math.inf  # when this machine's workers end, since it has taken over another one's block
 
     def join(self) -> Rendezvous | None:
         """Join the present round, and set the environment as torchrun would. Return None if the run is over."""
@@ -100,11 +93,7 @@ class ElasticAgent:
             if found["end"]:
                 raise DistflowError(found["end"])
             return None
-        before, self.rendezvous, self.leaves_at = self.rendezvous, Rendezvous(**found), math.inf
-        self.restart_standbys = lambda: None  # until there is a channel again
-        for number in [each for each in self.standbys if before.number < self.rendezvous.number
-                       or each != self.rendezvous.block]:
-            self.standbys.pop(number).stop()
+        self.rendezvous = Rendezvous(**found)
         if self.rank == 0:
             self.machine_heartbeat = MachineHeartbeat(self.membership, self.rendezvous)
         self._set_environment()
@@ -115,7 +104,7 @@ class ElasticAgent:
         """Leave this machine's block to another, if it has taken over one, once all its ranks have ended their workers.
         """
         ended, until = self.membership.store.add(key), time.monotonic() + _LEAVE_TIMEOUT
-        if self.rank or self.leaves_at == math.inf:
+        if self.rank or not self.membership.is_leaving(self.rendezvous.number, self.rendezvous.block):
             return
         while ended < self.local and time.monotonic() < until:
             time.sleep(_POLL)
@@ -176,25 +165,12 @@ class ElasticAgent:
                           verdict=STARTS_AGAIN)
 
     def poll(self) -> None:
-        """Restart helper processes that have ended; raise MembershipChanged in a later round or if replaced."""
+        """Restart the replica server if it has ended; raise MembershipChanged in a later round or if replaced."""
         round, block = self.rendezvous.number, self.rendezvous.block
-        if self.membership.is_superseded(round) or not (self.membership.holds(round, block) or self._is_draining()):
+        if self.membership.is_superseded(round) or not self.membership.holds(round, block):
             raise MembershipChanged
         if self.replica_server is not None:
             self.replica_server.poll()
-        self.restart_standbys()
-
-    def _is_draining(self) -> bool:
-        """Return whether workers go on although this machine has another block now: it serves the lost machine's shard
-        first, and they put what they have sampled meanwhile."""
-        if self.leaves_at == math.inf:
-            held = self.membership.holders(self.rendezvous.number)
-            taken = [block for block, name in held.items() if name == self.membership.name]
-            if not taken:
-                return False
-            self.serve_shard(taken[0])
-            self.leaves_at = time.monotonic() + _DRAIN_SECONDS
-        return time.monotonic() < self.leaves_at
 
     def wait_for_loss(self) -> None:
         """Wait until it is known whether a failure is due to the loss of a machine; raise MembershipChanged if so."""
@@ -236,12 +212,10 @@ class ElasticAgent:
         return self.membership.silence
 
     @property
-    def dock_membership(self) -> DockMembership:
-        """This machine's part in the dock, on its first rank."""
-        block, member = self.rendezvous.block, self.membership
-        copies = [each for each in range(member.vital) if self.rank == 0 and member.successor(each) == block]
-        takes = block if self.rank == 0 and self.replaces and block < member.vital else None
-        return DockMembership(takes, self.standbys, tuple(copies), member.silence)
+    def takes_shard(self) -> int | None:
+        """Number of the dock's shard that this rank serves in place of a lost machine, if it is the first one here."""
+        block = self.rendezvous.block
+        return block if self.rank == 0 and self.replaces and block < self.membership.vital else None
 
     @property
     def present(self) -> list[int]:

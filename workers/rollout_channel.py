@@ -11,10 +11,9 @@ import ipaddress
 import json
 import os
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -25,7 +24,7 @@ from distflow.data.assignment import assign, assign_near
 from distflow.data.batch import Batch, ColumnData, Ragged, from_levels, levels
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
-from distflow.dock import Consumer, DockClient, DockError, TimedOut
+from distflow.dock import Consumer, DockClient, TimedOut
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.index import Lease
 from distflow.dock.process import ShardProcess, start
@@ -45,7 +44,7 @@ RESULT = "result"  # column of an answered request to validate
 VALIDATING = "validating"  # what the dock is told of a rollout that has a request to validate, and the weights for it
 HOST = "DISTFLOW_HOST"
 _OVER, _FIRST, _CAME, _LEFT, _DOCK = "over", "first step", "came", "left", "dock"
-_CLIENT_TIMEOUT, _RESTART_INTERVAL = 10.0, 5.0  # seconds; of standbys that end at once
+_CLIENT_TIMEOUT = 10.0  # seconds
 _SAMPLES, _REQUESTS = (0, 1 << 48), (1 << 48, 1 << 50)
 """Ids of prompts, and of requests to validate, which are prompts to the dock."""
 _SLOT, _SETS = "versions/{}", 4096  # keys of sets of versions: prompts that wait are of a few sets at most
@@ -57,8 +56,8 @@ _LEAVE_TIMEOUT, _POLL_INTERVAL = 10.0, 0.05  # seconds in which all ranks see th
 class RolloutChannel:
     """Client side of the run's dock: where its shards are, and what the groups tell each other beside the rows. A
     prompt has `rows` samples, a step `prompts`. `shard_process`: of this machine's storage shard, if this rank starts
-    it. Where machines come and go: `directory` of the shards; `standbys` here, by number; and `timeout`, seconds for
-    which a shard may be out of reach."""
+    it. Where machines come and go: `directory` of the shards, and `timeout`, seconds for which one may be out of reach.
+    """
 
     store: Store
     token: bytes
@@ -70,19 +69,17 @@ class RolloutChannel:
     shard_process: ShardProcess | None = None
     layout: DockLayout | None = None
     directory: ShardDirectory | None = None
-    standbys: dict[int, ShardProcess] = field(default_factory=dict)
     timeout: float = 10.0
     version_set: int = 0  # newest set of versions that this process has published
     found: tuple[int, dict[str, int]] = (-1, {})  # set of versions that was read last, and its number
     known_over: bool = False
     look_at: float = 0.0
-    standbys_at: float = 0.0  # when a standby that has ended may be started again
 
     def joined(self) -> RolloutChannel:
         """Return the channel of a worker; the shard stays with the supervisor."""
-        for each in (*filter(None, [self.shard_process]), *self.standbys.values()):
-            each.process.stdin.close()  # or it would not see its supervisor end
-        return replace(self, shard_process=None, standbys={})
+        if self.shard_process is not None:
+            self.shard_process.process.stdin.close()  # or it would not see its supervisor end
+        return replace(self, shard_process=None)
 
     def dock(self, who: str, attempt: int = 0) -> DockClient:  # one per thread
         return DockClient(self.addresses, self.token, who, self.timeout, attempt, self.directory)
@@ -175,32 +172,6 @@ class RolloutChannel:
         until = time.monotonic() + (_LEAVE_TIMEOUT if self.shard_process is not None else 0.0)
         while self.store.add(_LEFT, 0) < self.store.add(_CAME, 0) and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL)
-
-    def serve_shard(self, number: int) -> None:
-        """Have this machine's standby serve in place of a lost machine's shard, if it has one that lives."""
-        if standby := self.standbys.get(number):
-            try:
-                standby.take_over()
-            except DockError:
-                self.standbys.pop(number).kill()
-
-    def restart_standbys(self) -> None:
-        """Start another standby in place of each that has ended: it gets all rows of the shard."""
-        ended = [each for each in self.standbys.values() if each.process.poll() is not None]
-        if not ended or self.layout is None or (now := time.monotonic()) < self.standbys_at:
-            return
-        self.standbys_at = now + _RESTART_INTERVAL
-        for standby in ended:
-            standby.stop()
-            self.start_standby(standby.number)
-            text = f"the copy of shard {standby.number} of the dock has ended (exit status {standby.process.status}); "\
-                   "another one is made"
-            print(f"warning: {text}", file=sys.stderr, flush=True)
-
-    def start_standby(self, number: int) -> None:
-        """Have a copy of a shard's rows on this machine. Returns before it has them."""
-        self.standbys[number] = start(self.token, host=self.host, directory=self.directory, layout=self.layout,
-                                      number=number, standby=True)
 
     def restart_shard(self) -> None:
         """Restart this machine's shard, empty, at its address. The trainer's next attempt enqueues its rows again."""
@@ -354,69 +325,37 @@ def reports_of(rows: Batch, column: str = REPORT) -> list[bytes]:
     return [report.numpy().tobytes() for report in reports.rows if isinstance(report, Tensor) and len(report)]
 
 
-@dataclass(frozen=True)
-class DockMembership:
-    """A machine's part in the dock of a run whose machines come and go.
-
-    takes: number of the shard that it takes over from a lost machine. standbys: those that it keeps, by number. copies:
-    numbers of those that it should keep. silence: seconds without a heartbeat after which a machine counts as lost.
-    """
-
-    takes: int | None = None
-    standbys: dict[int, ShardProcess] = field(default_factory=dict)
-    copies: tuple[int, ...] = ()
-    silence: float = 0.0
-
-
-def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, membership: DockMembership,
-                 in_order: bool = True) -> RolloutChannel:
+def open_channel(plan: Plan, prompts: int, store: RunStore, max_bytes: int, in_order: bool = True,
+                 silence: float = 0.0, takes: int | None = None) -> RolloutChannel:
     """Start the run's dock, with a storage shard on each machine that trains: there the rows are read. Each shard is to
-    store `max_bytes`. Where machines come and go, one that samples has a copy of it. `in_order`: the trainer takes the
-    prompts of a step, and not those that are done. Collective over all groups."""
+    store `max_bytes`. `in_order`: the trainer takes the prompts of a step, and not those that are done. Where machines
+    come and go: `silence`, seconds after which one counts as lost, and `takes`, the number of the shard that this one
+    serves in place of a lost one, with no rows. Collective over all groups."""
     token = agreed_token(store)
     store.store.add(_CAME)
     host, training = own_host(), plan.groups[0].ranks
     lineage = RowLineage(plan.tasks, plan.source)
     rows = max(lineage.times(lineage.of(move.producer)) for move in plan.groups[0].plan.dock)
     layout_at = partial(DockLayout, consumers=tuple(_consumers(plan, rows, prompts, in_order)), max_bytes=max_bytes)
-    directory = ShardDirectory(store.store, plan.ranks, membership.silence) if membership.silence else None
+    directory = ShardDirectory(store.store, plan.ranks) if silence else None
     started = partial(start, token, host=host, directory=directory)
     keeps = store.rank in training and int(os.environ.get("LOCAL_RANK", 0)) == 0
     find = partial(directory.addresses, len(training), store.wait_limit) if directory else lambda: []
-    before, number = find(), membership.takes
-    taken = directory is not None and number is not None and number in directory.known
-    if taken and number is not None:
-        again = partial(started, layout=layout_at(tuple(before)), number=number, standby=True)
-        shard_process = take_over_shard(membership.standbys.pop(number, None), again)
+    before = find()
+    taken = directory is not None and takes in directory.known
+    if taken and takes is not None:
+        shard_process = started(layout=layout_at(tuple(before)), number=takes)
     else:
         shard_process = started(number=store.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if keeps else None
         met = store.gather(_DOCK, json.dumps(shard_process.address) if shard_process else "", training)
     layout = layout_at(tuple(find() if directory else [tuple(json.loads(text)) for text in met if text]))
     channel = RolloutChannel(store.store, token, [*layout.addresses], host, rows, prompts, plan.ranks, shard_process,
-                             layout, directory, membership.standbys, max(_CLIENT_TIMEOUT, 3 * membership.silence))
+                             layout, directory, max(_CLIENT_TIMEOUT, 3 * silence))
     if store.rank == 0 and not taken:
         with channel.dock("trainer 0") as dock:
             dock.configure(layout.consumers, max_bytes)
     store.broadcast("dock met", "yes")
-    for number in membership.copies:
-        channel.start_standby(number)
     return channel
-
-
-def take_over_shard(standby: ShardProcess | None, again: Callable[[], ShardProcess]) -> ShardProcess:
-    """Have a standby serve its shard, or if it does not another one, with no rows, that `again` starts. Raises
-    DockError: neither does."""
-    if standby is not None:
-        try:
-            standby.take_over()
-            return standby
-        except DockError as error:
-            print(f"warning: shard {standby.number} of the dock begins with no rows: {error}", file=sys.stderr,
-                  flush=True)
-            standby.kill()
-    empty = again()
-    empty.take_over()
-    return empty
 
 
 def _consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:

@@ -99,7 +99,6 @@ class AsyncSource(Dataloader):
             found = (each["indexes"].get(TRAINER) for each in shards)
             current().add("dock/ready", sum(each["ready"] for each in found if each))
             current().add("dock/bytes", max(each["bytes"] for each in shards))
-            current().add("dock/standbys", min(each["standbys"] for each in shards))
         return prompts
 
     def _sample(self, number: int, prompts: int) -> None:

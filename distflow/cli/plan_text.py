@@ -121,8 +121,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     else:
         yield from _memory_of(plan)
     if plan.host_memory:
-        yield from ("", "host memory of a machine that trains, or samples where it says so, beside that of its ranks "
-                        "(at most)")
+        yield from ("", "host memory of a machine that trains, beside that of its ranks (at most)")
         yield from table([(item.name, _size(item.bytes), item.formula) for item in plan.host_memory])
 
 

@@ -23,8 +23,10 @@ So rows may be produced more than once, and are trained on exactly once.
                                                            record_batch batches for the client
     shard_state  storage and indexes of one process, and its updates to the others
     shard        server of a shard_state                   process      the same as a child process
-    timeouts     explanations of waits that time out       replication  copies of a shard's rows on another machine
-    directory    addresses of the shards, in the store
+    timeouts     explanations of waits that time out       directory    addresses of the shards, in the store
+
+A shard whose process or machine is lost begins again with no rows; the trainers restart from their snapshot and enqueue
+its prompts again, which are sampled to the same tokens.
 
 The client loads torch; the process of a shard, which handles bytes alone, does not.
 """

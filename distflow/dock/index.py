@@ -219,7 +219,6 @@ class ConsumerIndex:
         self.epoch, self.number = epoch, epoch << 32
         self.attempt = 0  # of the consumer's group, that rolled back last
         self.required = 0  # others wait for rows of this step
-        self.opens = 0.0  # before, rows of no step are not leased: whoever holds them may renew its lease first
 
     def add_rows(self, table: Ids, columns: Iterable[str]) -> Ids:
         """Add columns of rows that a shard stores (`StorageShard.table`); return the ids that are committed already."""
@@ -260,7 +259,7 @@ class ConsumerIndex:
             raise DockError(f"`{self.consumer.name}` was asked for share {share} of {shares}; shares count from 0")
         self.check_attempt(attempt)
         self.expire(now)
-        if not self.has_rows(least, step, attempt, request) or (step is None and now < self.opens):
+        if not self.has_rows(least, step, attempt, request):
             return None
         granted = self._find_lease(step, request)
         if granted is None:
@@ -498,10 +497,9 @@ class ConsumerIndex:
                             "as `lease` has returned it")
 
     def _adopt_lease(self, number: int, ids: Ids, now: float) -> GrantedLease | None:
-        """Return a lease that a lost process had granted; None if its rows are committed, leased or not there. Until
-        the index `opens`, their shards may still list them."""
+        """Return a lease that a lost process had granted; None if its rows are committed, leased or not there."""
         free = not (self.done.contains_each(ids) | self._leased_to_other(ids, number)).any()
-        if number >> 32 == self.epoch or not free or not (now < self.opens or (self.rows.find(ids) >= 0).all()):
+        if number >> 32 == self.epoch or not free or not (self.rows.find(ids) >= 0).all():
             return None
         slots = self.rows.find_or_add(ids)  # may replace the arrays
         return GrantedLease(number, [ids], self.rows["birth"][slots], None, now, 0)

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 
-from distflow.dock.directory import Fence, ShardDirectory
+from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockFull, LeaseLost
 from distflow.dock.index import SHOWN, ConsumerIndex
-from distflow.dock.replication import TakenOver
 from distflow.dock.selection import DockLayout
 from distflow.dock.shard_state import ClientSession, RowRequest, ShardState
 from distflow.dock.slots import Ids
@@ -33,7 +32,7 @@ _WAKE = 0.5  # seconds after which a request that found no room looks again
 _UNANSWERABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """Errors of a malformed request: answered, or clients would retry for ever."""
 _OPERATIONS = ("configure", "layout", "reserve", "put", "fetch", "fetch_saved", "lease", "peek", "shortage", "require",
-               "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status", "follow")
+               "renew", "commit", "rollback", "release_before", "updates", "describe_rows", "status")
 T = TypeVar("T")
 Header = dict[str, Any]
 Reply = tuple[Header, list[Any]]
@@ -75,7 +74,6 @@ class StorageShardServer:
         self.token = token
         self.state = ShardState(token, 1 + secrets.randbits(30), directory)
         self.over = self.was_full = False
-        self.fence: Fence | None = None
         self.server = Server(token, host, port, self._serve, _log)
         self.address: Address = self.server.address
         self.actions: dict[str, Callable[[ClientRequest], Reply]] = {name: getattr(self, name) for name in _OPERATIONS}
@@ -83,15 +81,12 @@ class StorageShardServer:
     def start(self, number: int = 0) -> Address:
         """Serve in threads of this process, as shard `number` of the directory if there is one; return the address."""
         if directory := self.state.directory:
-            self.fence = Fence(directory, number, directory.take(number, self.address), self._end_replaced)
-            self.fence.start()
+            directory.take(number, self.address)
         return self.server.start()
 
     def close(self) -> None:
         """Stop listening and end all connections; the rows are gone with the process."""
         self.over = True
-        if self.fence is not None:
-            self.fence.stop()
         self.server.close()
         with self.state.lock:
             self.state.stop()
@@ -136,7 +131,7 @@ class StorageShardServer:
             reply, buffers = {"error": "DockError", "message": f"the dock cannot answer `{header.get('op')}`: "
                               f"{error!r}; its log says where. Do all processes run the same distflow?"}, []
         connection.skip(expected - connection.received)
-        if self.over or not (self.fence is None or self.fence.is_current()):  # whoever has taken the place answers
+        if self.over:
             raise ConnectionEnded
         connection.send(reply, buffers)
         if "in_place" not in reply:
@@ -178,33 +173,7 @@ class StorageShardServer:
                                             header["turn"])
             names = [name for name, *_ in header["columns"]] if header["turn"] is None else []
             self.state.announce(stored, names, len(self.state.storage.rows) > known)
-            put = {name: header[name] for name in ("op", "ids", "columns", "turn", "versions")}
-            copies = self.state.replicate((put, [payload.data]))  # of a repeated put too: it may be on its way
-        for follower, copied in copies:
-            if not follower.wait(copied) and self.fence is not None:
-                self.fence.recheck()
-            self.over = self.over or follower.has_taken_over
         return {"stored": len(stored)}, []
-
-    def follow(self, request: ClientRequest) -> Reply:
-        """Send a standby all rows and all changes; ends with its connection, and with the server if it is replaced."""
-        with self.state.lock:
-            follower = self.state.follow(request.connection)
-        try:
-            follower.stream()
-        except TakenOver:
-            self._end_replaced()
-        finally:
-            if self.fence is not None:
-                self.fence.recheck()  # the standby may have ended its connection since it serves the shard
-            with self.state.lock:
-                self.state.followers.remove(follower)
-            follower.end()
-        return {}, []
-
-    def _end_replaced(self) -> None:
-        _log.warning("%s: another process serves this shard now: this one was thought to be lost", self.address)
-        self.close()
 
     @locked
     def reserve(self, request: ClientRequest) -> Header:
@@ -327,4 +296,3 @@ class StorageShardServer:
     @locked
     def status(self, request: ClientRequest) -> Header:
         return status(self.state, list(self.server.connections), time.monotonic())
-

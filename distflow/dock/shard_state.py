@@ -14,7 +14,6 @@ of others: a step's rows come in thousands of puts, and hundreds of ranks wait f
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -29,10 +28,9 @@ import numpy
 from distflow.dock.directory import ShardDirectory
 from distflow.dock.errors import DockError
 from distflow.dock.index import ConsumerIndex, Intervals
-from distflow.dock.replication import Follower
 from distflow.dock.selection import INDEX_SHARD, DockLayout, StorageBudget
 from distflow.dock.slots import Ids
-from distflow.dock.storage import Message, StorageShard, read_ids, read_table
+from distflow.dock.storage import StorageShard, read_ids, read_table
 from distflow.rpc.connection import Address, Connection, ConnectionEnded, connect
 from distflow.rpc.errors import RpcError
 from distflow.rpc.shared_heap import SharedHeap
@@ -42,9 +40,6 @@ _PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts to reach a pe
 _PROBE_INTERVAL = 1.0  # seconds of silence: a peer that was replaced needs the full updates again
 _TIMEOUT = 10.0
 _EVICTION_PAUSE = 0.5
-_RENEWAL = 4.0
-"""Seconds in which all that hold leases of a lost process renew them at the one that replaces it. They look for it once
-a second (`ShardDirectory`)."""
 _ENDED_KEPT = 1024  # sessions without connections that are remembered, for messages
 _log = logging.getLogger("distflow.dock")
 
@@ -148,7 +143,6 @@ class ShardState:
         self.indexes: dict[str, ConsumerIndex] = {}
         self.layout: DockLayout | None = None
         self.outboxes: dict[int, Outbox] = {}
-        self.followers: list[Follower] = []
         self.epochs: dict[tuple[str, int], int] = {}  # of the process that last listed a shard's rows to a consumer
         self.clients: dict[str, ClientSession] = {}
         self.sent = self.received = 0  # bytes on connections that have ended
@@ -173,32 +167,6 @@ class ShardState:
             self.apply(update)
         for outbox in self.outboxes.values():
             outbox.start()
-
-    def take_over(self, storage: StorageShard, layout: DockLayout, number: int) -> None:
-        """Become shard `number` in place of a lost process, whose rows are in `storage`. Rows that have all that a
-        consumer writes are committed by it. What had left may be put again: a trainer may begin with an older step."""
-        storage.gone = Intervals()
-        for consumer in layout.consumers:
-            if consumer.writes:
-                storage.mark_written(consumer.name, consumer.writes)
-        self.storage = storage
-        self.configure(layout, number)
-        for index in self.indexes.values():
-            index.opens = time.monotonic() + _RENEWAL
-
-    def follow(self, connection: Connection) -> Follower:
-        """Return a new follower, which gets all rows and then what `replicate` is given."""
-        retirements = [self._retirement(consumer, ids) for consumer in sorted(self.storage.rows.consumers)
-                       if len(ids := self.storage.consumed(consumer))]
-        self.followers.append(Follower(connection, itertools.chain(*self.storage.copies(), retirements)))
-        return self.followers[-1]
-
-    def replicate(self, message: Message) -> list[tuple[Follower, threading.Event]]:
-        return [(follower, follower.post(message)) for follower in self.followers]
-
-    def _retirement(self, consumer: str, ids: Ids) -> Message:
-        return {"op": "retire", "consumer": consumer, "consumers": sorted(self._consumers_of_same_rows(consumer)),
-                "ids": ids.tobytes()}, []
 
     def _set_layout(self, layout: DockLayout, number: int) -> None:
         self.layout, storage = layout, self.storage
@@ -281,7 +249,6 @@ class ShardState:
 
     def _retire(self, consumer: str, ids: Ids) -> None:
         self.storage.retire(consumer, ids, self._consumers_of_same_rows(consumer))
-        self.replicate(self._retirement(consumer, ids))
         self._post_stored()
 
     def enter(self, session: str, who: str) -> ClientSession:

@@ -244,12 +244,6 @@ class StorageShard:
         self._remove(slots[numpy.logical_and.reduce(marks)])
         self._compact()
 
-    def mark_written(self, consumer: str, names: Sequence[str]) -> None:
-        """Mark rows that have all these columns as committed by the consumer that writes them."""
-        slots = self.rows.all()
-        has = [self.columns.get(name, ColumnTable()).has(slots) for name in names]
-        self.rows.consumed_by(consumer)[slots[numpy.logical_and.reduce(has)]] = True
-
     def consumed(self, consumer: str) -> Ids:
         """Return the ids of rows that a consumer has committed."""
         slots = self.rows.all()
@@ -269,15 +263,6 @@ class StorageShard:
         """Return the metadata for the indexes, [4, rows] int64: id, tokens, version, turn."""
         slots = self.rows.find_present(ids)
         return numpy.stack([self.rows[name][slots] for name in ("ids", "tokens", "versions", "turns")])
-
-    def copies(self) -> list[Iterator[Message]]:
-        """Return puts of all rows. They may be packed later: what they are packed from does not change."""
-        found = []
-        for number, batch in self.batches.items():
-            slots, columns = self._live_rows(number, batch)
-            ids, versions = self.rows["ids"][slots], self.rows["versions"][slots]
-            found.append(_put_of(ids, columns, versions, batch, self.heap.memory))
-        return found
 
     def _is_new(self, ids: Ids, slots: Ids, columns: Columns, turn: int | None) -> numpy.ndarray:
         """Return which rows are not here yet in this form, [rows] bool."""

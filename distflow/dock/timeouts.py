@@ -91,7 +91,6 @@ def status(state: ShardState, connections: list[Connection], now: float) -> Repo
     return {
         "rows": len(storage.rows), "bytes": storage.nbytes,
         "heap": storage.heap.taken(),  # with room that was promised, and rows that are being read
-        "standbys": sum(each.complete for each in state.followers),
         "received": state.received + sum(each.received for each in connections),
         "sent": state.sent + sum(each.sent for each in connections),
         "indexes": {name: {"ready": len(each.ready), "known": len(each.rows), "committed": len(each.done),

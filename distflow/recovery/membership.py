@@ -185,6 +185,10 @@ class Membership:
         """Leave a block to another machine, after `take_over`: the workers here have ended."""
         self.store.put_if(f"{round}/holder/{block}", _VACANT, _LEAVING)
 
+    def is_leaving(self, round: int, block: int) -> bool:
+        """Return whether this machine's block is to be vacated, since it has taken over another one's."""
+        return self.store.get(f"{round}/holder/{block}") == _LEAVING
+
     def holds(self, round: int, block: int) -> bool:
         """Return whether a block is still this machine's: while it sent no heartbeat, another may have taken it."""
         return self.store.get(f"{round}/holder/{block}") in (None, self.name)

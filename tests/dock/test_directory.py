@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from stores import SECONDS, CountingStore, StoreProcess, client, store_on
+import torch
+from docks import until
+from stores import SECONDS, CountingStore, StoreProcess, client, hosted, store_on
 
+from distflow.data.batch import Batch
 from distflow.dock import Consumer, DockClient, StorageShardServer
 from distflow.dock.directory import ShardDirectory
 from distflow.rpc.errors import Unreachable
+from distflow.rpc.shared_payloads import MappedHeap
+from distflow.telemetry.processes import stopped
 
 HERE, THERE = ("127.0.0.1", 1), ("127.0.0.1", 2)
 
@@ -67,3 +73,25 @@ def test_one_thread_waits_for_a_store_that_stands_still():
     assert directory.locate(0) == HERE
     assert looking == ["0"]
     store.end()
+
+
+@pytest.mark.parametrize("place", ["reply", "connection", "send"])
+def test_a_request_continues_with_the_process_that_has_taken_the_shards_place(children, token, monkeypatch, place):
+    """It waits for a reply of the silent one, or to be connected, or for its bytes to be taken."""
+    monkeypatch.setattr(MappedHeap, "of_server", lambda offer, token: None)  # all bytes go through the connection
+    directory = ShardDirectory(hosted())
+    first, consumers = children(directory=directory), (Consumer("trainer", ("order",)),)
+    with DockClient([first.address], token, "rollout", 300, directory=directory) as at, ThreadPoolExecutor(1) as pool:
+        at.configure(consumers)
+        layout = at.layout
+        first.process.signal(signal.SIGSTOP)  # each connection falls silent, as when a machine loses its power
+        until(lambda: stopped(first.process.pid))
+        if place == "connection":
+            at.pool.close()
+        large = torch.ones(2, 1 << 22 if place == "send" else 1)
+        asked = pool.submit(at.put, Batch(torch.arange(2), {"order": large}))
+        until(lambda: asked.running())
+        children(layout=layout, directory=directory)
+        assert asked.result(SECONDS) == 2
+        assert at.status()[0]["rows"] == 2
+        first.kill()

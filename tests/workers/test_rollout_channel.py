@@ -22,7 +22,6 @@ from distflow.rpc.run_token import TOKEN, run_token
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.rollout_channel import (
-    DockMembership,
     ReceivedColumns,
     RolloutChannel,
     agreed_token,
@@ -115,7 +114,7 @@ def shards(port: int, silence: float) -> tuple[int | None, list[tuple[str, int]]
              "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", TOKEN: ""}
     made = plan(load("grpo.yaml", None, ["mode=async", "groups.rollout=1"], None), 3)
     with mock.patch.dict(os.environ, place):
-        channel = open_channel(made, 2, RunStore(60), 1 << 20, DockMembership(silence=silence))
+        channel = open_channel(made, 2, RunStore(60), 1 << 20, silence=silence)
     with channel.dock("any") as dock:
         assert [shard["rows"] for shard in dock.status()] == [0, 0]
     number = channel.shard_process and channel.shard_process.number
