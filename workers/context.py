@@ -7,20 +7,17 @@ import functools
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from distflow.config.load import reload
 from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
 from distflow.data.dataset import filter_digest
 from distflow.data.exchange import gather
-from distflow.errors import Diagnostic, Disagreement, EngineError, InvalidInput, Location, quoted
+from distflow.errors import Disagreement, quoted
 from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
 from distflow.plan_file import digest
 from distflow.recovery.hooks import HookContext, When, call
@@ -28,15 +25,14 @@ from distflow.recovery.live_config import LiveConfig
 from distflow.recovery.restarts import Attempt, RestartGroup
 from distflow.recovery.scale import RolloutScale
 from distflow.recovery.store import RunStore
-from distflow.telemetry.processes import spawn
 from distflow.telemetry.run_folder import agent
 from distflow.telemetry.run_lock import RunLock
+from workers.device import choose_device
 from workers.elastic import ElasticAgent
 from workers.engines.collectives import choose_backend
 from workers.preflight.proofs import Preflight
 from workers.rollout_channel import RolloutChannel, open_channel
 
-_COUNTED = 2  # exit status of a process that has counted, less the count
 _LEFT_OUT = "left out/{} {}"  # key in the store: a group's replica is not started again
 
 
@@ -191,7 +187,7 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
     lock = RunLock(path, elastic.job if elastic else "") if store.rank == 0 and not alone else None
     if lock and resume:
         lock.hold()
-    device, device_index = _device(spec, plan, store)
+    device, device_index = choose_device(spec, plan, store)
     backend = choose_backend(spec.run.backend, device)
     if device == "cuda" and not store.rank:
         print(f"The ranks compute on GPUs; their collectives are {backend}'s.", flush=True)
@@ -207,39 +203,3 @@ def join_run(spec: Spec, plan: Plan, folder: Path | None, resume: bool, alone: b
                           elastic, lock, job)
     several = context.several_trainers and not alone
     return replace(context, job=store.broadcast("job", job)) if several else context
-
-
-def _device(spec: Spec, plan: Plan, store: RunStore) -> tuple[str, int]:
-    """Return cuda or cpu, the same on all ranks, and the index of this rank's GPU."""
-    here, local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    gpus = _gpus()
-    store.agree("device", "cuda" if gpus else "cpu", "Some machines have GPUs, others have none.")
-    if not gpus:
-        return "cpu", 0
-    first = store.rank - local
-    return "cuda", gpu_index(local, gpus, [plan.group_of(rank) for rank in range(first, first + here)],
-                             spec.run.groups.share_gpus)
-
-
-def gpu_index(local: int, gpus: int, groups: Sequence[tuple[Group | None, int]], shared: bool) -> int:
-    """Return which of a machine's GPUs its rank number `local` takes. `groups`: the group, and its replica, of each of
-    its ranks. Raises InvalidInput: there are more ranks than GPUs."""
-    if len(groups) <= gpus:
-        return local
-    largest = max(Counter((group.name if group else "", replica) for group, replica in groups).values())
-    if shared and largest <= gpus:  # the ranks of a group are neighbours: no two of them get the same one
-        return local % gpus
-    hint = f"Start {gpus} ranks on it, or take  CUDA_VISIBLE_DEVICES=  in front of the command to compute on the CPU"
-    if largest <= gpus:
-        hint += ", or let the trainer and the rollouts use one GPU together:  groups: {share_gpus: true}"
-    raise InvalidInput(Diagnostic(f"{len(groups)} ranks on a machine that has {gpus} GPU{'s' * (gpus > 1)}",
-                                  Location("torchrun --nproc-per-node"), hint))
-
-
-def _gpus() -> int:
-    """Count the GPUs in a process of its own: one that has called CUDA cannot be forked into workers that use it."""
-    count = spawn(lambda: _COUNTED + torch.cuda.device_count()).wait() - _COUNTED
-    if count < 0:
-        raise EngineError("the GPUs of this machine could not be counted; the output above says why. "
-                          "CUDA_VISIBLE_DEVICES= computes on the CPU")
-    return count

@@ -19,13 +19,13 @@ from distflow.recovery.peer_replica import PeerReplica, ring
 from distflow.recovery.replica_server import ReplicaServer
 from distflow.recovery.snapshots import Snapshots
 from distflow.recovery.worker_process import WorkerContext
+from distflow.rpc.host import HOST
 from distflow.rpc.run_token import TOKEN, run_token, token_checksum
 from distflow.store.clients import open_store
 from distflow.store.interface import ETCD, Store, StoreUnavailable
 from distflow.telemetry.ettr import STARTS_AGAIN
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_folder import agent
-from workers.rollout_channel import HOST
 
 ELASTIC_RUN = "elastic"  # the run id in the checksum of the token that the store has: the machines know no other
 _STORE_TIMEOUT = 30.0  # seconds within which the store must answer

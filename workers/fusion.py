@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData
+from distflow.data.crossing import ArrivedRows
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
 from distflow.data.row_filter import concat_non_empty
@@ -21,7 +22,7 @@ from distflow.plan import TRAINER, Plan, Task
 from distflow.telemetry.metrics import current
 from workers.execution import TrainExecutor
 from workers.loop import run_chain
-from workers.rollout_channel import ArrivedRows, RolloutChannel, SampleTimeout
+from workers.rollout_channel import RolloutChannel, SampleTimeout
 
 
 class Fusion:
@@ -39,7 +40,7 @@ class Fusion:
         self.rank, self.loader, self.channel, self.executor = rank, loader, channel, executor
         self.tasks = plan.early.chain(rank)
         self.step_tasks = [task for task in plan.tasks if task.layout.early]  # the same, as the step's plan has them
-        self.arrived = ArrivedRows(plan.early, rank, loader, channel, limit)
+        self.arrived = ArrivedRows(plan.early, rank, loader, channel.rows, limit)
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
         self.seconds = self.exposed = 0.0  # of computing for the draw; of these, when all its rows had come
 

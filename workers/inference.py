@@ -15,6 +15,7 @@ import msgpack
 import torch
 from torch import Tensor
 
+from distflow.data.crossing import ArrivedRows, report_column, report_of, rows_for_others
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import gather
@@ -25,7 +26,7 @@ from distflow.rpc.errors import RpcError
 from distflow.telemetry import events, heartbeat, timeline
 from distflow.telemetry.metrics import Metrics, recording
 from workers.execution import InferenceExecutor
-from workers.rollout_channel import ArrivedRows, RolloutChannel, report_column, report_of, rows_for_others
+from workers.rollout_channel import RolloutChannel
 
 _WAIT = 0.5  # seconds of a wait for rows, between two looks whether the run is over
 
@@ -39,7 +40,7 @@ class InferenceContext:
         self.plan, self.rank, self.dock = group.plan, executor.rank, channel.dock(who)
         self.chain = self.plan.chain(self.rank)
         self.role = group.role
-        self.arrived = ArrivedRows(self.plan, self.rank, loader, channel, limit)
+        self.arrived = ArrivedRows(self.plan, self.rank, loader, channel.rows, limit)
         self.most = max(1, -(-channel.prompts // (2 * group.replicas))) * channel.rows
         """Rows of a lease: half of a fair share of a step, so that replicas end about together."""
         self.waited = 0.0  # seconds since the step began

@@ -32,10 +32,12 @@ from torch import Tensor
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.data.batch import Batch
+from distflow.data.crossing import REPORT, report_column, rows_for_others
 from distflow.data.databuffer import Databuffer, StepColumns
 from distflow.data.dataloader import REPEATS, Dataloader
 from distflow.data.row_filter import concat_non_empty
 from distflow.dock import DockClient, DockError, LeaseLost
+from distflow.dock.consumers import VALIDATION
 from distflow.dock.index import Lease
 from distflow.errors import DistflowError
 from distflow.plan import KEEP, ROLLOUT, Plan, RowLineage, Task
@@ -60,7 +62,7 @@ from workers.engines.rollout import (
 from workers.engines.sampling import TokenLimits, key_of
 from workers.engines.shared_engine import EngineStopped, SharedEngine
 from workers.execution import Executor, Written
-from workers.rollout_channel import REPORT, VALIDATION, RolloutChannel, report_column, rows_for_others
+from workers.rollout_channel import RolloutChannel
 from workers.rollout_validation import RolloutValidation
 
 

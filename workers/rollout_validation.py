@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from distflow.config.spec import Spec
 from distflow.data.batch import Batch
+from distflow.data.crossing import report_column, reports_of
 from distflow.data.exchange import gather
 from distflow.dock import DockClient, LeaseLost, TimedOut
+from distflow.dock.consumers import ANSWERED, RESULT, VALIDATION
 from distflow.dock.index import Lease
 from distflow.errors import EngineError
 from distflow.plan import Layout, Plan
@@ -36,16 +38,7 @@ from planners.check import prompted_role
 from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import Samples
 from workers.engines.shared_engine import SharedEngine
-from workers.rollout_channel import (
-    ANSWERED,
-    RESULT,
-    VALIDATING,
-    VALIDATION,
-    RolloutChannel,
-    SampleTimeout,
-    report_column,
-    reports_of,
-)
+from workers.rollout_channel import VALIDATING, RolloutChannel, SampleTimeout
 from workers.validation import MISSING, ValidationResult, Validations, Validator
 
 _ASKED, _VOID = "validation_asked", "validation_void"

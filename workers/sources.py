@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, ColumnData, Ragged, levels
+from distflow.data.crossing import REPORT, ReceivedColumns, columns_of, reports_of
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import REPEATS, SOURCE_WEIGHT, Dataloader
 from distflow.data.exchange import gather_values
 from distflow.dock import DockError, TimedOut
+from distflow.dock.consumers import awaited_by
 from distflow.dock.index import Lease
 from distflow.errors import InvalidInput, SamplesChanged
 from distflow.plan import ROLLOUT, TRAINER, Group, Plan, RowLineage, Task
@@ -37,15 +39,7 @@ from workers.engines.role_engines import RoleEngines
 from workers.follower import FollowerLink, RunOver
 from workers.fusion import Fusion
 from workers.roles import tokenizer_of
-from workers.rollout_channel import (
-    REPORT,
-    ReceivedColumns,
-    RolloutChannel,
-    SampleTimeout,
-    awaited_by,
-    columns_of,
-    reports_of,
-)
+from workers.rollout_channel import RolloutChannel, SampleTimeout
 from workers.train_context import TrainContext
 
 _WAIT = 0.5  # seconds of a wait for rows, between two looks whether the first trainer asks for anything

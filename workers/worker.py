@@ -32,6 +32,7 @@ from distflow.recovery.fault_injection import FaultInjector
 from distflow.recovery.rank_status import COLLECTIVES, RankStatus
 from distflow.recovery.stopped import continue_stopped
 from distflow.recovery.worker_process import WorkerContext
+from distflow.rpc.host import HOST, own_host
 from distflow.store.interface import Store, StoreUnavailable
 from distflow.store.tcp import store_on
 from distflow.telemetry import events, heartbeat, timeline
@@ -58,7 +59,7 @@ from workers.preflight import prove_with_tokenizer
 from workers.preflight.proofs import Preflight
 from workers.roles import build_roles, tokenizer_of
 from workers.rollout import RolloutContext
-from workers.rollout_channel import HOST, RolloutChannel, own_host
+from workers.rollout_channel import RolloutChannel
 from workers.rollout_validation import RolloutValidation, validated_elsewhere
 from workers.sources import source_of
 from workers.train_context import TrainContext

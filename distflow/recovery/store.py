@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from distflow.errors import Disagreement
+from distflow.rpc.run_token import TOKEN, run_token, token_checksum
 from distflow.store.interface import Store, StoreUnavailable, poll_interval
 from distflow.store.tcp import TCPStoreClient, store_on
 
@@ -72,6 +74,12 @@ class RunStore:
         if differ:
             shown = _listed([f"rank {rank} has {other}" for rank, other in sorted(differ.items())])
             raise Disagreement(f"the ranks do not have the same {topic}: {shown}, rank 0 has {expected}. {cause}")
+
+    def agreed_token(self) -> bytes:
+        """Return the token of this run, the same on all ranks. Raises Disagreement: their DISTFLOW_TOKEN differs."""
+        run = self.store.put_if("token", secrets.token_hex(32), None)
+        self.agree(TOKEN, token_checksum(run), f"Export the same {TOKEN} on all machines.")
+        return run_token(run)
 
     def _collected(self, topic: str, value: str, ranks: Sequence[int], combine: Callable[[list[str]], str]) -> str:
         """Return on every rank what the first of `ranks` makes of the values of all of them: it alone reads them."""

@@ -17,8 +17,8 @@ from torch.distributed.run import get_args_parser
 
 import distflow
 from distflow import launch
+from distflow.rpc.host import HOST
 from distflow.rpc.run_token import TOKEN
-from workers.rollout_channel import HOST
 
 JOBSET, CLAIM, POLICY = yaml.safe_load_all((ROOT / "deploy/kubernetes/train.yaml").read_text())
 JOB = JOBSET["spec"]["replicatedJobs"][0]["template"]

@@ -10,7 +10,7 @@ import torch
 from distflow.config.run import Generation, RoleRun
 from distflow.errors import EngineError, InvalidInput
 from distflow.plan import ROLLOUT, TRAINER, Group
-from workers.context import gpu_index
+from workers.device import gpu_index
 from workers.engines.collectives import choose_backend, torch_name
 from workers.engines.devices import choose
 from workers.engines.vllm.start import environment, launcher_environment

@@ -14,15 +14,17 @@ from stores import hosted
 from distflow.config.load import load
 from distflow.config.run import Checkpoint
 from distflow.data.batch import Batch, Ragged
+from distflow.data.crossing import REPORT, report_column
 from distflow.data.row_filter import KeptRows
 from distflow.dock import StorageShardServer
+from distflow.dock.consumers import run_consumers
 from distflow.errors import CheckpointError, ColumnError, RankMissing, SamplesChanged
 from distflow.plan import ROLLOUT, Layout
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.follower import FollowerLink, LeaderLink, RunOver, TrainerBuffer
-from workers.rollout_channel import REPORT, RolloutChannel, _consumers, report_column
+from workers.rollout_channel import RolloutChannel
 from workers.sources import AsyncSource, FollowerSource, SyncSource
 from workers.train_state import TrainState
 
@@ -67,7 +69,7 @@ def trainers(request):
     service, store = StorageShardServer(TOKEN), hosted(20.0)
     channel = RolloutChannel(store, TOKEN, [service.start()], "127.0.0.1", ROWS, PROMPTS, 3)
     with channel.dock("rollout") as dock:
-        dock.configure(_consumers(made, ROWS, PROMPTS, True))
+        dock.configure(run_consumers(made, ROWS, PROMPTS, True))
     saved = []
 
     def save(step):

@@ -12,14 +12,16 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch
+from distflow.data.crossing import REPORT, ArrivedRows, report_column, report_of
 from distflow.dock import TimedOut
+from distflow.dock.consumers import consumers_of
 from distflow.dock.shard import StorageShardServer
 from distflow.plan import ROLLOUT, TRAINER, Layout
 from distflow.telemetry.metrics import Metrics
 from planners import plan
 from workers.colocated import ColocatedSource
 from workers.inference import InferenceContext
-from workers.rollout_channel import REPORT, ArrivedRows, RolloutChannel, consumers_of, report_column, report_of
+from workers.rollout_channel import RolloutChannel
 
 ROWS, PROMPTS, TOKEN, READS = 2, 2, bytes(32), "inference reference"
 COUNT = ROWS * PROMPTS
@@ -172,8 +174,8 @@ def replica(channel) -> InferenceContext:
 
 def test_ranks_that_shard_a_model_have_their_parts_of_a_lease():
     ids = torch.arange(16)
-    mine = [ArrivedRows._assigned(SimpleNamespace(source=Layout(2, rows=(3, 1)), rank=rank,
-                                                  channel=SimpleNamespace(rows=2)), ids, torch.ones(16).long())[0]
+    mine = [ArrivedRows._assigned(SimpleNamespace(source=Layout(2, rows=(3, 1)), rank=rank, rows=2), ids,
+                                     torch.ones(16).long())[0]
             for rank in range(2)]
     assert [len(each) for each in mine] == [12, 4]
     assert torch.cat(mine).sort().values.equal(ids)

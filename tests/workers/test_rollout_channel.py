@@ -14,6 +14,7 @@ from stores import hosted
 
 from distflow.config.load import load
 from distflow.data.batch import Batch
+from distflow.data.crossing import ReceivedColumns, rows_for_others
 from distflow.data.databuffer import Databuffer
 from distflow.data.row_filter import KeptRows
 from distflow.errors import ColumnError, Disagreement
@@ -21,13 +22,7 @@ from distflow.recovery.store import RunStore
 from distflow.rpc.run_token import TOKEN, run_token
 from distflow.telemetry.metrics import Metrics
 from planners import plan
-from workers.rollout_channel import (
-    ReceivedColumns,
-    RolloutChannel,
-    agreed_token,
-    open_channel,
-    rows_for_others,
-)
+from workers.rollout_channel import RolloutChannel, open_channel
 
 
 def tokens(port: int, exported: list[str]) -> str:
@@ -37,7 +32,7 @@ def tokens(port: int, exported: list[str]) -> str:
              "TORCHELASTIC_USE_AGENT_STORE": "True", TOKEN: exported[rank]}
     with mock.patch.dict(os.environ, place):
         try:
-            return agreed_token(RunStore(60)).hex()
+            return RunStore(60).agreed_token().hex()
         except Disagreement as error:
             return str(error)
 

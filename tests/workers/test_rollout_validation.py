@@ -15,22 +15,16 @@ import torch
 from stores import hosted
 
 from distflow.data.batch import Batch
+from distflow.data.crossing import report_column
 from distflow.dock import StorageShardServer, TimedOut
+from distflow.dock.consumers import ORDER, RESULT, VALIDATION, consumers_of
 from distflow.errors import EngineError
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.telemetry.events import Events
 from distflow.telemetry.run_reader import RunReader
 from workers.engines.shared_engine import SharedEngine
 from workers.rollout import RolloutContext
-from workers.rollout_channel import (
-    ORDER,
-    RESULT,
-    VALIDATING,
-    VALIDATION,
-    RolloutChannel,
-    consumers_of,
-    report_column,
-)
+from workers.rollout_channel import VALIDATING, RolloutChannel
 from workers.rollout_validation import RolloutValidation, ValidationRequests, unanswered
 from workers.validation import MISSING
 

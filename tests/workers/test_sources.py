@@ -16,8 +16,10 @@ import torch
 
 from distflow.config.load import load
 from distflow.data.batch import Batch, Ragged
+from distflow.data.crossing import REPORT, report_column
 from distflow.data.dataloader import Dataloader
 from distflow.dock import Consumer, DockClient, DockError, LeaseLost, StorageShardServer, TimedOut
+from distflow.dock.consumers import ORDER, VALIDATION
 from distflow.errors import InvalidInput, RewardsFailed
 from distflow.plan import ROLLOUT, TRAINER
 from distflow.store.interface import StoreUnavailable
@@ -28,7 +30,7 @@ from workers.colocated import AdaptiveShare, ColocatedSource
 from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
-from workers.rollout_channel import ORDER, REPORT, VALIDATING, VALIDATION, RolloutChannel, SampleTimeout, report_column
+from workers.rollout_channel import VALIDATING, RolloutChannel, SampleTimeout
 from workers.sources import AsyncSource, UnorderedSource, source_of
 
 ROWS, PROMPTS, TOKEN = 4, 2, bytes(32)

@@ -12,7 +12,7 @@ from harness import metrics_of
 from stores import hosted
 
 from distflow.errors import EngineError, RankMissing
-from workers import context
+from workers import device
 from workers.worker import _meet
 
 SFT = ("--dag", "sft.yaml", "--run-file", "tiny.yaml")
@@ -116,11 +116,11 @@ def test_gpus_are_counted_in_another_process(monkeypatch):
     """Otherwise the supervisor could not be forked into workers that use them."""
     asked = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: asked.append("here") or 3)
-    assert context._gpus() == 3
+    assert device._gpus() == 3
     assert asked == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 / 0)
     with pytest.raises(EngineError, match="could not be counted"):
-        context._gpus()
+        device._gpus()
 
 
 def test_the_first_rank_of_several_machines_is_not_at_loopback(monkeypatch):

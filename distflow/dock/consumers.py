@@ -1,0 +1,74 @@
+"""Consumers of a run's dock: which columns each group of the plan reads and writes, and of which rows.
+
+A prompt to sample is a row with the column ORDER alone. A request to validate is such a row too, with an id of its own
+range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from distflow.data.crossing import REPORT, ReceivedColumns, report_of
+from distflow.dock.selection import Consumer
+from distflow.plan import INFERENCE, ROLLOUT, TRAINER, Group, Plan
+
+ORDER = "order"  # column beside those of nodes: a row may be sampled
+VALIDATION, ANSWERED = "validation", "validated"  # consumers: rollouts that validate, the trainer that has the results
+RESULT = "result"  # column of an answered request to validate
+SAMPLES, REQUESTS = (0, 1 << 48), (1 << 48, 1 << 50)
+"""Ids of prompts, and of requests to validate, which are prompts to the dock."""
+
+
+def run_consumers(plan: Plan, rows: int, prompts: int, in_order: bool) -> list[Consumer]:
+    """Return the consumers of a run. `in_order`: the trainer takes the prompts of a step, and not those that are done.
+    """
+    step_rows, trainer = rows * prompts, plan.groups[0]
+    longest = -(-sum(move.bytes_per_step for move in trainer.plan.dock) // step_rows)
+    written = {group.name: [f"{move.producer}/{name}" for move in group.plan.dock for name in move.columns
+                            if not group.plan.task(move.producer).arrives] for group in plan.groups}
+    inference = {group.name: (ReceivedColumns(group.plan, rows).columns, written[group.name])
+                 for group in plan.groups if group.kind == INFERENCE}
+    consumers = consumers_of(written.get(ROLLOUT, ()), rows, step_rows if in_order else None, longest, inference,
+                             written[trainer.name])
+    template = next(each for each in consumers if each.name == TRAINER)
+    if ROLLOUT not in written:  # mode sync: the first trainer samples, and others take what it has put
+        consumers = [each for each in consumers if each.name in inference]
+    reports = {group.plan.chain(0)[0].node: report_of(group.name) for group in plan.groups if group.kind == INFERENCE}
+    for group in (group for group in plan.groups if group.kind == TRAINER):
+        took = template
+        if group is not trainer:
+            took = replace(took, name=group.name, reads=tuple(ReceivedColumns(group.plan, rows).columns) or took.reads,
+                           writes=tuple(written[group.name]))
+            consumers.append(took)
+        for node, name in awaited_by(group).items():
+            reads = (*ReceivedColumns(group.plan, rows, node).columns, *([reports[node]] if node in reports else []))
+            consumers.append(replace(took, name=name, reads=reads, writes=()))
+    return consumers
+
+
+def awaited_by(group: Group) -> dict[str, str]:
+    """Return the nodes of other groups for whose columns a trainer waits within a step, and by each the consumer as
+    which it does."""
+    read = {move.producer for task in group.plan.tasks for move in task.transfers}
+    return {task.node: f"{group.name}: {task.node}" for task in group.plan.tasks if task.awaited and task.node in read}
+
+
+def consumers_of(written: Sequence[str], rows: int, step_rows: int | None, longest: int,
+                 inference: Mapping[str, tuple[Sequence[str], Sequence[str]]] = MappingProxyType({}),
+                 trained: Sequence[str] = ()) -> list[Consumer]:
+    """Return the stages of the run: samples have columns `written`; groups of `inference` read and write some, by name;
+    the trainer writes `trained`. All take at most `longest` bytes a row: where a prompt may be sampled there is room
+    for what others add to it, so that only rollouts wait for room. Without `step_rows` samples are taken as they come.
+    """
+    written = (*written, REPORT)
+    samples, requests = ((first * rows, end * rows) for first, end in (SAMPLES, REQUESTS))
+    readers = [Consumer(name, tuple(reads) or (ORDER,), (*writes, report_of(name)), rows, step_rows, ids=samples)
+             for name, (reads, writes) in inference.items()]
+    complete = (*written, *(column for each in readers for column in each.writes))
+    return [Consumer(ROLLOUT, (ORDER,), written, rows, step_rows, row_bytes=longest, ids=samples), *readers,
+            Consumer(TRAINER, complete, tuple(trained), rows, step_rows, seconds=3600.0, can_roll_back=True,
+                     ids=samples),
+            Consumer(VALIDATION, (ORDER,), (RESULT,), rows, ids=requests),
+            Consumer(ANSWERED, (RESULT,), (), rows, ids=requests)]
