@@ -36,7 +36,7 @@ from workers.engines.plain_session import PlainSession, keeps_rows
 from workers.engines.rollout import Rollout, SampledRow, require_shapes
 from workers.engines.routing import Routers
 from workers.engines.sampling import TokenLimits
-from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns
+from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns, last_place
 from workers.engines.vision import image_inputs, position_inputs
 
 _FRACTION = 8
@@ -288,7 +288,7 @@ class HFSession(TransformersSession):
         inputs, shifts = self._position_inputs(rows, tokens.to(self.device), positions)
         with self._chosen_before(rows, longest):
             output = self.model(tokens.to(self.device), attention_mask=mask, past_key_values=cache, use_cache=True,
-                                logits_to_keep=1, **inputs)
+                                logits_to_keep=last_place(self.device), **inputs)
         batch = [(layer.keys, layer.values) for layer in output.past_key_values.layers]
         chosen = self._choices(lengths, longest)
         of_rows = zip(lengths.tolist(), output.logits[:, -1], shifts, chosen)

@@ -24,7 +24,7 @@ from distflow.errors import EngineError
 from distflow.telemetry import heartbeat
 from workers.engines.rollout import Rollout, SampledRow
 from workers.engines.sampling import TokenLimits
-from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns
+from workers.engines.turns import PREFILL_TOKENS, TransformersSession, Turns, last_place
 
 _ROUNDING, _ROUNDING_OF_HALVES = 3e-5, 0.05
 """Mean difference between log-probabilities of the same tokens, of 4 bytes and of 2."""
@@ -142,13 +142,14 @@ class _Reader:
         """Return the logits [B, V] after `tokens` [B, 1 or more], which follow those read before."""
         start, self.length = self.length, self.length + tokens.shape[1]
         if self.keeps:
-            output = self.forward(tokens, start, logits_to_keep=1, use_cache=True, **self.kept)
+            output = self.forward(tokens, start, logits_to_keep=last_place(tokens.device), use_cache=True, **self.kept)
             self.kept = {name: value for name, value in output.items()
                          if name in self.takes and isinstance(value, Cache)}
             return output.logits[:, -1]
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         some = self.tokens.split(max(PREFILL_TOKENS // self.length, 1))
-        return torch.cat([self.forward(each, 0, logits_to_keep=1, use_cache=False).logits[:, -1] for each in some])
+        last = last_place(tokens.device)
+        return torch.cat([self.forward(each, 0, logits_to_keep=last, use_cache=False).logits[:, -1] for each in some])
 
     def forward(self, tokens: Tensor, start: int, **given: Any) -> Any:
         """Return the model's output for `tokens` [B, L] at the positions from `start` on."""

@@ -57,6 +57,17 @@ def test_a_row_ends_with_its_end_token_and_not_before(model, prompts):
     assert 1 < samples.tokens.lengths.float().mean() < 6
 
 
+def test_the_head_gets_whole_tensors(model, prompts):
+    """Given a view torch multiplies row by row, and copies the vocabulary's matrix for each (bfloat16 on a CPU)."""
+    whole = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, given: whole.append((tuple(given[0].shape), given[0].is_contiguous())))
+    rollout(model).generate(prompts, 1, torch.arange(4), 0)
+    handle.remove()
+    assert whole[0] == ((4, 1, model.config.hidden_size), True)
+    assert all(contiguous for _, contiguous in whole)
+
+
 def test_no_prompts_give_no_samples(model):
     samples = rollout(model).generate(Ragged.from_rows([]), 4, torch.empty(0, dtype=torch.int64), key=0)
     assert len(samples.tokens) == len(samples.logprobs) == len(samples.finished) == 0
