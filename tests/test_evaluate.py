@@ -92,6 +92,19 @@ def test_a_role_is_evaluated_with_the_settings_that_it_has_from_another_and_by_i
     assert found.reward == {"reward": "length"}
 
 
+def test_a_model_folder_is_evaluated_by_the_reward_and_on_the_problems_of_the_run_file(tmp_path):
+    """Not by `math`, which would say another figure without a word."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "some.jsonl").write_text("")
+    run = {"validation": {"data": {"test": "some.jsonl"}, "reward": {"mine:exact": 1.0}}}
+    (tmp_path / "my_run.yaml").write_text(yaml.safe_dump(run))
+    found = subject(str(tmp_path), None, str(tmp_path / "my_run.yaml"))
+    assert found.reward == {"reward": {"mine:exact": 1.0}}
+    assert found.validation == {"test": str(tmp_path / "some.jsonl")}
+    assert found.search == [str(tmp_path)]
+    assert subject(str(tmp_path), None, None).reward == {}
+
+
 def test_the_rewards_of_all_problems_have_more_time_than_those_of_a_training_step(workspace, monkeypatch):
     seen = {}
 

@@ -186,9 +186,14 @@ def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
     if not isinstance(found, Path) or not (found / "config.json").is_file():
         raise InvalidInput(f"{name} is neither the folder of a run (with launch.json) nor of a model (with "
                            f"config.json){f', and {found}' if hub else ''}")
-    settings = read(find_yaml(run, "runs", "run file"), run).data if run else {}
+    file = find_yaml(run, "runs", "run file") if run else None
+    settings = read(file, run).data if file else {}
+    validation, beside = settings.get("validation") or {}, file.resolve().parent if file else None
+    sets = {name: str(find(path, "data", beside) or path) for name, path in validation.get("data", {}).items()}
+    reward = {"reward": validation["reward"]} if "reward" in validation else {}
     role_settings = _role_settings(settings.get("roles", {}).get("actor", {}), found)
-    return EvaluationSubject(role_settings, _data_settings(settings))
+    return EvaluationSubject(role_settings, _data_settings(settings), reward, sets,
+                             search=[str(beside)] if beside else [])
 
 
 def _of_run(folder: Path, role: str | None) -> EvaluationSubject:

@@ -96,7 +96,7 @@ def load_for_planning(dag: str, run: str | None = None, overrides: list[str] | N
         raise InvalidInput(mistakes)
     if unusable := _check_names(dag_object, dag_source):
         raise InvalidInput([*mistakes, *unusable])
-    functions = find_functions(dag_object, dag_source, mistakes)
+    functions = find_functions(dag_object, dag_source, run_source.file, mistakes)
     spec = Spec(dag_object, run_object, dag_source, run_source, functions, cluster_object or Cluster(),
                 mistakes=mistakes, cluster_source=cluster_source)
     _check_models(spec)

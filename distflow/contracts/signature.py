@@ -286,9 +286,9 @@ def named_settings(dag: Dag, functions: dict[str, Contract], annotation: str) ->
                 yield node, name, item.settings.get(name, setting.value)
 
 
-def find_functions(dag: Dag, source: YamlSource, mistakes: list[Diagnostic]) -> dict[str, Contract]:
+def find_functions(dag: Dag, source: YamlSource, run_file: str, mistakes: list[Diagnostic]) -> dict[str, Contract]:
     """Return the contracts of all functions that the DAG may name; add to `mistakes`, and to `sys.path`."""
-    for folder in (str(Path(source.file).resolve().parent), str(Path.cwd())):
+    for folder in (str(Path(source.file).resolve().parent), str(Path(run_file).resolve().parent), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)
     finder = _Finder(dag, source, mistakes)

@@ -246,6 +246,20 @@ def test_a_function_of_a_module_here_is_found_for_whoever_named_it_otherwise(tmp
         assert said in str(caught.value), given
 
 
+def test_a_module_next_to_the_run_file_is_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "rewards_next_door.py").write_text("from distflow import reward\n\n@reward\n"
+                                                 "def near_by(completion): ...\n")
+    run = folder / "my_run.yaml"
+    run.write_text((SHIPPED / "runs/embedded.yaml").read_text())
+    spec = load("grpo", str(run), overrides=["validation.reward=rewards_next_door:near_by"])
+    assert spec.mistakes == []
+    assert "near_by" in [each.split(":")[-1] for each in spec.rewards]
+
+
 def test_of_two_similar_names_the_one_with_the_same_letters_is_meant() -> None:
     with pytest.raises(InvalidInput, match="Did you mean `grpo`"):
         load("gpro")
