@@ -1,0 +1,158 @@
+"""What each recipe of `examples/recipes` makes of its task: held-out accuracy before, after SFT, after GRPO from there,
+and after as many more steps of SFT instead.
+
+    python -m benchmarks.recipes chain_sum --seeds 0 1
+
+writes results/recipes.json, a table beside it, and the curve of the recipe. Runs that have ended are read and not
+repeated; one that was interrupted is resumed. `--collect` starts none, and reads those that have ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from distflow.telemetry.run_reader import RunReader  # noqa: E402 - needs the path above
+
+RUNS, RESULTS = ROOT / "runs/recipes", ROOT / "benchmarks/results/recipes.json"
+STAGES = {"sft": ("#6e7781", "SFT"), "grpo": ("#1f6feb", "GRPO"), "control": ("#d97706", "more SFT instead")}
+OTHER_ORDER = 1000
+"""Added to the seed of the SFT that continues, so that it does not begin with the problems that it has seen."""
+GRPO_SETTINGS = {"chain_sum": (), "spell_backward": ("nodes.reward.with.reward=exact_answer:exact",)}
+"""Recipe → what its GRPO has beside its run file."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The three runs of a recipe with one seed."""
+
+    recipe: str
+    seed: int
+
+    def folder(self, stage: str) -> Path:
+        return RUNS / f"{self.recipe}-{stage}-{self.seed}"
+
+    def command(self, stage: str) -> list[str]:
+        """Return the words behind `distflow` that start a stage, or resume it."""
+        folder, start = self.folder(stage), f"roles.actor.model={self.folder('sft') / 'model'}"
+        if (folder / "checkpoints").is_dir():
+            return ["resume", str(folder)]
+        steps = RunReader(self.folder("grpo")).summary.get("steps")
+        dag, settings = {
+            "sft": ("sft", [f"seed={self.seed}"]),
+            "grpo": ("grpo", [f"seed={self.seed}", start, *GRPO_SETTINGS[self.recipe]]),
+            "control": ("sft", [f"seed={self.seed + OTHER_ORDER}", start, f"steps={steps}", "validation.every=10"]),
+        }[stage]
+        return ["run", dag, "--run", f"examples/recipes/{self.recipe}/{dag}_run.yaml", "--name", folder.name,
+                *(word for setting in settings for word in ("--set", setting))]
+
+    def launch(self, stage: str) -> None:
+        """Run a stage to its end, unless it has ended. Raises CalledProcessError: it has failed, and said why."""
+        if RunReader(self.folder(stage)).state != "has finished":
+            subprocess.run([sys.executable, "-m", "distflow.cli", *self.command(stage)], cwd=ROOT, check=True,
+                           env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": str(ROOT)})
+
+    def results(self) -> dict[str, Any]:
+        """Return what the stages that have ended have come to, by stage."""
+        readers = {stage: RunReader(self.folder(stage)) for stage in STAGES}
+        return {stage: outcome(reader) for stage, reader in readers.items() if reader.state == "has finished"}
+
+
+def outcome(run: RunReader) -> dict[str, Any]:
+    """Return the curve of a run, as [step, accuracy, low, high], and what it took."""
+    names = ("validation/heldout", "validation_low/heldout", "validation_high/heldout")
+    steps, timed = run.steps(), run.timed_steps()
+    curve = [[values["step"], *(round(values[name], 4) for name in names)] for values in steps if names[0] in values]
+    return {"steps": run.summary["steps"], "curve": curve, "tokens": int(sum(values["tokens"] for values in timed)),
+            "rows": int(sum(values["samples"] for values in timed)),
+            "minutes": round(run.summary["wall_seconds"] / 60, 1),
+            "minutes_in_steps": round(run.summary["seconds_in_steps"] / 60, 1)}
+
+
+def rows_of(seeds: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the rows of a recipe's table, as its page has them: a stage a row."""
+    for seed, stages in seeds.items():
+        for stage, done in stages.items():
+            (_, before, *_), (_, after, low, high) = done["curve"][0], done["curve"][-1]
+            yield (f"| {seed} | {STAGES[stage][1]} | {done['steps']} | {before:.3f} | {after:.3f} ({low:.3f} to "
+                   f"{high:.3f}) | {done['rows']:,} | {done['tokens']:,} | {done['minutes']} |")
+
+
+HEAD = ("| seed | stage | steps | before | after (95% interval) | rows | trained tokens | minutes |",
+        "|---|---|---|---|---|---|---|---|")
+WIDTH, HEIGHT, LEFT, BOTTOM = 640, 300, 44, 36
+
+
+def drawn(title: str, seeds: dict[str, dict[str, Any]]) -> str:
+    """Return an SVG of the curves of all seeds, GRPO and more SFT beginning where SFT ends, with their intervals."""
+    first = max(stages["sft"]["steps"] for stages in seeds.values())
+    last = first + max(done["steps"] for stages in seeds.values() for name, done in stages.items() if name != "sft")
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - 12) * step / last
+
+    def y(value: float) -> float:
+        return 30 + (HEIGHT - BOTTOM - 30) * (1 - value)
+
+    def text(left: float, top: float, words: str, more: str = "") -> str:
+        return f'<text x="{left:.0f}" y="{top:.0f}" {more}>{words}</text>'
+
+    parts = [text(LEFT, 18, title, 'font-weight="bold"'), text(LEFT, HEIGHT - 4, "training steps")]
+    for tick in range(0, 11, 2):
+        parts += [f'<path d="M{LEFT} {y(tick / 10):.1f}H{WIDTH - 12}" stroke="#d0d7de"/>',
+                  text(LEFT - 6, y(tick / 10) + 4, f"{tick / 10:.1f}", 'text-anchor="end"')]
+    parts += [text(x(step), HEIGHT - BOTTOM + 16, str(step), 'text-anchor="middle"') for step in (0, first, last)]
+    for number, (stage, (colour, words)) in enumerate(STAGES.items()):
+        parts.append(text(LEFT + 200 + 110 * number, 18, f"— {words}", f'fill="{colour}" font-weight="bold"'))
+        for done in (stages[stage] for stages in seeds.values() if stage in stages):
+            begin = 0 if stage == "sft" else first
+            points = [(x(begin + step), *map(y, values)) for step, *values in done["curve"]]
+            line = " ".join(f"{left:.1f},{middle:.1f}" for left, middle, *_ in points)
+            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            parts += [f'<path d="M{left:.1f} {low:.1f}V{high:.1f}" stroke="{colour}" stroke-opacity="0.4"/>'
+                      f'<circle cx="{left:.1f}" cy="{middle:.1f}" r="3" fill="{colour}"/>'
+                      for left, middle, low, high in points]
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+            f'font-size="12" fill="#57606a"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+            + "\n".join(parts) + "</svg>\n")
+
+
+def write(found: dict[str, dict[str, dict[str, Any]]], only: Iterable[str]) -> None:
+    """Write the results, the table beside them, and the curves of the recipes `only`."""
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    table = [line for recipe, seeds in found.items() for line in (f"{recipe}\n", *HEAD, *rows_of(seeds), "")]
+    RESULTS.with_suffix(".txt").write_text("\n".join(table))
+    for recipe in only:
+        if any(stages.keys() - {"sft"} for stages in found[recipe].values()):
+            title = f"{recipe}: held-out accuracy"
+            (ROOT / f"docs/pictures/recipe_{recipe}.svg").write_text(drawn(title, found[recipe]))
+    print("\n".join(table))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+", choices=sorted(GRPO_SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--collect", action="store_true", help="start nothing, and read the runs that have ended")
+    options = parser.parse_args()
+    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for study in (Study(recipe, seed) for recipe in options.recipes for seed in options.seeds):
+        for stage in () if options.collect else STAGES:
+            study.launch(stage)
+        if results := study.results():
+            found.setdefault(study.recipe, {})[str(study.seed)] = results
+    write(found, options.recipes)
+
+
+if __name__ == "__main__":
+    main()
