@@ -1,12 +1,11 @@
-"""Real runs on unlike ranks: planned shares and measured ones against equal ones, end to end, and what was predicted.
+"""Real runs on unlike ranks: planned shares against equal ones, end to end, and what was predicted.
 
 Two machines of one core, of which the second is slowed to a half or a quarter of the first: the kernel gives the
 processes of each rank a quota of processor time (control groups; see slowed.py), so whatever they compute takes so much
 longer. Machines are network namespaces whose links are shaped to a rate (machines.py), so what ranks exchange takes the
 time that it takes on a network; each has a torchrun of its own. `grpo.yaml` on the embedded task, mode sync. The flow
 is a user's: short runs with equal shares, `distflow plan mixed --from` them with a cluster file that says which rank is
-slowed, and runs that obey the plan; and runs with `rows: measured`, which know neither a cluster nor a plan, and whose
-steps until their shares have settled do not count. All three take turns. The cost model knows the two short runs, of
+slowed, and runs that obey the plan. Both take turns. The cost model knows the two short runs, of
 two batch sizes, and no planned one.
 
 Of a run all steps but the first ones count: seconds of a step are those of the slowest rank, everything in it. With
@@ -44,9 +43,6 @@ NEAR = 0.15
 """How far a prediction may be from what was measured."""
 _WARM = 2
 """Steps of a run that do not count."""
-_SETTLING = 6
-"""Steps more of a run with measured shares, in which these come near to what they stay at."""
-_MEASURED = "layouts={" + ", ".join(f"{node}: {{rows: measured}}" for node in ("rollout", "reference", "update")) + "}"
 _LOOK = 0.05
 _PORT = 29400
 """On the first machine, where nothing else listens."""
@@ -83,23 +79,22 @@ class Contest:
 
     def seconds(self, side: str, repeat: int) -> float:
         """Of a step, the median of a run."""
-        more = {"equal": [], "measured": _set([_MEASURED]),
-                "planned": ["--cluster", str(self.cluster), "--plan", str(self.plan)]}[side]
-        found = self._launch(f"{side}-{repeat}", more, _SETTLING if side == "measured" else 0,
-                             self.used if side == "planned" else 2)
+        planned = side == "planned"
+        more = ["--cluster", str(self.cluster), "--plan", str(self.plan)] if planned else []
+        found = self._launch(f"{side}-{repeat}", more, self.used if planned else 2)
         print(f"1:{self.times}, repeat {repeat}, {side}: {found:.3f} s a step", flush=True)
         return found
 
-    def _launch(self, name: str, more: Sequence[str], settling: int = 0, used: int = 2) -> float:
+    def _launch(self, name: str, more: Sequence[str], used: int = 2) -> float:
         """Ranks are slowed as soon as the first step is done: to start costs as much as several steps. A plan may have
         `used` the fast rank alone."""
         folder = self.scratch / f"{name}-{self.times}"
         with ranks(2) as slowed:
             run = [*slowed.join, sys.executable, "distflow/launch.py", "--dag", "grpo", "--name", folder.name,
-                   *_set([*self.settings, f"steps={self.given.steps + settling}"]), *more]
+                   *_set([*self.settings, f"steps={self.given.steps}"]), *more]
             self._said([within(name, *_torchrun(number, used), *run) for number, name in enumerate(self.names[:used])],
                        lambda: _begin(slowed, folder, self.times))
-        return median(step["seconds"] for step in steps_of(folder)[_WARM + settling :])
+        return median(step["seconds"] for step in steps_of(folder)[_WARM:])
 
     def _said(self, commands: Sequence[Sequence[str]], meanwhile: Callable[[], bool] = lambda: True) -> None:
         """Run these beside each other, and ask `meanwhile` until it is true.
@@ -175,8 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--times", type=int, choices=list(GOALS), help="only with ranks so many times slower")
-    parser.add_argument("--sides", nargs="+", default=["planned", "measured"], choices=("planned", "measured"),
-                        help="shares that are compared with equal ones")
     parser.add_argument("--megabit", type=float, default=1000.0, help="rate of each machine's link, in Mbit/s")
     given = parsed(parser, arguments)
     given.hidden = 128 if given.quick else given.hidden
@@ -184,13 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
         for times in [given.times] if given.times else list(GOALS)[: 1 if given.quick else None]:
             contest = Contest(given, Path(scratch), names, times)
             predicted = contest.prepare()
-            pairs = interleaved({side: partial(contest.seconds, side) for side in ("equal", *given.sides)},
+            pairs = interleaved({side: partial(contest.seconds, side) for side in ("equal", "planned")},
                                 given.repeats)
-            for side in given.sides:
-                speed = ratios(pairs, "equal", side, lambda seconds: seconds)
-                conclude(f"a step on ranks of speed 1:{times}, equal shares over {side} ones", speed, GOALS[times])
-            if "planned" in given.sides:
-                near(times, pairs, predicted)
+            speed = ratios(pairs, "equal", "planned", lambda seconds: seconds)
+            conclude(f"a step on ranks of speed 1:{times}, equal shares over planned ones", speed, GOALS[times])
+            near(times, pairs, predicted)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]  # which ranks are neighbours, from 
 SHARES_OUTERMOST: RankOrder = "tp-pp-dp"
 STAGES_OUTERMOST: RankOrder = "tp-dp-pp"
 INFERENCE = "inference"  # kind of a group that only reads the model of one role; its name has the role's behind it
-MEASURED = "measured"  # `Layout.rows` by the throughput of each rank in the steps before
 Lineage = tuple[str, ...]  # nodes that repeated a row, outermost first. Written `fan` in plan.json.
 ROW = "row"  # column of row ids, which is no transfer of its own: ids travel with every row
 KEEP = "keep"  # column by which a node drops rows: those where it is False leave the step for all later nodes
@@ -38,7 +37,7 @@ class Layout:
     Data-parallel share `i` of `dp` is on `width` ranks, which split each layer's matrices `tp` ways (neighbours), each
     row's tokens `cp` ways, and the layers `pp` ways; `ep` cuts experts across dp and cp. Ranks from `first` on have one
     share after the other, or with the `order` STAGES_OUTERMOST the first stage of all shares, then the second.
-    `rows` of each share are in proportion (empty: alike), or MEASURED; or, with `early`, as they come. `layers` of each
+    `rows` of each share are in proportion (empty: alike); or, with `early`, as they come. `layers` of each
     stage; empty: equally many.
     """
 
@@ -48,18 +47,10 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    rows: tuple[int, ...] | str = ()
+    rows: tuple[int, ...] = ()
     early: bool = False
     order: RankOrder = SHARES_OUTERMOST
     layers: tuple[int, ...] = field(default=(), compare=False)  # no matter for rows
-
-    @property
-    def measured(self) -> bool:
-        return self.rows == MEASURED
-
-    @property
-    def proportion(self) -> tuple[int, ...]:
-        return self.rows if isinstance(self.rows, tuple) else ()
 
     @property
     def width(self) -> int:
@@ -89,11 +80,11 @@ class Layout:
         return [range(first, end) for first, end in zip([0, *ends], ends)]
 
     def part(self, share: int) -> Fraction:
-        return Fraction(self.proportion[share], sum(self.proportion)) if self.proportion else Fraction(1, self.dp)
+        return Fraction(self.rows[share], sum(self.rows)) if self.rows else Fraction(1, self.dp)
 
     def cut(self, count: int, share: int) -> range:
         """Return which of `count` rows a share has, cut in the order of the shares; unequal shares are rounded."""
-        edges, half = [0, *accumulate(map(self.part, range(share + 1)))], Fraction(1, 2) if self.proportion else 0
+        edges, half = [0, *accumulate(map(self.part, range(share + 1)))], Fraction(1, 2) if self.rows else 0
         return range(int(count * edges[share] + half), int(count * edges[share + 1] + half))
 
     @property
@@ -103,7 +94,7 @@ class Layout:
     @property
     def active_shares(self) -> list[int]:
         """The shares that have rows."""
-        return [share for share in range(self.dp) if not self.proportion or self.proportion[share]]
+        return [share for share in range(self.dp) if not self.rows or self.rows[share]]
 
     @property
     def active_ranks(self) -> list[int]:

@@ -21,7 +21,7 @@ from distflow.config.models import base_of
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import INFERENCE, KEEP, MEASURED, ROLLOUT, SOURCE, Layout
+from distflow.plan import INFERENCE, KEEP, ROLLOUT, SOURCE, Layout
 from planners.check import prompted_role, refused_role, role_location, unknown_role
 from planners.columns import NodeColumns
 from planners.placement import can_leave_out
@@ -239,12 +239,11 @@ def _model(spec: Spec, role: str, nodes: list[str]) -> tuple[Layout, list[Diagno
     asked, ranks = spec.run.layouts[node], spec.run.groups.inference_ranks[role]
     model = Layout(asked.dp or 1, tp=asked.tp, cp=asked.cp, pp=asked.pp)
     width, mistakes = model.dp * model.width, []
-    measured = asked.rows == MEASURED or (asked.rows and model.dp == 1)
-    if measured or (model.dp > 1 and model.width > 1):
-        key = "rows" if measured else "dp"
-        why = ("its ranks take prompts as they get free" if model.dp == 1 else "no step tells what its ranks take"
-               if measured else "ranks that only infer either shard a model (dp) or split it, which also divides its "
-               "memory")
+    uneven = asked.rows and model.dp == 1
+    if uneven or (model.dp > 1 and model.width > 1):
+        key = "rows" if uneven else "dp"
+        why = "its ranks take prompts as they get free" if uneven else \
+            "ranks that only infer either shard a model (dp) or split it, which also divides its memory"
         mistakes.append(Diagnostic(f"node `{node}` says `{key}`, and {why}",
                                    spec.run_source.location(("layouts", node, key)), f"Leave `{key}` out of it."))
     if ranks % width:

@@ -21,7 +21,7 @@ from distflow.config.spec import Spec
 from distflow.contracts.agents import agent_nodes
 from distflow.contracts.forms import ENGINE_TYPES
 from distflow.errors import Diagnostic, did_you_mean
-from distflow.plan import MEASURED, SHARES_OUTERMOST, Layout, RankOrder, proportion, whole
+from distflow.plan import SHARES_OUTERMOST, Layout, RankOrder, proportion, whole
 from planners.splits import check_split
 
 _WHOLE = Layout(1).split
@@ -37,7 +37,6 @@ class _LayoutRequest:
     """None if the run file does not name it."""
     dp: int | None
     rows: tuple[int, ...] = ()
-    measured: bool = False
     order: RankOrder = SHARES_OUTERMOST
     layers: tuple[int, ...] = ()
 
@@ -81,25 +80,11 @@ def place_nodes(spec: Spec, ranks: int, sampling: set[str], elsewhere: Collectio
         found = found or _check_shares(spec, request, layout, ranks, shares) + _check_environment(spec, request, layout)
         found = found or ([] if first and can_leave_out(spec, request.role, False, layout) else
                           _check_trained(spec, request, layout, ranks, shares))
-        found = found or _check_measured(spec, request, sampling, min(request.dp or shares, shares))
         rows = proportion(request.rows) if not found else ()
         layouts[request.node] = replace(layout, dp=min(request.dp or shares, shares),
-                                        rows=MEASURED if request.measured else rows)
+                                        rows=rows)
         mistakes += found
-    _follow_measured(spec, requests, layouts, ranks)
     return layouts, mistakes + _check_replicas(spec, requests, layouts, ranks)
-
-
-def _follow_measured(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout], ranks: int) -> None:
-    """Leave the rows of nodes without a model where a node with measured shares has them, which they follow."""
-    left = {request.node for request in requests if request.engine is None and request.node not in spec.run.layouts}
-    before_it = {node: [each for each in spec.dag.nodes[node].dependencies if each in layouts] for node in left}
-    while found := [node for node in sorted(left) if any(layouts[each].measured for each in before_it[node])]:
-        for node in found:
-            before = next(each for each in before_it[node] if layouts[each].measured)
-            alike = layouts[before].width == 1
-            layouts[node] = layouts[before] if alike else Layout(ranks, rows=MEASURED)
-        left.difference_update(found)
 
 
 def _check_replicas(spec: Spec, requests: list[_LayoutRequest], layouts: dict[str, Layout],
@@ -186,8 +171,7 @@ def _request(spec: Spec, name: str, sampling: set[str]) -> _LayoutRequest:
     said = asked.model_fields_set & _WHOLE.keys() if asked else set()
     split = {size: getattr(asked, size) for size in _WHOLE} if said else None
     return _LayoutRequest(name, node.role, engine, split, asked.dp if asked else None,
-                          tuple(asked.rows) if asked and asked.rows != "measured" else (),
-                          asked is not None and asked.rows == "measured",
+                          tuple(asked.rows) if asked else (),
                           asked.order if asked else SHARES_OUTERMOST,
                           tuple(asked.layers) if asked else ())
 
@@ -234,26 +218,6 @@ def _check_shares(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: in
         return [Diagnostic(what, where, f"Start {len(request.rows) * layout.width} ranks, say the rows of {dp}, in "
                            "proportion, or divide rows evenly:  --set layouts={}")]
     return _check_dp(spec, request, layout, ranks, shares)
-
-
-def _check_measured(spec: Spec, request: _LayoutRequest, sampling: set[str], dp: int) -> list[Diagnostic]:
-    if not request.measured:
-        return []
-    node, batch = request.node, spec.run.data.batch
-    instead = (f"Instead:  layouts: {{{node}: {{rows: [2, 1]}}}} , a number for each of the {dp} "
-               f"share{'s' * (dp > 1)}, or leave `rows` out.")
-    if spec.run.mode != "sync":
-        what = (f"node `{node}` has `rows: measured`, and in mode {spec.run.mode} ranks that sample take prompts as "
-                "they get free: a rank that trains shows no throughput")
-    elif not sampling:
-        what = (f"node `{node}` has `rows: measured`, and no node of DAG `{spec.dag.name}` samples: where a model "
-                "trains or infers ranks wait for each other, so that none shows its own throughput")
-    elif batch < dp:
-        what = f"node `{node}` has `rows: measured` with {dp} shares, and a step's {batch} prompts are too few for them"
-        instead = f"Give each share a prompt:  data: {{batch: {dp}}}"
-    else:
-        return []
-    return [Diagnostic(what, spec.run_source.location(("layouts", node, "rows")), instead)]
 
 
 def _check_dp(spec: Spec, request: _LayoutRequest, layout: Layout, ranks: int, shares: int) -> list[Diagnostic]:

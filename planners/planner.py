@@ -183,7 +183,7 @@ def _rows_at_once(spec: Spec, draft: _Draft, role: str, layouts: Mapping[str, La
     rows = 1
     for node in nodes:
         layout, repeats = layouts[node], (draft.flows[each].repeats for each in draft.flows[node].out_fan)
-        part = max(map(layout.part, layout.active_shares)) if spec.run.mode == "sync" and not layout.measured else \
+        part = max(map(layout.part, layout.active_shares)) if spec.run.mode == "sync" else \
             1 + spec.run.staleness
         rows = max(rows, math.ceil(spec.run.data.batch * part) * math.prod(repeats),
                    math.ceil((spec.validated or 0) * part) if validates else 0)

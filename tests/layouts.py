@@ -16,7 +16,7 @@ from distflow.contracts.signature import load_function
 from distflow.data.exchange import gather
 from distflow.plan import Plan
 from distflow.recovery.worker_process import WorkerContext
-from distflow.telemetry.metrics import Metrics, current, recording
+from distflow.telemetry.metrics import current
 from planners import plan as make_plan
 from workers.context import RankContext
 from workers.loop import run_chain
@@ -77,17 +77,15 @@ def train_context(spec: Spec, plan: Plan, folder: Path) -> TrainContext:
     return TrainContext(context, WorkerContext(), silent, functions, source_of, writes=False)
 
 
-def run_steps(folder: str, overrides: list[str], slow: int = 0) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def run_steps(folder: str, overrides: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """What each step reports, with the rows that this rank trained on, and the weights after the last one, from the
-    first rank that has them; for `run_ranks`. Rank 1 samples its rows `slow` times more than it should."""
+    first rank that has them; for `run_ranks`. """
     if folder not in sys.path:
         sys.path.insert(0, folder)
     torch.manual_seed(0)
     spec = load(f"{folder}/dag.yaml", f"{folder}/run.yaml", overrides)
     current().collect(gather)
     ctx = train_context(spec, make_plan(spec, dist.get_world_size()), Path(folder))
-    if slow and dist.get_rank() == 1:
-        ctx.executor.functions = {**ctx.executor.functions, "rollout": _slowed(ctx.executor.functions["rollout"], slow)}
     reports = []
     for step in range(spec.run.steps):
         ctx.begin(step)
@@ -95,7 +93,6 @@ def run_steps(folder: str, overrides: list[str], slow: int = 0) -> tuple[list[di
         run_chain(ctx.chain, ctx.buffer, ctx.executor, ctx.draw_more)
         mine = len(ctx.buffer.step_columns["rollout", ctx.chain[-1].layout])
         reports.append({**current().collect(gather), "rows of this rank": mine, "held": parameters_of(ctx)})
-        ctx.divide_rows()
     actor = ctx.roles["actor"]
     weights = {name: weight.clone() for name, weight in actor.engine.export()} if actor.has_engine else {}
     return reports, weights if dist.get_rank() == actor.writer else {}
@@ -110,13 +107,3 @@ def parameters_of(ctx: TrainContext) -> dict[str, int]:
         if role.rollout is not None and not role.rollout.absent:
             found[f"{name}: rollout"] = sum(weight.numel() for weight in role.rollout.model.parameters())
     return found
-
-
-def _slowed(function: Any, times: int) -> Any:
-    """A node function that takes so many times longer, and writes and reports the same."""
-    def slowed(*arguments: Any, **more: Any) -> Any:
-        for _ in range(times):
-            with recording(Metrics()):
-                function(*arguments, **more)
-        return function(*arguments, **more)
-    return slowed

@@ -98,20 +98,6 @@ def test_ranks_without_rows_of_a_role_have_no_model_of_it(folder, alone, case, s
         assert max(parts) == pytest.approx(sum(parts) / used, rel=0.01), "they divide it evenly"
 
 
-@pytest.mark.parametrize("nodes", [("rollout", "old", "update"), ("update",)])
-def test_measured_shares_equal_one_rank(folder, nodes):
-    """Rows go to the rank that is quicker, from step to step, and nothing of what is computed changes."""
-    longer = ["steps=7", "data.batch=8"]
-    measured = [f"layouts.{node}.rows=measured" for node in nodes]
-    alone, = run_ranks(1, run_steps, folder, longer)
-    quick, slow = run_ranks(2, run_steps, folder, [*longer, *measured], 8)
-    equals(quick, alone)
-    rows = [[step["rows of this rank"] for step in reports] for reports, _ in (quick, slow)]
-    assert [sum(each) for each in zip(*rows)] == [16] * 7
-    assert rows[0][0] in (7, 8, 9)
-    assert rows[0][-1] >= 10 > 6 >= rows[1][-1] > 0
-
-
 def test_the_algorithm_learns_something(alone):
     """Else all layouts would agree on nothing."""
     assert all(report["grad_norm"] > 1e-2 for report in alone[0])

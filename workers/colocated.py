@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from distflow.data.dataloader import Dataloader
-from distflow.data.exchange import gather_values
 from distflow.dock import DockClient
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER
-from distflow.telemetry.metrics import current
 from workers.engines.rollout import Rollout
 from workers.engines.shared_engine import SharedEngine
 from workers.engines.swap import EngineSwap
@@ -27,41 +25,17 @@ from workers.rollout_channel import RolloutChannel
 from workers.train_context import TrainContext
 
 
-class AdaptiveShare:
-    """Share of a step's prompts at which trainer ranks stop sampling (`switch_at: auto`), by what each step took.
-
-    Model: beside the trainer ranks a step's samples take A seconds, and without them W > A. Stopping at share s they
-    wait (1 - s) W for the rest, and have fused work of F seconds for that time. A step takes s A + max((1 - s) W, F),
-    and what does not depend on s. That is shortest where the wait is F: the share moves half of the way there.
-    """
-
-    def __init__(self, value: float = 0.5):
-        self.value = value
-
-    def record(self, waited: float, fused: float) -> None:
-        """Take up the seconds from the switch to the last sample of a step, and those of the fused work."""
-        if self.value < 1 and waited > 0:
-            best = 1 - fused * (1 - self.value) / waited
-        else:  # nothing was missing, or nothing shows how long it would take
-            best = self.value - (_LOWER if fused > 0 else 0.0)
-        self.value = min(max((self.value + best) / 2, _LEAST), 1.0)
-
-
-_LOWER, _LEAST = 0.1, 0.1  # a step towards less where there is no wait; the least share
-
-
 class ColocatedSource:
     """Rollout loop on a trainer rank. Collective over the trainer. `loop` is None on a rank that follows the first of
     its `tp_group`. The rank stops at `enough` rows in the dock, of whichever draws, or after `limit` seconds without
-    new rows if none are under way here. Where there is a `share`, enough is that of `step_rows`. Without ranks that
-    only sample (`alone`) it stops when all rows that the trainer will lease are there: what is under way then is left
-    over for the next call (partial rollouts, Kimi k1.5 2025)."""
+    new rows if none are under way here. Without ranks that only sample (`alone`) it stops when all rows that the
+    trainer will lease are there: what is under way then is left over for the next call (partial rollouts, Kimi k1.5
+    2025)."""
 
     def __init__(self, swaps: Mapping[str, EngineSwap], loop: RolloutContext | None,
-                 tp_group: dist.ProcessGroup | None, enough: float, limit: float, share: AdaptiveShare | None = None,
-                 step_rows: int = 0, alone: bool = False):
-        self.share, self.step_rows, self.alone = share, step_rows, alone
-        self.swaps, self.loop, self.tp_group, self.enough, self.limit = swaps, loop, tp_group, enough, limit
+                 tp_group: dist.ProcessGroup | None, enough: int, limit: float, alone: bool = False):
+        self.swaps, self.loop, self.tp_group = swaps, loop, tp_group
+        self.enough, self.limit, self.alone = enough, limit, alone
         self.engines: Mapping[str, SharedEngine] = {}
 
     @classmethod
@@ -79,18 +53,13 @@ class ColocatedSource:
                                   f"trainer {ctx.rank}, which samples", loops, loops if alone else 0)
         names = {task.role for task in plan.tasks if task.samples}
         swaps = {name: swap for name, role in roles.items() if name in names and (swap := role.engine_swap)}
-        switch_at, prompts = spec.run.switch_at, spec.run.data.batch
-        share = AdaptiveShare() if switch_at == "auto" and not alone else None
-        enough = 0 if switch_at == "auto" else math.ceil(switch_at * prompts) * channel.rows
-        return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, share, prompts * channel.rows, alone)
+        enough = math.ceil(spec.run.switch_at * spec.run.data.batch) * channel.rows
+        return cls(swaps, loop, tp_group, enough, spec.run.wait_limit, alone)
 
     def sample(self, draws: int, complete: Callable[[], bool]) -> None:
         """Sample with this rank's weights. `draws`: those of the step that the trainer has received already.
         `complete`: whether all rows are there that it will lease next."""
         self.draws, self.complete, self.ready, self.changed = draws, complete, 0, time.monotonic()
-        if self.share is not None:
-            self.enough = self.share.value * self.step_rows
-            current().maximum("switch_at", self.share.value)
         with contextlib.ExitStack() as stack:
             engines = {name: stack.enter_context(swap.sampling()) for name, swap in self.swaps.items()}
             if self.loop is None:
@@ -104,12 +73,6 @@ class ColocatedSource:
             rollout(self.loop, self.engines, self._have_enough)
             for engine in engines.values():
                 engine.release_followers()
-
-    def record(self, waited: float, fused: float) -> None:
-        """Take up what a draw took after the switch, on the mean of the ranks: all of them decide alike. Collective."""
-        if self.share is not None:
-            everyone = gather_values((waited, fused)) if dist.get_world_size() > 1 else [(waited, fused)]
-            self.share.record(*(sum(seconds) / len(everyone) for seconds in zip(*everyone)))
 
     def _follow(self, engine: Rollout) -> None:
         try:

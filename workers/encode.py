@@ -19,7 +19,6 @@ from distflow.data.checks import training_fields
 from distflow.data.data_files import data_files
 from distflow.data.dataloader import ONE, Dataloader, Encode, Mixture, UsableRecords
 from distflow.data.dataset import LabelledRecords, OversizedImage, Record, open_images, open_training_sets
-from distflow.data.load_balance import LoadBalance
 from distflow.data.problems import (
     Message,
     answer_text,
@@ -214,7 +213,7 @@ def data_file(spec: Spec, name: str) -> Path:
 
 
 def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: Layout = ONE,
-               balance: LoadBalance | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+               tokenizer: PreTrainedTokenizerBase | None = None,
                plan: Plan | None = None, sampled_elsewhere: bool = False) -> Dataloader:
     """Return the loader of prompts for a role. `tokenizer`: of another role, whose prompts they are. `plan` and
     `sampled_elsewhere`: see `encoder`."""
@@ -231,4 +230,4 @@ def dataloader(spec: Spec, role: RoleEngines, share: int | None = None, layout: 
     names = [each.name for each in opened if isinstance(each, LabelledRecords)]
     records = sets[0] if len(sets) == 1 else Mixture(sets, data.turns, names)
     encode = encoder(tokenizer, data, images, plan, sampled_elsewhere)
-    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, balance, data_files(spec, training))
+    return Dataloader(records, encode, data.batch, spec.run.seed, share, layout, data_files(spec, training))

@@ -33,7 +33,6 @@ from workers.engines.role_engines import RoleEngines
 from workers.engines.rollout import TurnLog
 from workers.engines.sampling import key_of
 
-SAMPLED = "sampled"
 """Metric of each rank: the seconds that it took to sample in a step, without waits for other ranks and loading of
 weights before, and the rows."""
 _TURNS = "turns of "  # begins the keys under which a rollout cache has turns of conversations
@@ -128,14 +127,7 @@ class TrainExecutor(Executor):
         began, phase = time.perf_counter(), _phase(task)
         self.status.set(f"computing node `{task.node}`", phase, task.node)
         with _rank_timer(phase, len(inputs), began):
-            return self.sampled.run(task, self.step, self.roles, partial(self._computed, task, inputs))
-
-    def _computed(self, task: Task, inputs: Batch) -> Written:
-        before = self.roles[task.role].sampling_seconds if task.samples else 0.0
-        columns, ids = super().run(task, inputs)
-        if task.samples:
-            current().per_rank(SAMPLED, self.roles[task.role].sampling_seconds - before, len(ids))
-        return columns, ids
+            return self.sampled.run(task, self.step, self.roles, partial(super().run, task, inputs))
 
 
 class InferenceExecutor(TrainExecutor):

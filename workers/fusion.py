@@ -42,7 +42,7 @@ class Fusion:
         self.step_tasks = [task for task in plan.tasks if task.layout.early]  # the same, as the step's plan has them
         self.arrived = ArrivedRows(plan.early, rank, loader, channel.rows, limit)
         self.written: dict[str, Batch] = {}  # by node, for the draw, in the order of ids
-        self.seconds = self.exposed = 0.0  # of computing for the draw; of these, when all its rows had come
+        self.seconds = 0.0  # of computing for the draw
 
     def run(self, dock: DockClient, draw: int, timeout: SampleTimeout) -> None:
         """Compute all rows of a draw. Raises TimedOut on rank 0: they have not come before `timeout` was over."""
@@ -56,7 +56,6 @@ class Fusion:
             for node, seconds in self._compute(dock, ids[new], tokens[new]).items():
                 self.seconds += seconds
                 hidden[node] += seconds if len(known) < count else 0.0
-        self.exposed = self.seconds - sum(hidden.values())
         for node, seconds in hidden.items():
             current().maximum(f"seconds/{node}/hidden", seconds)
         current().add_all(self.arrived.metrics.take("data/bytes"))

@@ -75,16 +75,12 @@ class AsyncSource(Dataloader):
         began, number = time.perf_counter(), self.drawn_before
         self._enqueue_prompts(number)
         self._sample(number, self.batch)
-        switched = time.perf_counter()
         self.position += self.batch
         self.dock.report_activity(f"waiting for the samples of step {number}")
         timeout = SampleTimeout(self.channel, self.dock, self.limit)
         if self.fusion is not None:
             self.fusion.run(self.dock, number, timeout)
         self.rows = self._receive(number, timeout)
-        if self.colocated is not None:
-            waited, fused = time.perf_counter() - switched, self.fusion
-            self.colocated.record(*((waited - fused.exposed, fused.seconds) if fused else (waited, 0.0)))
         _add_reports(self.rows)
         prompts = self.at(torch.unique(self.rows.ids // self.channel.rows))
         current().maximum("waiting/samples", time.perf_counter() - began - (self.fusion.seconds if self.fusion else 0))
@@ -225,16 +221,10 @@ class AsyncSource(Dataloader):
         for consumer in self.consumers if self.rank == 0 else ():
             self.dock.release_before(consumer, state["position"] // self.batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        share = self.colocated and self.colocated.share
-        return {**super().state_dict(), **({"switch_at": share.value} if share else {})}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; if `data.batch` has changed since, with the next whole draw of that size."""
         super().load_state_dict(state)
         self.position += -self.position % self.batch
-        if (share := self.colocated and self.colocated.share) and "switch_at" in state:
-            share.value = state["switch_at"]
 
     def close(self) -> None:
         self.dock.close()
@@ -245,7 +235,6 @@ class SyncSource(AsyncSource):
 
     def __init__(self, loader: Dataloader, *given: Any, **named: Any):
         super().__init__(loader, *given, **named)
-        self.balance = loader.balance
         self.consumers = [*self.awaited.values()]
 
     def next(self) -> Batch:
@@ -467,7 +456,7 @@ def source_of(ctx: TrainContext) -> Dataloader:
         if follows:
             first = prompted_role(ctx.spec, ctx.context.plan.groups[0].plan.chain(0))
             tokenizer = tokenizer_of(ctx.spec, first, role)
-        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, ctx.balance, tokenizer, reader,
+        return dataloader(ctx.spec, role, plan.source.share(ctx.rank), plan.source, tokenizer, reader,
                           sampled_elsewhere=channel is not None)
 
     if channel is None:  # mode sync, or nothing is trained: a checkpoint of another mode is only read

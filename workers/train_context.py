@@ -15,7 +15,6 @@ from distflow.data.batch import Batch
 from distflow.data.databuffer import Databuffer
 from distflow.data.dataloader import Dataloader
 from distflow.data.exchange import peer_errors
-from distflow.data.load_balance import LoadBalance
 from distflow.errors import InvalidInput, StepFailed
 from distflow.plan import TRAINER, Task
 from distflow.recovery.detectors import StepMonitor, StepReport
@@ -28,7 +27,7 @@ from distflow.telemetry.trajectories import trajectories
 from planners.check import prompted_role
 from workers.context import RankContext
 from workers.engines.sampling import key_of
-from workers.execution import SAMPLED, SampledRows, TrainExecutor, Watch
+from workers.execution import SampledRows, TrainExecutor, Watch
 from workers.follower import (
     FollowerLink,
     FollowerSink,
@@ -71,9 +70,8 @@ class TrainContext:
         self.trained = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].trained}
         following = {name: role for name, role in self.roles.items() if self.spec.dag.roles[name].follow}
         self.changing = {**self.trained, **following}
-        self.balance = LoadBalance(self.plan.ranks, run.data.batch, (task.layout for task in self.plan.tasks))
         buffer_type = TrainerBuffer if self.leader or self.follower else Databuffer
-        self.buffer = buffer_type(self.plan, self.rank, current(), run.wait_limit, self.balance)
+        self.buffer = buffer_type(self.plan, self.rank, current(), run.wait_limit)
         self.executor = TrainExecutor(self.plan, functions, self.roles, self.rank, status, run.seed)
         self.source = source_of(self)
         if isinstance(self.buffer, TrainerBuffer):
@@ -228,7 +226,6 @@ class TrainContext:
         self.state.report()
         values = self.sink.record(done, self.buffer, self.source.epoch)
         self._learn_versions()
-        self.divide_rows()
         self.source.reweigh(metrics.of_ranks)
         changes = [rank["changes"] for rank in metrics.of_ranks if "changes" in rank]
         self.superseded = any(newest > known for newest, _ in changes for _, known in changes)
@@ -251,11 +248,6 @@ class TrainContext:
         """Note on ranks without a model of a role which version of its weights the others have now."""
         for name, role in self.changing.items() if self.plan.partial_models else ():
             role.version = int(max(rank[_VERSION.format(name)][0] for rank in current().of_ranks))
-
-    def divide_rows(self) -> None:
-        """Divide the rows of measured layouts by what each rank took to sample, once the metrics have come together."""
-        if self.balance.record([rank.get(SAMPLED, (0.0, 0.0)) for rank in current().of_ranks]) and not self.rank:
-            events.record("rows_rebalanced", rows=[self.balance.rebalanced(each).rows for each in self.balance.layouts])
 
     def follow(self, step: int) -> None:
         """Move the roles that follow a trained one. Snapshots of the step before are complete: weights have changed."""

@@ -104,8 +104,8 @@ class Validator(Validations):
         """Return the validator of the role `name`, whose ranks answer as many questions as they sample prompts."""
         layout = plan.layout_of(name, samples=True)
         ours = [task.layout for task in plan.tasks if task.samples and task.role == name and not task.arrives]
-        others = [] if layout.proportion else [plan.source]  # ranks without a model answer nothing
-        rows = next((each.proportion for each in [*ours, *others] if each.dp == layout.dp), layout.proportion)
+        others = [] if layout.rows else [plan.source]  # ranks without a model answer nothing
+        rows = next((each.rows for each in [*ours, *others] if each.dp == layout.dp), layout.rows)
         return cls(spec, roles[name], replace(layout, rows=rows))
 
     def ask(self, step: int) -> None:
@@ -188,7 +188,7 @@ def _share(spec: Spec, role: RoleEngines, path: Path, layout: Layout) -> _Share:
     records, share = open_records(path, spec.run.data), layout.share(dist.get_rank())
     rows: Sequence[int] = ()
     if share is not None:
-        rows = layout.cut(len(records), share) if layout.proportion else range(share, len(records), layout.dp)
+        rows = layout.cut(len(records), share) if layout.rows else range(share, len(records), layout.dp)
     wanted = validated_fields(spec)
     found = {row: record for row, record in zip(rows, records.get(rows)) if wanted.strict or not wanted.empty(record)}
     encoder = image_encoder_of(role, spec.run.data, path)

@@ -279,7 +279,7 @@ def _infer(context: RankContext, _: WorkerContext, channel: RolloutChannel, stor
     tokenizer = tokenizer_of(spec, prompted, role)
     executor = InferenceExecutor(group.plan, _load_functions(spec, group.plan), roles, dist.get_rank(),
                                  RankStatus(store, dist.get_rank(), len(ranks), ranks.start), spec.run.seed)
-    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, None, tokenizer,
+    loader = dataloader(spec, role, group.plan.source.share(dist.get_rank()), group.plan.source, tokenizer,
                         group.plan, sampled_elsewhere=True)
     ctx = InferenceContext(group, loader, channel, executor, f"{group.name} {rank}", spec.run.wait_limit)
     ready()

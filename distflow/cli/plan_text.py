@@ -84,8 +84,7 @@ def _where(task: Task, ranks: int) -> str:
     sizes = f"dp {layout.dp}" + "".join(f", {name} {size}" for name, size in layout.split.items() if size > 1)
     sizes += f", {layout.order}" if layout.order != SHARES_OUTERMOST else ""
     sizes += f", layers {':'.join(map(str, layout.layers))}" if layout.layers else ""
-    rows = ":".join(map(str, layout.proportion)) or "measured" * layout.measured
-    sizes += f", rows {rows}" if rows else ""
+    sizes += f", rows {':'.join(map(str, layout.rows))}" if layout.rows else ""
     if layout.dp * layout.width == ranks:
         return sizes
     where = f"ranks {layout.first}–{layout.last}" if layout.last > layout.first else f"rank {layout.first}"

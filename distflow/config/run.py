@@ -407,18 +407,14 @@ class Parallel(Document):
     order: RankOrder = SHARES_OUTERMOST
     """Which ranks are neighbours, nearest first. tp-pp-dp: the stages of a share follow each other. tp-dp-pp: the first
     stage of all shares is on the first ranks, and so on, so that unlike machines can have a stage each."""
-    rows: list[NonNegativeInt] | Literal["measured"] = []
-    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many.
-    measured: by the throughput at which each rank samples, looked at every two steps (mode sync); runs with one seed
-    then need not be equal bit for bit."""
+    rows: list[NonNegativeInt] = []
+    """For each share a number, and rows in that proportion, as [2, 1] for unlike ranks; by default equally many."""
 
     @field_validator("rows", mode="before")
     @classmethod
     def _some(cls, value: Any) -> Any:
-        if value == "measured":
-            return value
         if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
-            raise ValueError(f"{value} is neither a list with a whole number for each share, as [2, 1], nor `measured`")
+            raise ValueError(f"{value} is no list with a whole number for each share, as [2, 1]")
         if value and not any(value):
             raise ValueError("no share has rows. Give one number for each share, in proportion, as [2, 1]")
         return value
@@ -454,10 +450,9 @@ class Run(Document):
     on_new_weights: Literal["continue", "restart"] = "continue"
     """What happens to unfinished rows when new weights come (mode async): their next tokens are sampled with these, or
     the turn that is under way begins again."""
-    switch_at: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = 0.5
+    switch_at: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Ranks that do both go over to training (mode semi_sync) once the samples of so many prompts wait for it, as a
-    share of a step's, of whichever steps they are. auto: begins with 0.5, and after each step moves towards the share
-    at which they wait no longer for the rest than they have other work meanwhile (`fuse`)."""
+    share of a step's, of whichever steps they are."""
     fuse: bool = True
     """Whether ranks that train compute what needs no whole step, such as log-probabilities of the reference, of the
     prompts that are done while others are still sampled (modes async and semi_sync). Which prompts are computed

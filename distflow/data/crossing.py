@@ -104,7 +104,7 @@ class ArrivedRows:
         """Return this rank's rows, and one row that is there in any case."""
         prompts, index = torch.unique(ids // self.rows, return_inverse=True)
         weights = torch.zeros_like(prompts).index_add(0, index, tokens.clamp(min=1))
-        share, parts = self.source.share(self.rank), self.source.proportion
+        share, parts = self.source.share(self.rank), self.source.rows
         where = assign_near(weights, [0] * self.source.dp, torch.zeros_like(prompts), parts=parts) if parts else \
             assign(weights, self.source.dp)
         return ids[where[index] == (-1 if share is None else share)], ids[:1]

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from distflow.data.assignment import RowCounts, ShardAssignment
 from distflow.data.batch import Batch, ColumnData, Ragged, encode_text, to_list
-from distflow.data.load_balance import LoadBalance
 from distflow.data.missing_rows import missing_rows
 from distflow.data.redistribute import Redistributor
 from distflow.data.row_filter import KeptRows, concat_non_empty
@@ -43,13 +42,10 @@ class Databuffer:
 
     A rank outside a layout takes part in its transfers and holds zero rows of it; of ranks that share one model, the
     first puts rows for all. Rows stand in the order of their ids. A wait for another rank ends after `limit` seconds.
-    `balance` says the shares of measured layouts.
     """
 
-    def __init__(self, plan: Plan, rank: int, metrics: Metrics, limit: float = 600.0,
-                 balance: LoadBalance | None = None):
+    def __init__(self, plan: Plan, rank: int, metrics: Metrics, limit: float = 600.0):
         self.rank, self.metrics = rank, metrics
-        self.balance = balance or LoadBalance(plan.ranks, 0)
         self.lineage = RowLineage(plan.tasks, plan.source)
         self.redistributor = Redistributor(rank, metrics, limit)
         self.source_layout = plan.source
@@ -204,7 +200,7 @@ class Databuffer:
                 facts["bytes"] = self.redistributor.moved - before
         except RankMissing as error:
             rows = missing_rows(self.lineage, producer, origin, self.assignments.get(origin), self.drawn, self.rank,
-                                error.ranks, self.balance.rebalanced(origin))
+                                error.ranks, origin)
             raise RankMissing(f"node `{task.node}` on rank {self.rank} waits for columns {', '.join(names)} of the "
                               f"rows of node `{producer}`, on rank {origin.first} to {origin.last}: {error}. Of these "
                               f"rows {rows}", error.ranks) from error
@@ -222,7 +218,7 @@ class Databuffer:
     def _assign(self, layout: Layout, counts: list[bytes]) -> ShardAssignment:
         if layout not in self.assignments:
             self.assignments[layout], uneven = RowCounts(self.lineage, layout).assign(
-                counts, self.redistributor.host_group.machines, self.balance.rebalanced(layout).proportion)
+                counts, self.redistributor.host_group.machines, layout.rows)
             if uneven is not None:
                 self.metrics.mean("data/imbalance", uneven)
         return self.assignments[layout]

@@ -21,7 +21,6 @@ import torch
 from distflow.data.batch import Batch, ColumnData
 from distflow.data.data_files import DataFiles, changes
 from distflow.data.dataset import Record, Records, RequiredFields
-from distflow.data.load_balance import LoadBalance
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
 from distflow.plan import Layout
 from distflow.telemetry import events
@@ -186,10 +185,10 @@ class Dataloader:
     """Whether a state may be moved to the beginning of a pass."""
 
     def __init__(self, records: Records, encode: Encode, batch: int, seed: int, share: int | None = None,
-                 layout: Layout = ONE, balance: LoadBalance | None = None, files: DataFiles | None = None):
+                 layout: Layout = ONE, files: DataFiles | None = None):
         """`files`: identity of the data, by which a state of other data is known."""
         self.records, self.encode, self.batch, self.seed = records, encode, batch, seed
-        self.share, self.layout, self.balance, self.files = share, layout, balance, files or {}
+        self.share, self.layout, self.files = share, layout, files or {}
         self.position = 0
 
     def next(self) -> Batch:
@@ -200,8 +199,7 @@ class Dataloader:
                 current().maximum(f"data/share/{name}", turns / sum(self.records.turns))
         if self.share is None:
             return Batch(torch.empty(0, dtype=torch.int64))
-        layout = self.balance.rebalanced(self.layout) if self.balance else self.layout
-        mine = layout.cut(self.batch, self.share)
+        mine = self.layout.cut(self.batch, self.share)
         return self.at(torch.arange(mine.start, mine.stop) + start) if mine else \
             Batch(torch.empty(0, dtype=torch.int64))
 
@@ -264,10 +262,9 @@ class Dataloader:
         return _shuffled_index(len(self.records), self.seed, position)
 
     def state_dict(self) -> dict[str, Any]:
-        shares = {"balance": self.balance.state_dict()} if self.balance and self.balance.layouts else {}
         weights = {"mixture": self.records.state_dict()} if isinstance(self.records, Mixture) and self.records.since \
             else {}
-        return {"position": self.position, **shares, **weights, **({"files": self.files} if self.files else {})}
+        return {"position": self.position, **weights, **({"files": self.files} if self.files else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state. Raises InvalidInput: prompts were left over, and this loader takes none of them."""
@@ -277,8 +274,6 @@ class Dataloader:
                                "(drop or keep):  distflow resume RUN  without  --set mode=… and --set on_stale=…")
         self.position = int(state["position"])
         self._compare_files(state.get("files", {}))
-        if self.balance and "balance" in state:
-            self.balance.load_state_dict(state["balance"])
         if isinstance(self.records, Mixture) and "mixture" in state:
             self.records.load_state_dict(state["mixture"])
 

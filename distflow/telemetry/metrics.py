@@ -175,7 +175,7 @@ RESERVED = frozenset([
     "epoch", "evaluation", "filter",
     "grad_norm", "greedy", "importance", "inference", "learning_rate", "lines", "loss", "memory", "mfu", "mismatch",
     "peer_replica", "policy", "preference", "prompt", "response", "reward", "router", "samples", "samples_total",
-    "seconds", "snapshot", "staleness", "step", "switch_at", "tokens", "tokens_per_second",
+    "seconds", "snapshot", "staleness", "step", "tokens", "tokens_per_second",
     "tokens_per_second_per_device", "tokens_total", "validation", "validation_high", "validation_low",
     "validation_pass", "value", "waiting", "wall_seconds",
     "weights"])

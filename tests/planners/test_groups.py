@@ -290,7 +290,7 @@ def test_what_only_other_modes_need_is_noted():
 
 
 def test_a_share_at_which_nobody_stops_sampling_is_noted():
-    made = plan(load("grpo", overrides=["mode=async", "switch_at=auto"]), 2)
+    made = plan(load("grpo", overrides=["mode=async", "switch_at=0.7"]), 2)
     assert any("`switch_at` changes nothing in mode async" in note for note in made.notes)
     assert not any("switch_at" in note for note in plan(load("grpo", overrides=["mode=async"]), 2).notes)
 

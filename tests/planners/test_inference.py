@@ -331,7 +331,6 @@ def test_a_fault_of_ranks_that_only_infer_needs_some():
 
 @pytest.mark.parametrize(("overrides", "said"), [
     (("layouts.reference.rows=[2]",), "take prompts as they get free"),
-    (("layouts.reference={dp: 2, rows: measured}",), "no step tells what its ranks take"),
     (("layouts.reference={dp: 2, tp: 2}",), "either shard a model (dp) or split it"),
     (("layouts.reference.dp=2",), "Instead:  groups: {inference: {reference: 2}}"),
     (("roles.actor.lora={rank: 4}",), "under the adapters of `actor`, which the ranks that train have anyway"),

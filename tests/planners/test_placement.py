@@ -11,7 +11,7 @@ from planning import DIAMOND, node
 from distflow.config.extras import pip_line
 from distflow.config.load import load
 from distflow.errors import InvalidInput
-from distflow.plan import MEASURED, STAGES_OUTERMOST, Layout
+from distflow.plan import STAGES_OUTERMOST, Layout
 from planners import plan
 
 JUDGED = {**DIAMOND, "judged": node("judge", "sample")}
@@ -48,45 +48,10 @@ def test_a_frozen_copy_follows_the_role_that_it_copies(plan_of: Callable) -> Non
     assert plan.layout_of("critic", samples=False) == Layout(4)
 
 
-TWO_NODES = ["layouts={rollout: {rows: measured}, update: {rows: measured}}"]
-
-
-def test_nodes_without_a_model_leave_rows_where_measured_shares_have_them() -> None:
-    layouts = {task.node: task.layout for task in plan(load("grpo", None, TWO_NODES), 4).tasks}
-    own = Layout(4, rows=MEASURED)
-    assert layouts == {"rollout": own, "reward": own, "advantage": own, "update": own, "reference": Layout(4)}
-    named = plan(load("grpo", None, [*TWO_NODES, "layouts.reward.dp=2"]), 4)
-    assert {task.node: task.layout for task in named.tasks} == layouts | {
-        "reward": Layout(2), "advantage": Layout(4)}, "what a node follows is what it reads"
-
-
-def test_a_split_models_measured_rows_are_shared_by_its_ranks() -> None:
-    layouts = {"update": {"tp": 2, "rows": "measured"}}
-    found = plan(load("ppo", None, [f"layouts={layouts}", "layouts.reference.rows=measured"]), 4)
-    layouts = {task.node: task.layout for task in found.tasks}
-    assert layouts["update"] == layouts["reference"] == Layout(2, tp=2, rows=MEASURED)
-    assert layouts["advantage"] == Layout(4, rows=MEASURED)
-    assert layouts["reward"] == layouts["rollout"] == Layout(4)
-
-
-@pytest.mark.parametrize(("dag", "more", "says"), [
-    ("grpo", ["mode=async"], "in mode async ranks that sample take prompts as they get free: a rank that trains shows"),
-    ("sft", [], "no node of DAG `sft` samples: where a model trains or infers ranks wait for each other"),
-    ("grpo", ["data.batch=3"], "has `rows: measured` with 4 shares, and a step's 3 prompts are too few for them"),
-    ("grpo", ["layouts.update.rows=[2, 1]"], "says the rows of 2 shares, and 4 ranks make 4")])
-def test_measured_shares_that_cannot_be_are_refused_with_a_remedy(dag: str, more: list[str], says: str) -> None:
-    nodes = TWO_NODES if dag == "grpo" else ["layouts={update: {rows: measured}}"]
-    with pytest.raises(InvalidInput, match=says) as error:
-        plan(load(dag, None, [*nodes, *more]), 4)
-    for mistake in error.value.mistakes:
-        assert "rows=" in str(mistake.where) or "layouts=" in str(mistake.where)
-        assert "data: {batch: 4}" in mistake.hint or "rows: [2, 1]" in mistake.hint or "in proportion" in mistake.hint
-
-
-@pytest.mark.parametrize("rows", ["mesured", "3", "[1, -2]", "[1.5, 1]", "[true, 1]"])
-def test_rows_are_numbers_or_measured(rows: str) -> None:
-    with pytest.raises(InvalidInput, match=r"`layouts.rollout.rows`: .* is neither a list with a whole number for each "
-                                           r"share, as \[2, 1\], nor `measured`"):
+@pytest.mark.parametrize("rows", ["measured", "3", "[1, -2]", "[1.5, 1]", "[true, 1]"])
+def test_rows_are_a_list_of_numbers(rows: str) -> None:
+    with pytest.raises(InvalidInput, match=r"`layouts.rollout.rows`: .* is no list with a whole number for each "
+                                           r"share, as \[2, 1\]"):
         plan(load("grpo", None, [f"layouts.rollout.rows={rows}"]), 2)
 
 

@@ -26,7 +26,7 @@ from distflow.store.interface import StoreUnavailable
 from distflow.telemetry.events import Events
 from distflow.telemetry.metrics import Metrics
 from planners import plan
-from workers.colocated import AdaptiveShare, ColocatedSource
+from workers.colocated import ColocatedSource
 from workers.functions.trajectory import Recorded, rows_of
 from workers.fusion import Fusion
 from workers.rollout import PartialRollouts, RolloutContext, TurnWriter
@@ -228,31 +228,6 @@ def test_a_checkpoint_with_prompts_left_over_can_be_exported(monkeypatch, mode, 
     with pytest.raises(InvalidInput, match="left 1 prompts over") if refused else contextlib.nullcontext():
         source.load_state_dict({"position": 4, "open": [[1, 0]]})
         assert source.position == 4
-
-
-@pytest.mark.parametrize(("with_trainer", "without", "fused"), [
-    (4.0, 10.0, 2.0), (4.0, 10.0, 0.0), (4.0, 40.0, 8.0), (1.0, 5.0, 4.5), (3.0, 6.0, 30.0)])
-def test_the_share_at_which_trainers_stop_sampling_becomes_the_best_one(with_trainer, without, fused):
-    """In the model of `AdaptiveShare`, from above and from below."""
-    def seconds(share: float) -> float:
-        return share * with_trainer + max((1 - share) * without, fused)
-
-    best = min((number / 1000 for number in range(100, 1001)), key=seconds)
-    for first in (0.1, 0.5, 1.0):
-        share = AdaptiveShare(first)
-        for _ in range(40):
-            share.record((1 - share.value) * without, fused)
-        assert seconds(share.value) <= 1.05 * seconds(best), (first, share.value, best)
-
-
-def test_a_trainer_that_begins_again_goes_on_with_its_share(channel):
-    made, again = (trainer(channel, steps=1) for _ in range(2))
-    made.colocated, again.colocated = (ColocatedSource({}, None, None, 4, 10.0, AdaptiveShare(share), ROWS * PROMPTS)
-                                       for share in (0.7, 0.5))
-    again.load_state_dict(made.state_dict())
-    assert again.colocated.share.value == 0.7
-    made.close()
-    again.close()
 
 
 def ready(dock: DockClient) -> int:

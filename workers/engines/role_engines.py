@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +66,6 @@ class RoleEngines:
         self.has_others = sum(role.trained for role in spec.dag.roles.values()) > 1  # that are trained
         self.seed, self.step, self.stream = spec.run.seed, 0, stream
         self.draw = 0  # of prompts; it is the step's number unless a filter draws again
-        self.sampling_seconds = 0.0  # of this rank so far, without what is collective before and after
         self.max_target_tokens, self.template_options = spec.run.data.max_target_tokens, spec.run.data.for_template
         self.source = spec.model_of(name)
         self.generation_config = generation_config_of(spec, self.source, model) if self.head == "lm" else b""
@@ -182,9 +180,7 @@ class RoleEngines:
         entered = contextlib.nullcontext(sampler) if self.engine_swap is None or self.shared_engine else \
             self.engine_swap.sampling()
         with entered as engine:
-            began = time.perf_counter()  # what is collective is done: here no rank waits for those beside it
             yield engine
-            self.sampling_seconds += time.perf_counter() - began
 
     def logprobs(self, prompts: Ragged, responses: Ragged, images: Ragged | None = None,
                  temperature: float | None = None, routed_experts: Ragged | None = None) -> Ragged:

@@ -186,10 +186,8 @@ def prove_engine(role: RoleEngines, rows: ProofRows, loaded: Tensor | None) -> l
 def prove_sampling(role: RoleEngines, rows: ProofRows, when: str) -> list[FailedProof]:
     """Prove the engine that samples, on ranks that have both. Collective over them, which find the same. `when`: said
     of a failure."""
-    seconds = role.sampling_seconds
     prompts = rows.prompts.select(torch.tensor([0, 2]))
     sampled = role.generate(prompts, -1 - torch.arange(4), 2, _SAMPLED, 1.0, limits=_ANY_TOKEN)
-    role.sampling_seconds = seconds
     asked = prompts.select(torch.tensor([0, 0, 1, 1]))
     routed = role.routed_experts(sampled.experts, asked.lengths, sampled.tokens.lengths)
     trained = role.engine.logprobs(asked, sampled.tokens, 1.0, None, *routed).values
