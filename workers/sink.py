@@ -35,6 +35,7 @@ from distflow.telemetry.run_reader import RunReader
 from planners import plan as make_plan
 from workers.engines.role_engines import RoleEngines
 from workers.follower import LeaderLink, write_models
+from workers.functions.row_metrics import report_rows
 from workers.validation import MISSING, ValidationResult, Validations
 
 _ENDED_EARLY = "ended_early"
@@ -120,6 +121,7 @@ class Sink:
     def record(self, done: int, buffer: Databuffer, epoch: float) -> dict[str, float]:
         """Collect and write the metrics of a step, after `done` steps, and return them. Collective."""
         _note_memory()
+        report_rows(buffer)
         if events.dropped():
             current().add("lines/dropped", events.dropped())
         values = current().collect(gather)

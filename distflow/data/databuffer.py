@@ -139,12 +139,12 @@ class Databuffer:
 
     def all_rows(self, names: Iterable[str]) -> dict[str, dict[str, ColumnData]]:
         """Return this rank's part of all rows of the step by the node that repeated them last ("": none did), of each
-        the columns `names` that this rank has of all of these rows. A row is on one rank: the first one of its share in
-        the layout of that node."""
+        the columns `names` that this rank has of all of these rows, as the last node has written them. A row is on one
+        rank: the first one of its share in the layout of that node."""
         fans = {task.out_fan: (task.node, task.layout) for task in reversed(self.lineage.tasks.values())}
         last = {fan: key for fan, key in fans.items() if not any(
             len(other) > len(fan) and other[: len(fan)] == fan for other in fans)}
-        held, found = self._held_by_name(names), {}
+        held, found = {name: pairs[::-1] for name, pairs in self._held_by_name(names).items()}, {}
         for fan, key in last.items():
             key = key if fan else (SOURCE, self.source_layout)
             batch = self.step_columns.get(key, _NOTHING)

@@ -37,13 +37,16 @@ class Mismatch:
     def __init__(self) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64)  # tokens, and the sums of d, w and w**2
 
-    def add(self, logprobs_T: Tensor, rollout_T: Tensor) -> None:
+    def add(self, logprobs_T: Tensor, rollout_T: Tensor, lengths_B: Tensor) -> None:
+        """Compare the trained tokens of some rows, of which each has as many as `lengths_B` says."""
         difference_T = (logprobs_T.detach() - rollout_T).double()
         weight_T = difference_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         parts = (torch.ones_like(weight_T), difference_T, weight_T, weight_T.square())
         self.sums = self.sums.to(weight_T.device) + torch.stack([part.sum() for part in parts])
         metrics = current()
         metrics.mean_of("mismatch/logprob_mean", difference_T.abs())
+        late_T = difference_T.abs() * _in_second_half(lengths_B)
+        metrics.mean("mismatch/logprob_late", late_T.sum(), (lengths_B // 2).sum())
         metrics.maximum("mismatch/logprob_max", difference_T.abs().max() if len(difference_T) else 0.0)
         metrics.mean_of("mismatch/kl", kl_estimate(rollout_T.double(), logprobs_T.detach().double(), "k3"))
 
@@ -53,6 +56,14 @@ class Mismatch:
         if tokens:
             current().mean("mismatch/effective_samples", weight**2 / (tokens * squares))
             current().mean("mismatch/perplexity_ratio", float(torch.tensor(-difference / tokens).exp()))
+
+
+def _in_second_half(lengths_B: Tensor) -> Tensor:
+    """Return which tokens are in the second half of their row."""
+    ends_B = lengths_B.cumsum(0)
+    left_T = ends_B.repeat_interleave(lengths_B) - torch.arange(int(ends_B[-1]) if len(ends_B) else 0,
+                                                                device=lengths_B.device)
+    return left_T <= (lengths_B // 2).repeat_interleave(lengths_B)
 
 
 def report_staleness(engine: RoleEngines, versions: Ragged, mask: Ragged) -> None:

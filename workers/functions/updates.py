@@ -96,7 +96,7 @@ class PolicyLoss:
             metrics.mean_of("policy/clip_ratio_high", clipped_S & (ratio_S > 1))
         metrics.mean_of("policy/entropy", entropy_S.detach())
         if self.mismatch:
-            self.mismatch.add(logprobs_S, columns["behaviour"])
+            self.mismatch.add(logprobs_S, columns["behaviour"], lengths_B)
         return total
 
     def end_step(self, engine: RoleEngines) -> None:

@@ -86,7 +86,8 @@ class Scorer:
         results |= {rows_of_keys[key]: value for key, value in done.values.items()}
         scores = _combine(terms, self.call_of, results)
         for key, values in done.of_sample.items():
-            scores.parts[rows_of_keys[key][1]] |= {name: total / count for name, total, count in values if count}
+            scores.parts[rows_of_keys[key][1]] |= {name: total / count for name, total, count in values
+                                                  if count and not name.startswith("reward/")}
         scores.retried, scores.timeouts, scores.metrics = done.retried, done.timeouts, reported + done.metrics
         scores.seconds = time.perf_counter() - start
         return scores

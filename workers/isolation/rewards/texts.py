@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from distflow.contracts.decorators import Regex, reward
 from distflow.errors import InvalidInput
+from distflow.telemetry.metrics import current
 from workers.isolation.rewards.answers import NO_UNITS, parse_whole, readings, same, spelling
 
 MARK = "####"
@@ -251,7 +252,10 @@ def references_of(answer: str) -> list[str]:
 def _without_a_process(completion: str, answer: str, *, strict: bool = True) -> float | None:
     """Return what `math` gives where it has only numbers to compare; None where it must compute."""
     verdicts = [_of_numbers(completion, reference, strict) for reference in references_of(answer)]
-    return 1.0 if 1.0 in verdicts else None if None in verdicts else 0.0
+    verdict = 1.0 if 1.0 in verdicts else None if None in verdicts else 0.0
+    if verdict is not None:
+        current().mean("reward/unanswered", float(not verdict and marked_answer(completion) is None))
+    return verdict
 
 
 def _of_numbers(completion: str, answer: str, strict: bool) -> float | None:
@@ -319,7 +323,9 @@ def math(completion: str, answer: str, *, strict: bool = True) -> float:
     verdict = _without_a_process(completion, answer, strict=strict)
     if verdict is not None:
         return verdict
-    return float(any(_is_right(completion, reference) for reference in references_of(answer)))
+    right = any(_is_right(completion, reference) for reference in references_of(answer))
+    current().mean("reward/unanswered", float(not right and marked_answer(completion) is None))
+    return float(right)
 
 
 def _is_right(completion: str, reference: str) -> bool:

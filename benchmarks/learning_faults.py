@@ -1,0 +1,285 @@
+"""Faults of learning that are planted in small runs: which are detected, after how many steps, with which cause named.
+
+    record    run the healthy and the planted runs, one after the other, and keep their metrics by step
+    judge     ask the detectors about each recorded run, as a live run would, and print what they found
+
+A planted run is healthy up to its step `FIRST`, unless the fault is one of the start. Run by hand, some of them or all:
+python benchmarks/learning_faults.py record [NAME …];  python benchmarks/learning_faults.py judge
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/learning_faults.json"
+STEPS, FIRST, BATCH, ROWS = 36, 13, 8, 64
+DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
+PLACE = {"first": FIRST, "rows": ROWS}
+COMMON = (f"steps={STEPS}", f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
+          "validation.every=6", "robust.snapshots=false", "preflight=false", "timeline=false", "log=[]",
+          "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
+LEFT_OUT = ("seconds", "tokens", "data/", "samples", "memory", "snapshot", "wall", "all_tokens", "weights", "staleness/t",
+            "filter/", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. first: the step since when it is wrong, 0 for a healthy one. causes: detectors that name the fault
+    rightly. settings: of the run file and the DAG. records: how the training records differ."""
+
+    name: str
+    dag: str
+    first: int = 0
+    causes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    reward: Any = None
+    nodes: Mapping[str, Any] = field(default_factory=dict)
+    records: str = ""
+
+
+def _spoiled(fault: str) -> dict[str, Any]:
+    return {"spoiled": {"role": "actor", "type": "COMPUTE", "function": "planted_faults:spoil",
+                        "dependencies": ["advantage"], "with": {"fault": fault, **PLACE}}}
+
+
+def _pay(name: str, weight: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {f"planted_faults:{name}": {"weight": weight, **PLACE, **more}}
+
+
+def planted(task: str) -> Iterator[Run]:
+    """Yield the runs of a task with a fault each."""
+    dense = task == "near_miss"
+    base = DENSE if dense else {"math": 1.0}
+    own = {"dense": True} if dense else {}
+
+    def run(fault: str, causes: str, *settings: str, first: int = FIRST, dag: str = task, **more: Any) -> Run:
+        more = {"reward": DENSE} | more if dag == "near_miss" else more
+        return Run(f"{task}/{fault}", dag, first, tuple(causes.split()), settings, **more)
+
+    yield run("reward_constant", "reward_constant no_signal", reward=_pay("constant", **own))
+    yield run("parser_failure", "answers_not_found", reward=_pay("unparsed"))
+    yield run("reward_noise", "reward_changed", reward=_pay("noise", **own))
+    yield run("reward_sign", "reward_changed reward_against_held_out", reward=_pay("opposite", **own))
+    yield run("entropy_collapse", "entropy_collapse advantage_sign", nodes=_spoiled("all_good"))
+    yield run("entropy_explosion", "entropy_explosion", "nodes.update.with.entropy=0.3", first=1)
+    yield run("truncation", "truncation", "roles.actor.generation.max_new_tokens=8", first=1)
+    yield run("repetition", "repetition", reward={**base, **_pay("repeats", 0.5)})
+    yield run("rate_too_high", "learning_rate kl_runs_off entropy_collapse entropy_explosion",
+              "roles.actor.learning_rate=1e-2", first=1)
+    yield run("rate_too_low", "learning_rate", "roles.actor.learning_rate=1e-9", first=1)
+    yield run("too_many_updates", "ratio_clipped", "nodes.update.with.epochs=8", "roles.actor.learning_rate=2e-3",
+              first=1)
+    yield run("gradient_spike", "gradient_spike", nodes=_spoiled("spike"))
+    yield run("advantage_sign", "advantage_sign", nodes=_spoiled("sign"))
+    yield run("advantage_shuffled", "advantage_sign", nodes=_spoiled("shuffled"))
+    yield run("advantage_scale", "advantage_scale", nodes=_spoiled("scale"))
+    yield run("reward_failures", "reward_failures", reward=_pay("raises", **own))
+    yield run("length_hacking", "length_hacking", reward=_pay("longer", **own))
+    yield run("format_hacking", "reward_hacking", reward={**base, **_pay("formed", 2.0)})
+    yield run("judge_hacked", "reward_hacking", reward={**base, **_pay("judged", 3.0)})
+    yield run("held_out_falls", "held_out_falls reward_against_held_out", "roles.actor.learning_rate=1e-3",
+              records="wrong", first=1)
+    yield run("duplicated_prompts", "duplicated_prompts", records="few", first=1)
+    yield run("leaking_prompts", "leaking_prompts", records="leak", first=1)
+    yield run("mismatch", "mismatch", nodes={"drifted": {
+        "role": "actor", "type": "COMPUTE", "function": "planted_faults:drift", "dependencies": ["rollout"],
+        "with": PLACE}})
+    yield run("kl_runs_off", "kl_runs_off learning_rate", "nodes.update.with.kl=1e-9", "roles.actor.learning_rate=2e-3",
+              first=1, dag="grpo")
+    yield run("no_signal", "no_signal", "roles.actor.generation.temperature=0.1", first=1)
+    yield run("value_head", "value_head", "roles.critic.learning_rate=0.3", first=1, dag="ppo")
+    yield run("reference_moves", "reference_moves", "roles.reference.follow={every: 12, mix: 1.0}", dag="grpo")
+
+
+def healthy() -> Iterator[Run]:
+    """Yield a run of each shipped algorithm, and more of two tasks."""
+    size = "nodes.rollout.with.group_size=8"
+    more = {"dr_grpo": ("nodes.update.with.fixed_length=24",), "dapo": (size, "nodes.overlong.with.max_length=24"),
+            "cispo": (size,), "reinforce_pp": (size,), "remax": (size,), "ppo": ("roles.critic.learning_rate=1e-3",),
+            "solver_reviser": (), "dpo": ("nodes.update.with.beta=0.5",)}
+    for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax", "pf_ppo",
+                "online_dpo", "dpo", "sft", "solver_reviser"):
+        yield Run(f"healthy/{dag}", dag, settings=more.get(dag, ()), reward=DENSE if dag == "near_miss" else None)
+    for seed in (1, 2):
+        for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo"):
+            yield Run(f"healthy/{dag}-{seed}", dag, settings=(*more.get(dag, ()), f"seed={seed}"),
+                      reward=DENSE if dag == "near_miss" else None)
+
+
+def everything() -> list[Run]:
+    return [*healthy(), *planted("grpo"), *planted("near_miss")]
+
+
+def write_inputs(run: Run, folder: Path) -> tuple[str, str]:
+    """Write the DAG and the training records of a run; return the DAG's file and the records'."""
+    shipped = {"near_miss": ROOT / "examples/near_miss/near_miss.yaml"}
+    dag = yaml.safe_load(shipped.get(run.dag, ROOT / f"dags/{run.dag}.yaml").read_text())
+    dag["imports"] = [*dag.get("imports", ()), "planted_faults"]
+    if run.reward is not None:
+        dag["nodes"]["reward"].setdefault("with", {})["reward"] = run.reward
+    dag["nodes"] |= run.nodes
+    if "spoiled" in run.nodes:
+        dag["nodes"]["update"]["dependencies"] = ["spoiled" if name == "advantage" else name
+                                                  for name in dag["nodes"]["update"]["dependencies"]]
+    if "drifted" in run.nodes:
+        dag["nodes"]["update"]["dependencies"].append("drifted")
+    for module in (ROOT / "benchmarks/planted_faults.py", ROOT / "examples/near_miss/near_miss.py"):
+        shutil.copy(module, folder)
+    file = folder / f"{run.dag}.yaml"
+    file.write_text(yaml.safe_dump(dag))
+    return str(file), _write_records(run.records, folder)
+
+
+def _write_records(kind: str, folder: Path) -> str:
+    if not kind:
+        return ""
+    rows = [json.loads(line) for line in (ROOT / "dags/data/arithmetic/train.jsonl").read_text().splitlines()]
+    if kind == "few":
+        rows = [row for _ in range(200) for row in rows[:3]]
+    for row in rows:
+        head, _, last = row["answer"].rpartition("####")
+        if kind == "leak":
+            row["question"] = f"{row['question']} {row['answer']}"[-100:]
+        if kind == "wrong":
+            row["answer"] = f"{head}#### {int(last) % 10 + 1}"
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "train.jsonl")
+
+
+def record(names: Sequence[str]) -> None:
+    """Run what is not recorded yet, or what `names` begin with, each in a fork of this process."""
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wanted = [run for run in everything() if any(run.name.startswith(name) for name in names)] if names else \
+        [run for run in everything() if run.name not in known]
+    _preload()
+    for run in wanted:
+        began = time.time()
+        with tempfile.TemporaryDirectory() as scratch:
+            code = _in_fork(run, Path(scratch))
+            done = Path(scratch) / "runs/it"
+            if (done / "metrics.jsonl").exists():
+                known[run.name] = _series(run, done)
+                _write_results(known)
+            print(f"{run.name}: status {code}, {time.time() - began:.0f} s", flush=True)
+
+
+def _preload() -> None:
+    """Import what every run needs once, and say to launch.py what torchrun would."""
+    sys.path[:0] = [str(ROOT)]
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+                   "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    import workers.functions.updates
+    import workers.loop
+    import workers.worker  # noqa: F401
+
+
+def _in_fork(run: Run, scratch: Path) -> int:
+    dag, data = write_inputs(run, scratch)
+    settings = [*COMMON, f"output={scratch}/runs", *run.settings, *([f"data.train={data}"] if data else ())]
+    if run.dag in ("dpo", "sft"):
+        settings += ["--run-file", f"embedded_{run.dag}.yaml"]
+    line = ["--in-process", "--dag", dag, "--name", "it"]
+    for setting in settings:
+        line += [setting] if setting.startswith("--run") or setting.startswith("embedded_") else ["--set", setting]
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        errors = os.dup(2)
+        output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.argv = ["launch.py", *line]
+        from distflow.launch import main
+
+        code = main(line)
+    finally:
+        if code:
+            os.write(errors, (scratch / "output").read_bytes()[-1500:])
+        os._exit(code)
+
+
+def _series(run: Run, folder: Path) -> dict[str, Any]:
+    """Return the metrics of a run by name, each a value a step or null, and its settings."""
+    from distflow.telemetry.run_reader import RunReader
+
+    reader = RunReader(folder)
+    steps = [line for line in reader.steps() if line["step"]]
+    names = sorted({name for line in steps for name in line if not name.startswith(LEFT_OUT)} - {"step"})
+    return {"first": run.first, "causes": list(run.causes), "settings": reader.settings(), "steps": len(steps),
+            "series": {name: [line.get(name) if name == "response/fingerprint" else _short(line.get(name))
+                              for line in steps] for name in names}}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _write_results(known: dict[str, Any]) -> None:
+    lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in known.items()]
+    RESULTS.write_text("{" + ",\n".join(lines) + "}\n")
+
+
+def judge() -> None:
+    """Print what the detectors say of each recorded run, and how good that is."""
+    from distflow.telemetry.learning import LearningFault, faults_of
+
+    recorded: dict[str, Any] = json.loads(RESULTS.read_text())
+    late: list[int] = []
+    wrong, named, detected, planned, clean = 0, 0, 0, 0, 0
+    for name, run in recorded.items():
+        lines = [{key: values[at] for key, values in run["series"].items() if values[at] is not None} | {"step": at + 1}
+                 for at in range(run["steps"])]
+        found: list[LearningFault] = faults_of(lines, run["settings"])
+        early = [fault for fault in found if fault.step < run["first"]] if run["first"] else found
+        true = [fault for fault in found if fault not in early]
+        wrong += bool(early)
+        clean += 1
+        says = ", ".join(f"{fault.detector} at {fault.step}" for fault in found) or "nothing"
+        if run["first"]:
+            planned += 1
+            detected += bool(true)
+            hit = [fault for fault in true[:3] if fault.detector in run["causes"]]
+            named += bool(hit)
+            late += [true[0].step - run["first"]] if true else []
+            verdict = "right" if hit else "other cause" if true else "MISSED"
+        else:
+            verdict = "FALSE" if early else "clean"
+        print(f"{name:32} {verdict:12} {says}{'  FALSE before' if run['first'] and early else ''}")
+    print(f"detected {detected} of {planned}; cause named {named} of {planned}; median steps until detected "
+          f"{median(late) if late else 'none'}; runs with a false alert {wrong} of {clean}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["record", "judge"])
+    parser.add_argument("names", nargs="*", help="of runs, or how they begin; default: those that are not recorded")
+    options = parser.parse_args()
+    if options.what == "record":
+        record(options.names)
+    else:
+        sys.path[:0] = [str(ROOT)]
+        judge()
+
+
+if __name__ == "__main__":
+    main()

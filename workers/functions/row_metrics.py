@@ -1,0 +1,93 @@
+"""Metrics of a step's rows that no single node has: how rewards go with lengths and advantages, and what repeats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import ColumnData, Ragged, to_list
+from distflow.data.databuffer import Databuffer
+from distflow.telemetry.metrics import current
+
+_COLUMNS = ("group", "rewards", "environment_rewards", "responses", "advantages", "questions", "answers")
+_LOOKED_AT = 256  # rows whose tokens are searched for repetition
+_RUN = 4  # tokens of a run that may repeat
+_PRIMES = (1_000_003, 2_654_435_761)
+_TELLING = 4  # characters of an answer that is in a question by no accident
+
+
+def report_rows(buffer: Databuffer) -> None:
+    """Report what the step's rows of this rank have in common. Columns that it lacks are left out."""
+    for columns in buffer.all_rows(_COLUMNS).values():
+        group, responses = columns.get("group"), columns.get("responses")
+        if not isinstance(group, Tensor) or not len(group):
+            continue
+        rewards = columns.get("rewards", columns.get("environment_rewards"))
+        if isinstance(rewards, Tensor):
+            _report_rewards(rewards.double(), group, responses, columns.get("advantages"))
+        if isinstance(responses, Ragged) and isinstance(responses.values, Tensor):
+            _report_responses(responses, responses.values, group)
+        if "questions" in columns:
+            _report_questions(columns, group)
+
+
+def _report_rewards(rewards_B: Tensor, group: Tensor, responses: ColumnData | None,
+                    advantages: ColumnData | None) -> None:
+    """Report how rewards go with lengths and with advantages, among the rows of a prompt."""
+    found = {"reward/length_correlation": responses.lengths.double() if isinstance(responses, Ragged) else None,
+             "advantages/reward_correlation": _of_rows(advantages)}
+    for name, values_B in found.items():
+        if values_B is not None and len(values_B) == len(rewards_B):
+            a_B, b_B = _centred(rewards_B, group), _centred(values_B, group)
+            spread = (a_B.square().sum() * b_B.square().sum()).sqrt()
+            if spread > 1e-9:
+                current().mean(name, (a_B * b_B).sum() / spread * len(group), len(group))
+
+
+def _of_rows(advantages: ColumnData | None) -> Tensor | None:
+    """Return the mean advantage of each row's tokens."""
+    if isinstance(advantages, Ragged) and isinstance(advantages.values, Tensor):
+        sums_B = torch.zeros(len(advantages), dtype=torch.float64)
+        return sums_B.index_add(0, advantages.row_of, advantages.values.double()) / advantages.lengths.clamp(min=1)
+    return advantages.double() if isinstance(advantages, Tensor) else None
+
+
+def _centred(values_B: Tensor, group: Tensor) -> Tensor:
+    """Return the values less the mean of their group."""
+    _, index = torch.unique(group, return_inverse=True)
+    counts, sums = torch.bincount(index), torch.zeros(int(index.max()) + 1, dtype=torch.float64)
+    return values_B - (sums.index_add(0, index, values_B) / counts)[index]
+
+
+def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> None:
+    row_of = responses.row_of
+    position_T = torch.arange(len(tokens_T)) - responses.offsets[:-1][row_of]
+    mixed_T = (tokens_T.long() + 1) * _PRIMES[1] % (position_T * 2 + _PRIMES[0])
+    hashes_B = torch.zeros(len(responses), dtype=torch.int64).index_add(0, row_of, mixed_T)
+    current().mean("response/alike", len(group) - len(torch.unique(torch.stack([group.long(), hashes_B]), dim=1).T),
+                   len(group))
+    end = int(responses.offsets[min(len(responses), _LOOKED_AT)])
+    if end < _RUN:
+        return
+    key_T = row_of[: end - _RUN + 1].clone()
+    for place in range(_RUN):
+        key_T = key_T * _PRIMES[0] + tokens_T[place : end - _RUN + 1 + place].long()
+    whole_T = row_of[: end - _RUN + 1] == row_of[_RUN - 1 : end]
+    runs = int(whole_T.sum())
+    if runs:
+        current().mean("response/repetition", runs - len(torch.unique(key_T[whole_T])), runs)
+
+
+def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:
+    """Report how many prompts are the same as another of the step, and how many hold their own answer."""
+    questions = dict(zip(group.tolist(), to_list(columns["questions"])))
+    current().mean("prompt/repeated", len(questions) - len(set(questions.values())), len(questions))
+    if "answers" in columns:
+        answers = dict(zip(group.tolist(), to_list(columns["answers"])))
+        current().mean("prompt/has_answer", sum(_holds(questions[each], answers[each]) for each in questions),
+                       len(questions))
+
+
+def _holds(question: str, answer: str) -> bool:
+    whole, short = answer.strip(), answer.rpartition("####")[2].strip()
+    return any(len(text) >= _TELLING and text in question for text in (whole, short))
