@@ -27,14 +27,14 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/learning_faults.json"
-STEPS, FIRST, BATCH, ROWS = 36, 13, 8, 64
+STEPS, FIRST, BATCH, ROWS, HELD_OUT = 32, 13, 8, 64, 80
 DENSE = {"near_miss:near_miss": {"weight": 1.0, "reach": 20}, "format": {"weight": 0.2, "pattern": ".*#### -?[0-9]+"}}
 PLACE = {"first": FIRST, "rows": ROWS}
 COMMON = (f"steps={STEPS}", f"data.batch={BATCH}", "roles.actor.warmup_steps=4", "checkpoint.every=0", "report=false",
           "validation.every=6", "robust.snapshots=false", "preflight=false", "timeline=false", "log=[]",
           "roles.actor.schedule=constant", "roles.actor.learning_rate=1e-4")
-LEFT_OUT = ("seconds", "tokens", "data/", "samples", "memory", "snapshot", "wall", "all_tokens", "weights", "staleness/t",
-            "filter/", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
+LEFT_OUT = ("seconds", "tokens", "data/", "samples_total", "memory", "snapshot", "wall", "all_tokens", "weights",
+            "staleness/t", "filter/", "waiting", "checkpoint", "reward/retried", "reward/seconds", "mfu")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ class Run:
     reward: Any = None
     nodes: Mapping[str, Any] = field(default_factory=dict)
     records: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 def _spoiled(fault: str) -> dict[str, Any]:
@@ -73,12 +76,12 @@ def planted(task: str) -> Iterator[Run]:
 
     yield run("reward_constant", "reward_constant no_signal", reward=_pay("constant", **own))
     yield run("parser_failure", "answers_not_found", reward=_pay("unparsed"))
-    yield run("reward_noise", "reward_changed", reward=_pay("noise", **own))
-    yield run("reward_sign", "reward_changed reward_against_held_out", reward=_pay("opposite", **own))
+    yield run("reward_noise", "reward_noise", reward=_pay("noise", **own))
+    yield run("reward_sign", "reward_changed held_out_falls", reward=_pay("opposite", **own))
     yield run("entropy_collapse", "entropy_collapse advantage_sign", nodes=_spoiled("all_good"))
     yield run("entropy_explosion", "entropy_explosion", "nodes.update.with.entropy=0.3", first=1)
     yield run("truncation", "truncation", "roles.actor.generation.max_new_tokens=8", first=1)
-    yield run("repetition", "repetition", reward={**base, **_pay("repeats", 0.5)})
+    yield run("repetition", "repetition length_hacking", reward={**base, **_pay("repeats", 0.5)})
     yield run("rate_too_high", "learning_rate kl_runs_off entropy_collapse entropy_explosion",
               "roles.actor.learning_rate=1e-2", first=1)
     yield run("rate_too_low", "learning_rate", "roles.actor.learning_rate=1e-9", first=1)
@@ -92,7 +95,7 @@ def planted(task: str) -> Iterator[Run]:
     yield run("length_hacking", "length_hacking", reward=_pay("longer", **own))
     yield run("format_hacking", "reward_hacking", reward={**base, **_pay("formed", 2.0)})
     yield run("judge_hacked", "reward_hacking", reward={**base, **_pay("judged", 3.0)})
-    yield run("held_out_falls", "held_out_falls reward_against_held_out", "roles.actor.learning_rate=1e-3",
+    yield run("held_out_falls", "held_out_falls", "roles.actor.learning_rate=1e-3",
               records="wrong", first=1)
     yield run("duplicated_prompts", "duplicated_prompts", records="few", first=1)
     yield run("leaking_prompts", "leaking_prompts", records="leak", first=1)
@@ -112,8 +115,8 @@ def healthy() -> Iterator[Run]:
     more = {"dr_grpo": ("nodes.update.with.fixed_length=24",), "dapo": (size, "nodes.overlong.with.max_length=24"),
             "cispo": (size,), "reinforce_pp": (size,), "remax": (size,), "ppo": ("roles.critic.learning_rate=1e-3",),
             "solver_reviser": (), "dpo": ("nodes.update.with.beta=0.5",)}
-    for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax", "pf_ppo",
-                "online_dpo", "dpo", "sft", "solver_reviser"):
+    for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo", "gspo", "dr_grpo", "cispo", "reinforce_pp", "remax",
+                "pf_ppo", "online_dpo", "dpo", "sft", "solver_reviser"):
         yield Run(f"healthy/{dag}", dag, settings=more.get(dag, ()), reward=DENSE if dag == "near_miss" else None)
     for seed in (1, 2):
         for dag in ("grpo", "near_miss", "ppo", "dapo", "rloo"):
@@ -142,6 +145,8 @@ def write_inputs(run: Run, folder: Path) -> tuple[str, str]:
         shutil.copy(module, folder)
     file = folder / f"{run.dag}.yaml"
     file.write_text(yaml.safe_dump(dag))
+    held_out = (ROOT / "dags/data/arithmetic/heldout.jsonl").read_text().splitlines(keepends=True)
+    (folder / "heldout.jsonl").write_text("".join(held_out[:HELD_OUT]))
     return str(file), _write_records(run.records, folder)
 
 
@@ -164,8 +169,8 @@ def _write_records(kind: str, folder: Path) -> str:
 def record(names: Sequence[str]) -> None:
     """Run what is not recorded yet, or what `names` begin with, each in a fork of this process."""
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    wanted = [run for run in everything() if any(run.name.startswith(name) for name in names)] if names else \
-        [run for run in everything() if run.name not in known]
+    wanted = [run for name in names or [""] for run in everything() if run.name.startswith(name)]
+    wanted = [run for run in dict.fromkeys(wanted) if run.name in names or run.name not in known]
     _preload()
     for run in wanted:
         began = time.time()
@@ -190,7 +195,8 @@ def _preload() -> None:
 
 def _in_fork(run: Run, scratch: Path) -> int:
     dag, data = write_inputs(run, scratch)
-    settings = [*COMMON, f"output={scratch}/runs", *run.settings, *([f"data.train={data}"] if data else ())]
+    settings = [*COMMON, f"output={scratch}/runs", f"validation.data.heldout={scratch}/heldout.jsonl", *run.settings,
+                *([f"data.train={data}"] if data else ())]
     if run.dag in ("dpo", "sft"):
         settings += ["--run-file", f"embedded_{run.dag}.yaml"]
     line = ["--in-process", "--dag", dag, "--name", "it"]
@@ -244,6 +250,7 @@ def judge() -> None:
     from distflow.telemetry.learning import LearningFault, faults_of
 
     recorded: dict[str, Any] = json.loads(RESULTS.read_text())
+    causes = {run.name: run.causes for run in everything()}
     late: list[int] = []
     wrong, named, detected, planned, clean = 0, 0, 0, 0, 0
     for name, run in recorded.items():
@@ -258,7 +265,7 @@ def judge() -> None:
         if run["first"]:
             planned += 1
             detected += bool(true)
-            hit = [fault for fault in true[:3] if fault.detector in run["causes"]]
+            hit = [fault for fault in true[:3] if fault.detector in causes[name]]
             named += bool(hit)
             late += [true[0].step - run["first"]] if true else []
             verdict = "right" if hit else "other cause" if true else "MISSED"

@@ -24,9 +24,11 @@ from distflow.data.databuffer import Databuffer
 from distflow.data.exchange import gather
 from distflow.errors import quoted
 from distflow.plan import REWARD_PARTS, ROW, Plan
+from distflow.recovery.checkpoint_files import set_aside
 from distflow.recovery.detectors import Alert
 from distflow.telemetry import events, timeline, timings
 from distflow.telemetry.files import replace_folder
+from distflow.telemetry.learning import LearningFault, LearningMonitor
 from distflow.telemetry.metrics import current
 from distflow.telemetry.processes import python_environment, spawn
 from distflow.telemetry.progress import StepProgress
@@ -69,9 +71,21 @@ class Sink:
         self.progress = StepProgress(plan.name, spec.run.steps, resumed_at or 0) if self.folder else None
         self.resumed, self.began, self.done = resumed_at is not None, 0.0, resumed_at or 0
         self.best, self.worse, self.over = self._best_so_far()
+        self.validated: dict[str, float] = {}  # what validations have found that detectors have not seen
+        self.fault: LearningFault | None = None  # what has ended the run, on rank 0
+        self.stopped = False  # a detector has ended the run
+        self.learning = self._learning_monitor() if self.folder else None
         if plan.mode == "sync" and not leader:  # in other modes a node's seconds contain work of other groups
             now = make_plan(spec, plan.ranks)  # settings may have changed since this job was planned
             timings.current().open(path / timings.NAME, dist.get_rank(), now.digest)
+
+    def _learning_monitor(self) -> LearningMonitor:
+        """Return the detectors of learning, which know the steps before a resume."""
+        reader = RunReader(self.path)
+        monitor = LearningMonitor(self.run.robust.detectors, reader.settings())
+        for line in reader.timed_steps() if self.resumed else ():
+            monitor.series.add(int(line["step"]), line)
+        return monitor
 
     @property
     def late(self) -> bool:
@@ -141,6 +155,7 @@ class Sink:
             self.folder.write_step(done, values)
             self.progress.step(values)
             self._report_missing_prompts(done, values)
+        self._note_faults(done, values)
         return values
 
     def _write_metrics_of_others(self) -> None:
@@ -160,13 +175,29 @@ class Sink:
             events.record(detector, what=alert.what, **alert.facts)
             self._say(f"{self.plan.name}  step {done}: {alert.what} (detector `{detector}`)")
 
+    def _note_faults(self, done: int, values: dict[str, float]) -> None:
+        """Ask the detectors of learning about a step on rank 0, and end the run on all if one of them is to."""
+        seen, self.validated = values | self.validated, {}
+        found = list(self.learning.look(done, seen)) if self.learning else []
+        if found and self.folder:
+            self.folder.loggers.alert(done, "\n".join(fault.message for fault in found))
+        for fault in found:
+            self.warn(done, fault.detector, Alert(fault.sentence, fault.facts))
+            self._say(f"  probably: {fault.evidence.cause}\n  change: {fault.evidence.remedy}")
+            if self.run.robust.detectors.get(fault.detector) == "stop":
+                self.fault = self.fault or fault
+        if "stop" in self.run.robust.detectors.values():
+            ended_by = gather((self.fault.detector if self.fault else "").encode())[0].decode()
+            self.stopped = bool(ended_by)
+            self.over = self.over or (f"detector `{ended_by}`" if ended_by else "")
+
     def conclude(self, done: int) -> bool:
         """Validate and save after a step if it is time. Return whether it was the last one. Collective."""
         if self._is_due(done):
             self._validate(done)  # before the save, after which a resume would not do it again
         self._note_validations(done)
         last, every = bool(self.over) or done == self.run.steps, self.run.checkpoint.every
-        if every and (last or done % every == 0):
+        if every and (last or done % every == 0) and not self.stopped:
             self.save(done)
         self.done, self.began = done, time.perf_counter()
         events.current().step = done + 1
@@ -189,12 +220,23 @@ class Sink:
     def close(self) -> None:
         """Write the models as Hugging Face folders, and the summary, after the last step."""
         timeline.current().write()  # the report has the last second of every rank
-        write_models(self.trained, self.path)
+        if not self.stopped:
+            write_models(self.trained, self.path)
+        elif self.fault:
+            self._leave_checkpoint(self.fault)
         if self.folder and self.progress:
             self.folder.close({"plan": self.plan.digest, "ranks": self.devices, "seed": self.run.seed})
             look = self.run.report and self._report() or f"Look at it:  distflow report {quoted(self.path)}"
             self._say(f"{self.plan.name}: finished; everything is in {self.path}. {look}")
             self.progress.close()
+
+    def _leave_checkpoint(self, fault: LearningFault) -> None:
+        """Set aside the checkpoints since the fault began, and say how to go on from the one before."""
+        left, since = set_aside(self.path / "checkpoints", fault.evidence.since), fault.evidence.since
+        go_on = f"from the checkpoint after step {left}:  distflow resume {quoted(self.path)} --set …" if left else \
+            f"it has no checkpoint from before step {since} (checkpoint.every): start it again, changed"
+        self._say(f"{self.plan.name}: ended by detector `{fault.detector}`: {fault.sentence}.\n"
+                  f"Change:  {fault.evidence.remedy}\nGo on {go_on}")
 
     def _report(self) -> str:
         """Write the report in a process of its own. Return a line of how to see it; empty if there is none."""
@@ -243,6 +285,7 @@ class Sink:
         if outcome.missing:
             self._report_missing(outcome)
             return
+        self.validated |= outcome.values
         self._write_validation(outcome)
         mean = outcome.values.get(f"validation/{next(iter(settings.data))}", -math.inf)
         better = mean > self.best

@@ -1,7 +1,7 @@
 """`distflow watch`, `why` and `report`: look at runs that go on or have ended.
 
     watch    a run that goes on, on the terminal
-    why      why a run is slow, stuck or dead, or its reward fell
+    why      why a run is slow, stuck or dead, or what is wrong with its learning
     report   a page of one or several runs; with --trace or --otlp what each rank of one did when
 """
 
@@ -103,7 +103,8 @@ def _range(steps: list[int]) -> str:
 VERBS = {
     "watch": Verb("show how far a run is, what it learns, what each rank does, and what failed", _add_watch_arguments,
                   watch),
-    "why": Verb("explain why a run is slow, stuck or dead, or why its reward fell", _add_why_arguments, why),
+    "why": Verb("explain why a run is slow, stuck or dead, or what is wrong with its learning", _add_why_arguments,
+                why),
     "report": Verb("write a page of one or several runs: curves, samples, time, failures, settings; or a trace of one",
                    _add_report_arguments, report),
 }

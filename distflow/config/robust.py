@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from distflow.config.yaml_source import Document
 
@@ -70,10 +78,19 @@ class Robust(Document):
     machine_silence: float = Field(default=30.0, ge=3)
     """Seconds without a heartbeat, of which there is one a second, after which a machine counts as lost, where machines
     start by themselves (--store)."""
-    detectors: dict[str, dict[str, bool | NonNegativeFloat]] = {}
-    """Settings of detectors by name, as {stalled: {seconds: 600}}. `straggler`, `loss_spike`, `no_gradient` and
-    `all_dropped` warn. With {restart: true} `loss_spike` has the step done again by workers that start from the state
-    before it. They start to observe again: a step that spikes again is taken as it is, unless its loss is no number."""
+    detectors: dict[str, Literal["stop", "note", "off"] | dict[str, bool | NonNegativeFloat]] = {}
+    """Detectors of learning (docs/learning_faults.md) by name, as {entropy_collapse: stop}: `note`, the default, says
+    so; `stop` ends the run and keeps the checkpoint before the first step of the fault; `off` ignores it. Of the other
+    detectors the settings, as {stalled: {seconds: 600}}. `straggler`, `loss_spike` and `all_dropped` warn. With
+    {restart: true} `loss_spike` has the step done again by workers that start from the state before it. They start to
+    observe again: a step that spikes again is taken as it is, unless its loss is no number."""
+
+    @field_validator("detectors", mode="before")
+    @classmethod
+    def _named_off(cls, value: Any) -> Any:
+        """YAML may read `off` as false."""
+        return {name: "off" if each is False else each for name, each in value.items()} \
+            if isinstance(value, dict) else value
 
     @property
     def replicates(self) -> bool:

@@ -1,4 +1,5 @@
-"""Checks `robust.detectors` of the run file against the functions under `@detector`, whose source is read."""
+"""Checks `robust.detectors` of the run file: by the rules of learning, and by the functions under `@detector`, whose
+source is read."""
 
 from __future__ import annotations
 
@@ -8,19 +9,27 @@ from distflow.contracts.settings import check_given
 from distflow.contracts.signature import read_signature
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
-SHIPPED = "distflow.recovery.detectors"
+SHIPPED, LEARNING = "distflow.recovery.detectors", "distflow.telemetry.learning_rules"
 
 
 def check_detectors(spec: Spec) -> list[Diagnostic]:
     if not spec.run.robust.detectors:
         return []
     known = {each.name: each for module in (SHIPPED, *spec.dag.imports) for each in definitions(module, "detector")}
+    rules = {each.name for each in definitions(LEARNING, "detector")}
     mistakes: list[Diagnostic] = []
     for name, values in spec.run.robust.detectors.items():
         path = ("robust", "detectors", name)
-        if name not in known:
-            hint = (f"{did_you_mean(name, known, 'Detectors')}\nOne of your own stands in a module that the DAG "
-                    "imports, under @detector.")
+        if (name in rules) != isinstance(values, str) and name in (*known, *rules):
+            right = "stop   or  note, off" if name in rules else "{SETTING: VALUE}"
+            mistakes.append(Diagnostic(f"detector `{name}` takes {'a word' if name in rules else 'settings'}",
+                                       spec.run_source.location(path), f"detectors: {{{name}: {right}}}"))
+            continue
+        if isinstance(values, str) and name in rules:
+            continue
+        if name not in known or isinstance(values, str):
+            near = did_you_mean(name, (*known, *sorted(rules)), "Detectors")
+            hint = f"{near}\nOne of your own stands in a module that the DAG imports, under @detector."
             where = spec.run_source.location(path, key=True)
             mistakes.append(Diagnostic(f"there is no detector `{name}`", where, hint))
             continue

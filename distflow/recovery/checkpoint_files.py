@@ -45,6 +45,18 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in checkpoint_folders(folder) if read_progress(path) is not None]
 
 
+def set_aside(folder: Path, step: int) -> int:
+    """Rename the checkpoints of `step` and later ones, so that a resume begins before; return the step of the newest
+    that is left, 0 if none is."""
+    left = 0
+    for path in complete_checkpoints(folder):
+        if step_of(path) < step:
+            left = step_of(path)
+        else:
+            path.rename(path.with_name(f"{path.name}.set_aside"))
+    return left
+
+
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 

@@ -169,9 +169,10 @@ def frozen(observation: Observation, *, seconds: float = 60.0, starting: float =
 
 
 class HealthMonitor:
-    """Asks all detectors about one worker of a group. `settings`: of detectors, by name."""
+    """Asks all detectors about one worker of a group. `settings`: of detectors, by name; those of learning
+    have a word, and are asked by `telemetry.learning`."""
 
-    def __init__(self, group: str, settings: Mapping[str, Mapping[str, float]]):
+    def __init__(self, group: str, settings: Mapping[str, Any]):
         self.group = group
         self.detectors: list[Detector] = [partial(function, **settings.get(name, {}))
                                           for name, function in DETECTORS.items()]
@@ -299,18 +300,6 @@ def loss_spike(steps: Sequence[StepReport], *, deviations: float = 15.0, window:
 
 
 @detector(sees="steps")
-def no_gradient(steps: Sequence[StepReport], *, during: float = 10.0) -> Alert | None:
-    """Warn of a gradient norm of 0 in the last `during` steps: usually all samples of each prompt earn the same."""
-    recent = steps[-max(1, math.ceil(during)):]
-    for name in recent[-1].metrics if len(recent) >= during else ():
-        if name.rpartition("/")[2] == "grad_norm" and all(step.metrics.get(name) == 0 for step in recent):
-            return Alert(f"{name} has been 0 for {len(recent)} steps, so that nothing is learnt. Do the samples of a "
-                         "prompt earn different rewards? samples.jsonl shows them",
-                         {"metric": name, "steps": len(recent)}, name)
-    return None
-
-
-@detector(sees="steps")
 def all_dropped(steps: Sequence[StepReport]) -> Alert | None:
     """Warn of a step in which a node has dropped every row."""
     values = steps[-1].metrics
@@ -327,7 +316,7 @@ class StepMonitor:
     """Asks all detectors of steps, after each step. `settings`: of detectors, by name. `own`: those of the user too,
     which know the metrics of the first trainer."""
 
-    def __init__(self, settings: Mapping[str, Mapping[str, float]], own: bool = True):
+    def __init__(self, settings: Mapping[str, Any], own: bool = True):
         self.detectors: dict[str, StepDetector] = {
             name: partial(function, **settings.get(name, {})) for name, function in STEP_DETECTORS.items()
             if own or function.__module__ == __name__}

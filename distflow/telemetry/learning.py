@@ -1,114 +1,22 @@
 """Finds faults of learning in the metrics of a run's steps: live after each step, and afterwards for `why` and reports.
 
-    Series            the metrics of the steps so far
-    @learning_fault   registers a rule: a function of a `Series` that returns `Evidence`, or None
     LearningMonitor   asks all rules after each step; yields each `LearningFault` once, when it begins
     faults_of         what a monitor would have said of a run that is recorded
+    main_fault        which of several faults the others follow from
 
-The rules are in `learning_rules`. They read metrics alone, so that all ranks and all readers come to the same result.
+The rules are in `learning_rules`. They read metrics alone, so that all readers come to the same result.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-Action = Literal["stop", "note", "off"]
-Rows = Literal["high", "low", "long", ""]
-_OF_NORMAL = 1.4826  # standard deviations in the median absolute deviation of normal values
-_REMEMBERED = 400  # steps that rules see
+from distflow.telemetry.learning_rules import RULES
+from distflow.telemetry.learning_series import Evidence, Rows, Series
+
+_SOON = 10  # steps in which a cause may be detected after its symptom
 _QUIET = 20  # steps without evidence after which a fault that comes back is a new one
-
-
-class Series:
-    """The metrics of a run's last steps, by name, a value a step or None. settings: of the run, as `section.key`."""
-
-    def __init__(self, settings: Mapping[str, str] | None = None):
-        self.steps: list[int] = []
-        self.settings = settings or {}
-        self._values: dict[str, list[float | None]] = {}
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name in metrics.keys() - self._values.keys():
-            self._values[name] = [None] * len(self.steps)
-        self.steps.append(step)
-        for name, values in self._values.items():
-            values.append(metrics.get(name))
-        if len(self.steps) > _REMEMBERED:
-            for values in (self.steps, *self._values.values()):
-                del values[len(values) // 4 : len(values) // 4 + 1]  # the first steps stay, to compare with
-
-    def names(self, beginning: str) -> list[str]:
-        """Return the metrics of the last step whose names begin so."""
-        return [name for name, values in self._values.items() if name.startswith(beginning) and values[-1] is not None]
-
-    def last(self, name: str, count: int) -> list[float]:
-        """Return a metric's values of the last `count` steps; none if one of them lacks it."""
-        values = self._values.get(name, [])[-count:]
-        return [value for value in values if value is not None] if len(values) == count and None not in values else []
-
-    def known(self, name: str) -> list[tuple[int, float]]:
-        """Return the steps that have a metric, with its values."""
-        return [(step, value) for step, value in zip(self.steps, self._values.get(name, ())) if value is not None]
-
-    def first(self, name: str, count: int) -> list[float]:
-        """Return a metric's first values, if there are as many."""
-        values = [value for _, value in self.known(name)[:count]]
-        return values if len(values) == count else []
-
-    def before(self, name: str, recent: int, count: int, least: int) -> list[float]:
-        """Return up to `count` values before the `recent` last ones; none if there are fewer than `least`."""
-        values = [value for _, value in self.known(name)[-recent - count : -recent]]
-        return values if len(values) >= least else []
-
-    def since(self, name: str, holds: Callable[[float], bool]) -> int:
-        """Return the first of the last steps in all of which a metric holds."""
-        start = self.steps[-1]
-        for step, value in reversed(self.known(name)):
-            if not holds(value):
-                break
-            start = step
-        return start
-
-    @property
-    def reward(self) -> str:
-        """Name of the metric that is the mean reward."""
-        return "environment/reward" if "environment/reward" in self._values else "reward/mean"
-
-    @property
-    def parts(self) -> list[str]:
-        """Names of the metrics that are means of one part of the reward."""
-        return [name for name in self.names("reward/") if name.count("/") == 1 and name not in _NO_PARTS]
-
-
-_NO_PARTS = frozenset(f"reward/{name}" for name in (
-    "mean", "std", "min", "max", "zero_std_groups", "kl", "overlong", "failed", "retried", "timeouts", "seconds",
-    "unanswered", "length_correlation"))
-
-
-def middle(values: Sequence[float]) -> float:
-    return median(values) if values else math.nan
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation of most of the values: outliers do not count."""
-    center = median(values)
-    return _OF_NORMAL * median(abs(value - center) for value in values)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a rule has seen. since: the step at which it began. metric: whose curve shows it. figures: for the event."""
-
-    since: int
-    metric: str
-    what: str
-    cause: str
-    remedy: str
-    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,19 +33,16 @@ class LearningFault:
     def sentence(self) -> str:
         return f"{self.evidence.what}, since step {self.evidence.since}"
 
+    @property
+    def message(self) -> str:
+        return f"{self.sentence} ({self.detector}). Probably {self.evidence.cause}. Change: {self.evidence.remedy}"
 
-Rule = Callable[[Series], Evidence | None]
-RULES: dict[str, tuple[Rule, Rows]] = {}
-"""The detectors of learning by name, and which samples show what they detect."""
-
-
-def learning_fault(rows: Rows = "") -> Callable[[Rule], Rule]:
-    """Register a rule by its function's name."""
-    def register(rule: Rule) -> Rule:
-        RULES[rule.__name__] = rule, rows
-        return rule
-
-    return register
+    @property
+    def facts(self) -> dict[str, object]:
+        """Keys of its event besides `what`."""
+        seen = self.evidence
+        return {"since": seen.since, "cause": seen.cause, "remedy": seen.remedy, "metric": seen.metric,
+                "figures": {name: float(f"{value:.4g}") for name, value in seen.figures.items()}}
 
 
 class LearningMonitor:
@@ -145,8 +50,6 @@ class LearningMonitor:
     run, for the lines that are to change."""
 
     def __init__(self, actions: Mapping[str, object] | None = None, settings: Mapping[str, str] | None = None):
-        from distflow.telemetry import learning_rules  # noqa: F401 - registers the rules
-
         self.actions = actions or {}
         self.series = Series(settings)
         self.seen: dict[str, int] = {}  # the last step of which each detector had evidence
@@ -154,7 +57,7 @@ class LearningMonitor:
     def look(self, step: int, metrics: Mapping[str, float]) -> Iterator[LearningFault]:
         """Yield what has begun to go wrong with this step."""
         self.series.add(step, metrics)
-        for name, (rule, rows) in RULES.items():
+        for name, (rule, rows, _) in RULES.items():
             if self.actions.get(name) == "off" or (evidence := rule(self.series)) is None:
                 continue
             begun = step - self.seen.get(name, -_QUIET - 1) > _QUIET
@@ -162,12 +65,24 @@ class LearningMonitor:
             if begun:
                 yield LearningFault(name, step, evidence, rows)
 
-    def stops(self, fault: LearningFault) -> bool:
-        return self.actions.get(fault.detector) == "stop"
-
 
 def faults_of(steps: Iterable[Mapping[str, float]], settings: Mapping[str, str] | None = None,
               actions: Mapping[str, object] | None = None) -> list[LearningFault]:
     """Return the faults of a recorded run: `steps` have the metrics of each and its number as `step`."""
     monitor = LearningMonitor(actions, settings)
     return [fault for line in steps for fault in monitor.look(int(line["step"]), line)]
+
+
+def actions_of(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return what a run's settings say to do, by detector."""
+    start = "robust.detectors."
+    return {key.removeprefix(start): value for key, value in settings.items() if key.startswith(start)}
+
+
+def main_fault(faults: Sequence[LearningFault]) -> LearningFault | None:
+    """Return the fault that others probably follow from: the first, unless one that is no symptom comes soon after."""
+    if not faults:
+        return None
+    first = min(faults, key=lambda fault: fault.step)
+    causes = [fault for fault in faults if not RULES[fault.detector][2] and fault.step <= first.step + _SOON]
+    return min(causes, key=lambda fault: fault.step, default=first)

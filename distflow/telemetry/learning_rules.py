@@ -5,9 +5,13 @@ Each compares the last steps with the first ones, or with those just before; med
 
 from __future__ import annotations
 
+from functools import partial
+from operator import lt
 from statistics import mean, variance
 
-from distflow.telemetry.learning import Evidence, Series, learning_fault, middle, spread
+from distflow.telemetry.learning_series import RULES, Evidence, Series, detector, middle, spread
+
+__all__ = ["RULES", "fall"]
 
 _RECENT = 4  # steps in which something must be seen
 _FIRST = 5  # steps of a run that count as its beginning
@@ -44,7 +48,7 @@ def _lower_rate(series: Series) -> str:
 # Rewards
 
 
-@learning_fault(rows="low")
+@detector(rows="low")
 def reward_constant(series: Series) -> Evidence | None:
     """All samples of the last steps earn the same."""
     std = "environment/reward_std" if series.reward == "environment/reward" else "reward/std"
@@ -62,7 +66,7 @@ def reward_constant(series: Series) -> Evidence | None:
                     {"reward": value, "steps": len(series.steps)})
 
 
-@learning_fault(rows="low")
+@detector(rows="low")
 def answers_not_found(series: Series) -> Evidence | None:
     """The reward finds no final answer in nearly all completions, or in many more than before."""
     name = "reward/unanswered"
@@ -77,11 +81,11 @@ def answers_not_found(series: Series) -> Evidence | None:
                     f"{f', before in {middle(before):.0%}' if jumped else ''}",
                     "a parser's failure: completions do not have the form that the reward reads, as `#### 42` or "
                     "`\\boxed{42}`, or it reads another one than the prompt asks for",
-                    "ask for the form in  data.template , or read what models write:  nodes.reward.with.reward="
+                    "ask for the form in the question, or read what models write:  nodes.reward.with.reward="
                     "{math: {strict: false}}", {"unanswered": middle(recent)})
 
 
-@learning_fault()
+@detector(symptom=True)
 def no_signal(series: Series) -> Evidence | None:
     """In nearly all groups all samples earn the same."""
     name = "environment/zero_std_groups" if series.reward == "environment/reward" else "reward/zero_std_groups"
@@ -94,12 +98,26 @@ def no_signal(series: Series) -> Evidence | None:
                     f"In {middle(recent):.0%} of the groups all samples earn the same, and teach nothing",
                     "the problems are too easy" if easy else "the policy gives a prompt the same answer again and "
                     "again, or the problems are too hard for it",
-                    "data of another difficulty, or `nodes: {filter: {function: keep_informative}}` as dapo.yaml has it"
+                    "data of another difficulty, or a node `informative_groups` as dapo.yaml has it"
                     if easy else f"roles.{_role(series)}.generation.temperature=1.0, a larger group_size, or easier "
                     "data", {"share": middle(recent), "reward": value})
 
 
-@learning_fault(rows="low")
+@detector(rows="high")
+def reward_noise(series: Series) -> Evidence | None:
+    """The same completion of a prompt earns now this, now that."""
+    name = "reward/inconsistent"
+    recent = series.last(name, _RECENT)
+    if not recent or middle(recent) < 0.25:
+        return None
+    return Evidence(series.since(name, lambda value: value > 0.1), name,
+                    f"{middle(recent):.0%} of the completions that equal another one to their prompt earn something "
+                    "else", "the reward is noise: a judge that contradicts itself, a sandbox that fails now and then, "
+                    "or rewards of other rows", "score one completion several times; a judge wants  temperature 0 , or "
+                    "several verdicts", {"inconsistent": middle(recent)})
+
+
+@detector(rows="low", symptom=True)
 def reward_changed(series: Series) -> Evidence | None:
     """The mean reward, or its deviation, leaps from one step to the next and stays there."""
     for name in (series.reward, "reward/std"):
@@ -121,7 +139,7 @@ def reward_changed(series: Series) -> Evidence | None:
 _LEAP = 4.5
 
 
-@learning_fault(rows="low")
+@detector(rows="low", symptom=True)
 def reward_fell(series: Series) -> Evidence | None:
     """The mean reward is lower than before, by more than chance."""
     values = series.known(series.reward)
@@ -131,7 +149,8 @@ def reward_fell(series: Series) -> Evidence | None:
     before, after = (mean(value for _, value in part) for part in (values[:at][-40:], values[at:]))
     return Evidence(values[at][0], series.reward, f"The reward fell from {before:.3f} to {after:.3f}",
                     "the policy became worse, or the reward or the data harder",
-                    f"go on from a checkpoint before it with  {_lower_rate(series)}", {"before": before, "after": after})
+                    f"go on from a checkpoint before it with  {_lower_rate(series)}",
+                    {"before": before, "after": after})
 
 
 _SPLIT, _SURE = 8, 5.0  # fewest steps on each side of a fall, and standard errors that make it one
@@ -149,14 +168,14 @@ def fall(values: list[float]) -> int | None:
     return found
 
 
-@learning_fault()
+@detector()
 def reward_failures(series: Series) -> Evidence | None:
     """Many samples have no reward, or their environment fails."""
     for name, what in (("reward/failed", "reward"), ("environment/failed", "environment")):
         failed, samples = series.last(name, 3), series.last("samples", 3)
         if failed and samples and min(each / max(count, 1.0) for each, count in zip(failed, samples)) > 0.1:
-            share = middle(failed) / max(middle(samples), 1.0)
-            return Evidence(series.since(name, lambda each: each > 0.1 * middle(samples)), name,
+            share, least = middle(failed) / max(middle(samples), 1.0), 0.1 * middle(samples)
+            return Evidence(series.since(name, partial(lt, least)), name,
                             f"The {what} fails for {share:.0%} of the samples, which leave the step",
                             f"the {what} raises or takes too long; the rest of the batch is what it does not fail for, "
                             "so that the policy learns from a skewed choice",
@@ -165,7 +184,7 @@ def reward_failures(series: Series) -> Evidence | None:
     return None
 
 
-@learning_fault(rows="high")
+@detector(rows="high")
 def reward_hacking(series: Series) -> Evidence | None:
     """One part of the reward rises while another falls."""
     moved = {}
@@ -189,7 +208,7 @@ def reward_hacking(series: Series) -> Evidence | None:
                     "completions that are right", {up[0]: moved[up[0]][0], down[0]: moved[down[0]][0]})
 
 
-@learning_fault(rows="long")
+@detector(rows="long")
 def length_hacking(series: Series) -> Evidence | None:
     """Rewards follow lengths, and lengths grow."""
     name, length = "reward/length_correlation", "response/length"
@@ -207,7 +226,7 @@ def length_hacking(series: Series) -> Evidence | None:
 # The policy
 
 
-@learning_fault(rows="low")
+@detector(rows="low", symptom=True)
 def entropy_collapse(series: Series) -> Evidence | None:
     """The policy becomes certain of what earns no more than before."""
     name, signal = "policy/entropy", "reward/zero_std_groups"
@@ -229,12 +248,14 @@ def entropy_collapse(series: Series) -> Evidence | None:
                     f"or  {_lower_rate(series)}", {"before": middle(start), "now": middle(recent), "reward": earned})
 
 
-@learning_fault()
+@detector(symptom=True)
 def entropy_explosion(series: Series) -> Evidence | None:
     """The policy becomes random."""
     name = "policy/entropy"
     start, recent = series.first(name, 3), series.last(name, _RECENT)
-    if not start or not recent or middle(recent) < max(2.0 * middle(start), middle(start) + 0.3):
+    earned = middle(series.last(series.reward, _RECENT)) - middle(series.first(series.reward, _FIRST))
+    grown = middle(recent) - middle(start) if start and recent else 0.0
+    if not (grown > max(3.0 * middle(start), 0.3) or grown > max(1.4 * middle(start), 0.1) and earned < 0.05):
         return None
     bonus = series.settings.get(f"nodes.{_update(series)}.with.entropy", "")
     paid = bonus not in ("", "0", "0.0")
@@ -247,7 +268,7 @@ def entropy_explosion(series: Series) -> Evidence | None:
                     {"before": middle(start), "now": middle(recent)})
 
 
-@learning_fault(rows="long")
+@detector(rows="long", symptom=True)
 def truncation(series: Series) -> Evidence | None:
     """Many completions are cut off."""
     name = "response/truncated"
@@ -264,7 +285,7 @@ def truncation(series: Series) -> Evidence | None:
                     {"truncated": middle(recent)})
 
 
-@learning_fault(rows="long")
+@detector(rows="long", symptom=True)
 def repetition(series: Series) -> Evidence | None:
     """Completions repeat themselves."""
     name = "response/repetition"
@@ -279,7 +300,7 @@ def repetition(series: Series) -> Evidence | None:
                     {"repetition": middle(recent)})
 
 
-@learning_fault()
+@detector(symptom=True)
 def kl_runs_off(series: Series) -> Evidence | None:
     """The policy is far from the reference and moves on."""
     name = "policy/kl_reference"
@@ -293,7 +314,7 @@ def kl_runs_off(series: Series) -> Evidence | None:
                     f"{_lower_rate(series)} , or  nodes.{node}.with.kl=0.01", {"kl": middle(recent)})
 
 
-@learning_fault()
+@detector(symptom=True)
 def ratio_clipped(series: Series) -> Evidence | None:
     """The loss's bound is active on many tokens."""
     name = "policy/clip_ratio"
@@ -306,7 +327,7 @@ def ratio_clipped(series: Series) -> Evidence | None:
                     f"nodes.{_update(series)}.with.epochs=1 , or  {_lower_rate(series)}", {"clipped": middle(recent)})
 
 
-@learning_fault()
+@detector()
 def mismatch(series: Series) -> Evidence | None:
     """Trainer and rollout disagree about the probability of the same tokens."""
     name, late = "mismatch/logprob_mean", "mismatch/logprob_late"
@@ -327,7 +348,7 @@ def mismatch(series: Series) -> Evidence | None:
 # Updates
 
 
-@learning_fault()
+@detector()
 def gradient_spike(series: Series) -> Evidence | None:
     """The gradient's norm leaps."""
     name = "grad_norm"
@@ -341,7 +362,7 @@ def gradient_spike(series: Series) -> Evidence | None:
                     {"before": middle(before), "now": now[0]})
 
 
-@learning_fault()
+@detector(symptom=True)
 def no_gradient(series: Series) -> Evidence | None:
     """The gradient is 0."""
     for name in series.names(""):
@@ -353,7 +374,7 @@ def no_gradient(series: Series) -> Evidence | None:
     return None
 
 
-@learning_fault()
+@detector()
 def learning_rate(series: Series) -> Evidence | None:
     """The learning rate is so small that nothing changes."""
     name = "learning_rate"
@@ -366,11 +387,18 @@ def learning_rate(series: Series) -> Evidence | None:
                     f"{key}=1e-6", {"learning_rate": max(rates)})
 
 
-@learning_fault(rows="high")
+@detector(rows="high")
 def advantage_sign(series: Series) -> Evidence | None:
     """Advantages do not follow rewards."""
     name = "advantages/reward_correlation"
     recent = series.last(name, 3)
+    paid, given = series.last("reward/std", 3), series.last("advantages/std", 3)
+    usual = abs(middle(series.last("advantages/mean", 3)))
+    if paid and given and min(paid) > 0.01 and max(given) < 1e-6 and usual > 1e-3:  # all 0 is no signal
+        return Evidence(series.since("advantages/std", lambda value: value < 1e-6), "advantages/std",
+                        f"All advantages are {middle(series.last('advantages/mean', 3)):.3g}, whatever rows earn",
+                        "every completion is reinforced alike: the advantage does not read the rewards",
+                        "the node that writes `advantages`: it must return reward minus baseline")
     if not recent or max(recent) > 0.35:
         return None
     turned = middle(recent) < -0.3
@@ -383,13 +411,12 @@ def advantage_sign(series: Series) -> Evidence | None:
                     {"correlation": middle(recent)})
 
 
-@learning_fault()
+@detector()
 def advantage_scale(series: Series) -> Evidence | None:
     """Advantages are of another size than losses expect, or have no baseline."""
     size, center = series.last("advantages/std", 3), series.last("advantages/mean", 3)
-    if not size or not center:
-        return None
-    large, biased = min(size) > 5.0, min(abs(each) for each in center) > 1.0 and middle(center) > middle(size)
+    large = bool(size) and min(size) > 5.0
+    biased = bool(size and center) and min(map(abs, center)) > 1.0 and abs(middle(center)) > middle(size)
     if not large and not biased:
         return None
     name = "advantages/std" if large else "advantages/mean"
@@ -402,7 +429,7 @@ def advantage_scale(series: Series) -> Evidence | None:
                     {"std": middle(size), "mean": middle(center)})
 
 
-@learning_fault()
+@detector()
 def value_head(series: Series) -> Evidence | None:
     """The critic explains less of the returns than a constant would."""
     name = "value/explained"
@@ -416,7 +443,7 @@ def value_head(series: Series) -> Evidence | None:
                     {"explained": middle(recent)})
 
 
-@learning_fault()
+@detector()
 def reference_moves(series: Series) -> Evidence | None:
     """KL to the reference drops to nothing while the policy is trained."""
     name = "policy/kl_reference"
@@ -432,7 +459,7 @@ def reference_moves(series: Series) -> Evidence | None:
 # Data
 
 
-@learning_fault(rows="high")
+@detector(rows="high", symptom=True)
 def held_out_falls(series: Series) -> Evidence | None:
     """Held-out answers become worse while training earns more."""
     for name in series.names("validation/") or [key for key in ("validation/heldout",) if series.known(key)]:
@@ -453,7 +480,7 @@ def held_out_falls(series: Series) -> Evidence | None:
     return None
 
 
-@learning_fault()
+@detector()
 def duplicated_prompts(series: Series) -> Evidence | None:
     """Many prompts of a step are the same."""
     name = "prompt/repeated"
@@ -463,10 +490,11 @@ def duplicated_prompts(series: Series) -> Evidence | None:
     return Evidence(series.since(name, lambda value: value > 0.1), name,
                     f"{middle(recent):.0%} of a step's prompts are there twice",
                     "the training data repeats itself, so that a step learns from few problems",
-                    "distflow data  shows duplicates; take them out of  data.train", {"share": middle(recent)})
+                    "distflow validate --prove  names what is there twice; take it out of  data.train",
+                    {"share": middle(recent)})
 
 
-@learning_fault(rows="high")
+@detector(rows="high")
 def leaking_prompts(series: Series) -> Evidence | None:
     """Prompts hold their answers."""
     name = "prompt/has_answer"
@@ -476,10 +504,10 @@ def leaking_prompts(series: Series) -> Evidence | None:
     return Evidence(series.since(name, lambda value: value > 0.1), name,
                     f"{middle(recent):.0%} of the prompts hold their own answer",
                     "the answer leaks into the question, so that the policy learns to copy it",
-                    "data.template , or the records of  data.train", {"share": middle(recent)})
+                    "take the answer out of the questions of  data.train", {"share": middle(recent)})
 
 
-@learning_fault()
+@detector()
 def stale_data(series: Series) -> Evidence | None:
     """A step trains on the samples of an earlier one, or the data begins again."""
     name = "response/fingerprint"
@@ -496,7 +524,7 @@ def stale_data(series: Series) -> Evidence | None:
                     "distflow resume  restores both; a loop of your own must save the position", {})
 
 
-@learning_fault(rows="low")
+@detector(rows="low")
 def tools_avoided(series: Series) -> Evidence | None:
     """Conversations have fewer turns than at the start."""
     name = "environment/turns"

@@ -56,6 +56,9 @@ class Logger(ABC):
     @abstractmethod
     def samples(self, step: int, rows: Sequence[Row]) -> None: ...
 
+    def alert(self, step: int, text: str) -> None:  # noqa: B027 - some have none
+        """Send what the detectors of learning have found in a step."""
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -126,6 +129,9 @@ class WandbLogger(Logger):
         columns, cells = _table(rows)
         self.run.log({"samples": self.wandb.Table(columns=columns, data=cells)}, step=max(step, self.run.step))
 
+    def alert(self, step: int, text: str) -> None:
+        self.run.alert(title=f"{self.run.name}, step {step}", text=text, level="WARN")
+
     def close(self) -> None:
         self.run.finish()
         self.wandb.teardown()  # only then all is in its file
@@ -155,6 +161,9 @@ class MlflowLogger(Logger):
         columns, cells = _table(rows)
         self.client.log_table(self.id, dict(zip(columns, map(list, zip(*cells)))), f"samples/{step:06d}.json")
 
+    def alert(self, step: int, text: str) -> None:
+        self.client.set_tag(self.id, f"alert.step_{step}", text)
+
     def close(self) -> None:
         self.client.set_terminated(self.id)
 
@@ -174,7 +183,7 @@ class LoggerThread(threading.Thread):
         self.start()
 
     def put(self, kind: str, step: int, content: Any) -> None:
-        """Have `metrics` or `samples` of a step sent."""
+        """Have `metrics`, `samples` or an `alert` of a step sent."""
         if not self.is_alive():
             self.warn("has failed, as said above")
         elif self.lines.qsize() >= _ROOM:
@@ -217,6 +226,10 @@ class Loggers:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for thread in self.threads:
             thread.put("metrics", step, dict(values))
+
+    def alert(self, step: int, text: str) -> None:
+        for thread in self.threads:
+            thread.put("alert", step, text)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Send rows as a table, without what they have for each token."""

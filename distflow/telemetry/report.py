@@ -23,6 +23,7 @@ from typing import Any
 from distflow.telemetry import timeline
 from distflow.telemetry.ettr import account
 from distflow.telemetry.files import write_atomically
+from distflow.telemetry.learning import actions_of, faults_of
 from distflow.telemetry.run_reader import RunReader, Tail, numbers
 from distflow.telemetry.screen import printable
 from distflow.telemetry.timeline import Span
@@ -49,8 +50,16 @@ def read_run(folder: Path, characters: int = _SAMPLE_CHARACTERS) -> Run:
             "plan": {name: plan.get(name) for name in ("name", "mode", "ranks", "notes")},
             "nodes": _nodes(plan), "edges": _edges(plan, steps), "samples": _thinned(samples, characters),
             "samples_total": len(samples), "failures": failures, "ettr": _ettr(events),
+            "faults": _faults(reader, steps),
             "settings": reader.settings(), "answers": _compared(answers), "best": _best_reward(reader.dag, samples),
             "steps": _timed_steps(kinds, spans)}
+
+
+def _faults(reader: RunReader, steps: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """Return what the detectors of learning say of a run, for its curves."""
+    settings = reader.settings()
+    return [{"detector": fault.detector, "step": fault.step, "what": fault.sentence, **fault.facts}
+            for fault in faults_of([line for line in steps if line["step"]], settings, actions_of(settings))]
 
 
 def write_report(folders: Sequence[Path], file: Path) -> int:

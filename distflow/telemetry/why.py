@@ -1,15 +1,15 @@
-"""Explains why a run is slow, stuck or dead, and why its reward fell: from the files of its folder.
+"""Explains why a run is slow, stuck or dead, and what is wrong with its learning: from the files of its folder.
 
     stuck        what each rank does and for how long, who waits for whom, and the stacks of the one they wait for
     dead         the failure that ended it, and what went before
     slow         the critical path of a step: the chain of activities, across ranks, that made it as long as it was,
                  and the row that was sampled last, with its turns and tools
-    fallen       since which step the reward is lower, which parts, sources and prompts fell, and what else changed
+
+`why_learning` says what went wrong with its learning.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import statistics
@@ -25,21 +25,15 @@ from typing import Any
 from distflow.errors import InvalidInput, quoted
 from distflow.telemetry import timeline
 from distflow.telemetry.collectives import absent
-from distflow.telemetry.run_reader import RunReader, numbers
+from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import MAIN, RankTimeline, Span
+from distflow.telemetry.why_learning import learning, quoted_text
 
 WAITING = "waiting"
 _LATE = 5.0  # an activity is late after so many times its usual duration, and at least so many seconds
 _AROUND = 3  # steps before and after one in which another group may have worked for it
 _TINY = 1e-4  # seconds: less is no part of a path
 _WARM = 2  # first steps that are no ordinary ones
-_SPLIT, _SURE = 8, 5.0  # fewest steps on each side of a fall, and standard errors that make it one
-_TECHNICAL = ("seconds", "tokens", "samples", "wall", "epoch", "memory", "snapshot", "checkpoint", "data/",
-              "advantages")
-"""First parts of metrics that do not explain a reward."""
-_RELATED = 4  # other metrics that are named for a fall
-_SOURCES, _EACH, _PROMPTS = 20, 2, 3  # most values of a column that are compared, fewest samples of one, prompts named
-_QUOTED = 100  # characters of a prompt or an answer
 _ADVICE = {
     "generating": "Sampling takes the time. Shorter answers (`roles.NAME.generation.max_new_tokens`), another engine "
                   "(`roles.NAME.rollout: vllm`), or `mode: async`, where training does not wait for the longest one.",
@@ -102,8 +96,9 @@ def explain(folder: Path, complete: Callable[[Path], Sequence[Path]], step: int 
         raise InvalidInput(f"--step {step}: the run has steps 1 to {len(metrics)}" if metrics else
                            f"--step {step}: no step of the run is done")
     if metrics:
+        if step is None:
+            yield from learning(reader)
         yield from slow(reader, metrics, _ordinary(metrics) if step is None else step)
-        yield from fallen(reader, metrics)
     elif reader.summary:
         yield f"{folder.name} has finished, but metrics.jsonl has no whole line of a step: it was cut afterwards."
 
@@ -303,14 +298,10 @@ def _last_row(reader: RunReader, chains: Sequence[SampledChain], step: int) -> I
         place = [step, last.id, longest.facts.get("turn")]
         said = next((turn.get("text") for turn in reader.tail(f"trajectories/rank{last.rank}").new()
                      if [turn["step"], turn.get("row"), turn.get("turn")] == place), None)
-        yield from [f"    the model had said: {_quoted(said)}"] if said is not None else []
+        yield from [f"    the model had said: {quoted_text(said)}"] if said is not None else []
     asked = (row.get("questions") for row in reader.tail("samples").new()
              if row.get("step") == step and row.get("row") == last.id)
-    yield from (f"  its prompt: {_quoted(text)}" for text in asked)
-
-
-def _quoted(text: Any, most: int = _QUOTED) -> str:
-    return json.dumps(text, ensure_ascii=False)[:most]
+    yield from (f"  its prompt: {quoted_text(text)}" for text in asked)
 
 
 def _phase(span: Span) -> str:
@@ -330,102 +321,3 @@ def _usual_seconds(spans: Sequence[Span]) -> dict[tuple[str, str], float]:
     for span in (span for span in spans if span.track == MAIN):
         found.setdefault((span.role, span.name), []).append(span.seconds)
     return {key: statistics.median(each) for key, each in found.items()}
-
-
-def fallen(reader: RunReader, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Say since when the reward is lower than before, and what changed there; nothing if it is not."""
-    name = "environment/reward" if "environment/reward" in metrics[-1] else "reward/mean"
-    rows = [line for line in metrics if isinstance(line.get(name), float)]
-    at = fall([line[name] for line in rows])
-    if at is None:
-        return
-    before, after = (rows[:at], rows[at:])
-    step = rows[at]["step"]
-    yield (f"The reward fell at step {step}: from {_mean(before, name):.3f} before to {_mean(after, name):.3f} since.")
-    for other, shift in _shifts(before, after, name)[:_RELATED]:
-        yield (f"  {other}: {_mean(before, other):.4g} → {_mean(after, other):.4g} ({shift:+.1f} deviations"
-               f"{_since(rows, other) if shift < 0 else ''})")
-    rewarded = ({"rewards": row.get("environment_rewards"), **row} for row in reader.rows("samples"))
-    samples = [row for row in rewarded if "rewards" in numbers(row)]
-    yield from _fallen_sources(reader, samples, step)
-    yield from _fallen_prompts(samples, step)
-    for event in _events_near(reader, rows[max(0, at - 2)]["step"], step):
-        changed = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in event.get("settings", {}).items())
-        facts = event.get("what") or event.get("why") or changed
-        yield f"  step {event['step']}: {event['event'].replace('_', ' ')} {facts}".rstrip()
-    for row in sorted((row for row in samples if row["step"] >= step), key=lambda row: row["rewards"])[:1]:
-        yield f"  a sample of step {row['step']}, reward {row['rewards']:.3g}: {_quoted(row.get('questions'))}"
-        yield f"    {_quoted(row.get('completions'), 2 * _QUOTED)}"
-
-
-def _since(rows: Sequence[dict[str, Any]], name: str) -> str:
-    """Return since which step a metric is lower, for a message; nothing if that is not certain."""
-    own = [row for row in rows if name in row]
-    at = fall([row[name] for row in own])
-    return "" if at is None else f", since step {own[at]['step']}"
-
-
-_Fallen = tuple[Any, float, float, int, int]
-"""A value of a column; the mean reward of its samples before and since a step, and their numbers."""
-
-
-def _fallen_values(samples: Sequence[dict[str, Any]], step: int, column: str, least: int) -> list[_Fallen]:
-    """Return the values of a column whose samples have less reward since `step`, those that fell most first; at least
-    so many samples on each side."""
-    found: dict[Any, tuple[list[float], list[float]]] = {}
-    for row in samples:
-        if isinstance(row.get(column), str):
-            found.setdefault(row[column], ([], []))[row["step"] >= step].append(row["rewards"])
-    pairs = ((value, statistics.mean(before), statistics.mean(after), len(before), len(after))
-             for value, (before, after) in found.items() if min(len(before), len(after)) >= least)
-    return sorted((each for each in pairs if each[2] < each[1]), key=lambda each: each[2] - each[1])
-
-
-def _fallen_sources(reader: RunReader, samples: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
-    """Compare the samples by the run's own columns of the dataset, as where a record comes from."""
-    for column in json.loads(reader.settings().get("data.columns", "[]")):
-        values = {row[column] for row in samples if isinstance(row.get(column), str)}
-        if 1 < len(values) <= _SOURCES:
-            for value, before, after, n, m in _fallen_values(samples, step, column, _EACH):
-                yield f"  {column} `{value}`: {before:.3f} → {after:.3f} ({n} samples before, {m} since)"
-
-
-def _fallen_prompts(samples: Sequence[dict[str, Any]], step: int) -> Iterator[str]:
-    for prompt, before, after, n, m in _fallen_values(samples, step, "questions", 1)[:_PROMPTS]:
-        yield f"  prompt {_quoted(prompt)}: {before:.3f} → {after:.3f} ({n} samples before, {m} since)"
-
-
-def fall(values: Sequence[float]) -> int | None:
-    """Return the index since which values are lower, where the two sides differ most; None if that may be chance."""
-    best, found = _SURE, None
-    for at in range(_SPLIT, len(values) - _SPLIT + 1):
-        before, after = values[max(0, at - 10 * _SPLIT) : at], values[at:]
-        error = (statistics.variance(before) / len(before) + statistics.variance(after) / len(after)) ** 0.5
-        gap = statistics.mean(before) - statistics.mean(after)
-        if gap > best * error and gap > 0:
-            best, found = gap / error if error else float("inf"), at
-    return found
-
-
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
-    return statistics.mean(values) if values else float("nan")
-
-
-def _shifts(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], reward: str) -> list[tuple[str, float]]:
-    """Return the other metrics by how far their mean moved, in deviations of a step before."""
-    found = []
-    for name in after[-1]:
-        values = [row[name] for row in before if isinstance(row.get(name), float)]
-        if name.startswith(_TECHNICAL) or name == reward or len(values) < _SPLIT:
-            continue
-        spread = statistics.stdev(values)
-        moved = _mean(after, name) - statistics.mean(values)
-        if spread and abs(moved) > 2 * spread:
-            found.append((name, moved / spread))
-    return sorted(found, key=lambda pair: (not pair[0].startswith("reward/"), -abs(pair[1])))
-
-
-def _events_near(reader: RunReader, first: int, last: int) -> list[dict[str, Any]]:
-    kinds = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed")
-    return [event for event in reader.rows("events") if event["event"] in kinds and first <= event["step"] <= last]

@@ -106,24 +106,6 @@ def test_a_detector_of_ones_own_sees_the_steps():
         del detectors.STEP_DETECTORS["endless"]
 
 
-def test_a_gradient_of_nothing_is_reported_once_after_ten_steps():
-    (number, name, alert), = alerts(trained([0.3] + [0.0] * 15, "grad_norm"))
-    assert (number, name, alert.restart) == (11, "no_gradient", False)
-    assert alert.facts == {"metric": "grad_norm", "steps": 10}
-    assert "samples.jsonl" in alert.what
-    again = [number for number, *_ in alerts(trained([*[0.0] * 10, 0.1, *[0.0] * 10], "critic/grad_norm"))]
-    assert again == [10, 21]
-    assert [number for number, *_ in alerts(trained([0.0] * 5, "grad_norm"), no_gradient={"during": 3})] == [3]
-
-
-@pytest.mark.parametrize("steps", [
-    trained([0.0] * 9, "grad_norm"), trained([0.0, 0.0, 1e-9] * 9, "grad_norm"), trained([0.0] * 20, "loss"),
-    [StepReport(number, {}) for number in range(20)],
-], ids=["too few", "sometimes", "the loss", "trains nothing"])
-def test_what_is_no_gradient_of_nothing(steps):
-    assert alerts(steps) == []
-
-
 def test_a_filter_that_drops_all_is_named():
     some, none = ({"filter/a/b/dropped": 8.0, "filter/a/b/kept": kept} for kept in (1.0, 0.0))
     reported = alerts(StepReport(number, values) for number, values in enumerate([some, none, none, some, none, {}], 1))

@@ -18,7 +18,7 @@ from distflow.recovery.checkpoint_files import complete_checkpoints
 from distflow.telemetry import timeline
 from distflow.telemetry.run_reader import RunReader
 from distflow.telemetry.timeline import Span
-from distflow.telemetry.why import Segment, critical_path, dead, explain, fall, sampled_chains, stuck
+from distflow.telemetry.why import Segment, critical_path, dead, explain, sampled_chains, stuck
 
 
 def span(rank: int, name: str, phase: str, start: float, end: float, role: str = "trainer", step: int = 1) -> Span:
@@ -62,21 +62,6 @@ def test_a_step_without_a_timeline_has_no_path() -> None:
     assert critical_path([span(0, "a", "generating", 0, 1, "rollout")], 1) == []
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_noise_is_no_fall_and_growth_is_none_either(seed) -> None:
-    draw = random.Random(seed)
-    assert fall([draw.gauss(0.5, 0.1) for _ in range(200)]) is None
-    assert fall([step / 200 + draw.gauss(0, 0.1) for step in range(200)]) is None
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_fall_is_found_where_it_was(seed) -> None:
-    draw = random.Random(seed)
-    values = [draw.gauss(0.8 if step < 120 else 0.5, 0.1) for step in range(160)]
-    assert fall(values) == pytest.approx(120, abs=5)
-    assert fall([1.0] * 20 + [0.0] * 20) == 20
-
-
 def run_folder(folder: Path, rewards: list[float]) -> Path:
     (folder / "launch.json").write_text('{"search": [], "torchrun": ""}')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(
@@ -94,9 +79,10 @@ def test_what_changed_with_a_reward_is_named(tmp_path) -> None:
     (folder / "samples.jsonl").write_text(json.dumps(
         {"step": 40, "questions": "How many?", "completions": "so many words", "environment_rewards": 0.1}) + "\n")
     said = list(explain(folder, complete_checkpoints))
-    at = next(index for index, line in enumerate(said) if line.startswith("The reward fell at step 31: from 0.814"))
-    assert said[at + 1].startswith("  reward/math: ")
-    assert said[at + 2].startswith("  response/length: ")
+    assert any(line.startswith("`reward/mean` leapt from 0.81 to 0.2, since step 31; detector `reward_changed`")
+               for line in said)
+    assert "  reward/math: 0.327 → 0.0811" in said
+    assert "  response/length: 42 → 132" in said
     assert "  step 31: settings changed steps: 30 → 50" in said
     assert '    "so many words"' in said
     said = list(explain(folder, complete_checkpoints, 9))
@@ -112,7 +98,7 @@ def test_a_finished_run_whose_metrics_are_cut_short_is_explained(tmp_path) -> No
 
 
 def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
-    """Code falls at step 31 and mathematics does not; the part `code` fell five steps before the whole did."""
+    """Code falls at step 31 and mathematics does not."""
     folder = run_folder(tmp_path, [0.8 + 0.01 * (step % 4) for step in range(30)] + [0.4] * 20)
     (folder / "summary.json").write_text("{}")
     (folder / "run.yaml").write_text("data: {columns: [source, level]}\n")
@@ -125,8 +111,7 @@ def test_a_fall_is_told_by_part_source_and_prompt(tmp_path) -> None:
          "completions": "x", "rewards": 0.1 if step > 30 and source == "mbpp" else 0.8}) + "\n"
         for step in range(1, 51) for row, source in enumerate(["gsm8k", "mbpp"])))
     said = list(explain(folder, complete_checkpoints))
-    part, = (line for line in said if line.startswith("  reward/code: "))
-    assert part.endswith(", since step 26)")
+    assert any(line.startswith("  reward/code: 0.78") for line in said)
     assert [line for line in said if line.startswith("  source ")] == [
         "  source `mbpp`: 0.800 → 0.100 (30 samples before, 20 since)"]
     assert not [line for line in said if line.startswith("  level ")], "nearly every sample has another one"

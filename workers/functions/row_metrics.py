@@ -26,7 +26,9 @@ def report_rows(buffer: Databuffer) -> None:
         if isinstance(rewards, Tensor):
             _report_rewards(rewards.double(), group, responses, columns.get("advantages"))
         if isinstance(responses, Ragged) and isinstance(responses.values, Tensor):
-            _report_responses(responses, responses.values, group)
+            alike_B = _report_responses(responses, responses.values, group)
+            if isinstance(rewards, Tensor):
+                _report_verdicts(rewards.double(), alike_B)
         if "questions" in columns:
             _report_questions(columns, group)
 
@@ -59,16 +61,28 @@ def _centred(values_B: Tensor, group: Tensor) -> Tensor:
     return values_B - (sums.index_add(0, index, values_B) / counts)[index]
 
 
-def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> None:
+def _report_verdicts(rewards_B: Tensor, alike_B: Tensor) -> None:
+    """Report how many of the responses that others of their prompt equal earn something else than these."""
+    counts = torch.bincount(alike_B)
+    low, high = (torch.zeros(len(counts), dtype=torch.float64).scatter_reduce(0, alike_B, rewards_B, how,
+                                                                              include_self=False)
+                 for how in ("amin", "amax"))
+    several = counts > 1
+    differ = several & (high - low > 1e-3 * high.abs().clamp(min=1e-3))
+    current().mean("reward/inconsistent", counts[differ].sum(), counts[several].sum())
+
+
+def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> Tensor:
+    """Report what repeats in responses and among them; return a number of each that equal ones of a prompt share."""
     row_of = responses.row_of
     position_T = torch.arange(len(tokens_T)) - responses.offsets[:-1][row_of]
     mixed_T = (tokens_T.long() + 1) * _PRIMES[1] % (position_T * 2 + _PRIMES[0])
     hashes_B = torch.zeros(len(responses), dtype=torch.int64).index_add(0, row_of, mixed_T)
-    current().mean("response/alike", len(group) - len(torch.unique(torch.stack([group.long(), hashes_B]), dim=1).T),
-                   len(group))
+    different, alike_B = torch.unique(torch.stack([group.long(), hashes_B]), dim=1, return_inverse=True)
+    current().mean("response/alike", len(group) - different.shape[1], len(group))
     end = int(responses.offsets[min(len(responses), _LOOKED_AT)])
     if end < _RUN:
-        return
+        return alike_B
     key_T = row_of[: end - _RUN + 1].clone()
     for place in range(_RUN):
         key_T = key_T * _PRIMES[0] + tokens_T[place : end - _RUN + 1 + place].long()
@@ -76,6 +90,7 @@ def _report_responses(responses: Ragged, tokens_T: Tensor, group: Tensor) -> Non
     runs = int(whole_T.sum())
     if runs:
         current().mean("response/repetition", runs - len(torch.unique(key_T[whole_T])), runs)
+    return alike_B
 
 
 def _report_questions(columns: dict[str, ColumnData], group: Tensor) -> None:

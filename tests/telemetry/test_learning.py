@@ -1,0 +1,167 @@
+"""Detectors of learning: on series whose fault is known, on noise, and in a run that one of them ends."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from harness import ROOT
+
+from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
+from distflow.telemetry.learning import LearningFault, faults_of, main_fault
+from distflow.telemetry.learning_rules import RULES, fall
+
+HEALTHY = {"reward/mean": 0.5, "reward/std": 0.45, "reward/zero_std_groups": 0.4, "reward/length_correlation": 0.1,
+           "reward/unanswered": 0.02, "policy/entropy": 0.3, "policy/kl_reference": 0.02, "policy/clip_ratio": 0.01,
+           "response/length": 40.0, "response/truncated": 0.02, "response/repetition": 0.02, "grad_norm": 0.5,
+           "learning_rate": 1e-6, "advantages/reward_correlation": 0.95, "advantages/std": 0.8,
+           "reward/inconsistent": 0.0, "advantages/mean": 0.01,
+           "mismatch/logprob_mean": 0.002, "mismatch/logprob_late": 0.002, "samples": 64.0, "reward/failed": 0.0,
+           "prompt/repeated": 0.0, "prompt/has_answer": 0.0, "value/explained": 0.3, "environment/turns": 2.5}
+
+
+def steps_of(count: int, seed: int = 0, first: int = 0, **changed: float) -> list[dict[str, float]]:
+    """Steps with noise of a tenth; from step `first` on the metrics that are `changed`, `__` for `/`, are exact."""
+    draw = random.Random(seed)
+    return [{name: value * draw.uniform(0.9, 1.1) for name, value in HEALTHY.items()} | {"step": step} |
+            ({name.replace("__", "/"): value for name, value in changed.items()} if step >= first else {})
+            for step in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_fault(seed):
+    assert faults_of(steps_of(100, seed, first=1000)) == []
+
+
+@pytest.mark.parametrize(("detector", "changed"), [
+    ("reward_constant", {"reward__std": 0.0, "reward__mean": 0.5}),
+    ("answers_not_found", {"reward__unanswered": 0.9}),
+    ("reward_noise", {"reward__inconsistent": 0.6}),
+    ("no_signal", {"reward__zero_std_groups": 0.95}),
+    ("reward_failures", {"reward__failed": 20.0}),
+    ("length_hacking", {"reward__length_correlation": 0.8, "response__length": 60.0}),
+    ("entropy_collapse", {"policy__entropy": 0.02}),
+    ("entropy_explosion", {"policy__entropy": 2.0}),
+    ("truncation", {"response__truncated": 0.6}),
+    ("repetition", {"response__repetition": 0.4}),
+    ("kl_runs_off", {"policy__kl_reference": 2.0}),
+    ("ratio_clipped", {"policy__clip_ratio": 0.5}),
+    ("mismatch", {"mismatch__logprob_mean": 0.2, "mismatch__logprob_late": 0.4}),
+    ("no_gradient", {"grad_norm": 0.0}),
+    ("learning_rate", {"learning_rate": 1e-10}),
+    ("advantage_sign", {"advantages__reward_correlation": -0.9}),
+    ("advantage_scale", {"advantages__std": 20.0}),
+    ("value_head", {"value__explained": -2.0}),
+    ("reference_moves", {"policy__kl_reference": 0.0}),
+    ("duplicated_prompts", {"prompt__repeated": 0.6}),
+    ("leaking_prompts", {"prompt__has_answer": 0.9}),
+    ("tools_avoided", {"environment__turns": 1.0}),
+])
+def test_each_fault_is_named_soon_and_since_its_first_step(detector, changed):
+    found = {fault.detector: fault for fault in faults_of(steps_of(40, first=21, **changed))}
+    assert detector in found
+    assert 21 <= found[detector].step <= 31
+    assert found[detector].evidence.since == pytest.approx(21, abs=3)
+    assert found[detector].evidence.cause
+    assert found[detector].evidence.remedy
+
+
+def test_a_gradient_that_leaps_once_is_named_at_its_step():
+    steps = steps_of(40, first=1000)
+    steps[24]["grad_norm"] = 30.0
+    fault, = faults_of(steps)
+    assert (fault.detector, fault.step) == ("gradient_spike", 25)
+
+
+def test_a_part_that_rises_while_another_falls_is_hacked():
+    steps = [line | {"reward/form": 0.2 + 0.02 * step, "reward/math": 0.6 - 0.012 * step}
+             for step, line in enumerate(steps_of(40, first=1000))]
+    fault = next(fault for fault in faults_of(steps) if fault.detector == "reward_hacking")
+    assert "`form`" in fault.evidence.what
+    assert "`math`" in fault.evidence.what
+
+
+def test_held_out_answers_that_become_worse_while_training_earns_more():
+    steps = steps_of(40, first=1000)
+    for step, value in ((10, 0.6), (20, 0.3), (30, 0.25)):
+        steps[step - 1]["validation/heldout"] = value
+    fault, = faults_of(steps)
+    assert (fault.detector, fault.evidence.since) == ("held_out_falls", 20)
+
+
+def test_samples_that_come_again_and_data_that_goes_back():
+    steps = [line | {"response/fingerprint": 1000.0 + step, "epoch": 0.1 * step}
+             for step, line in enumerate(steps_of(20, first=1000))]
+    assert faults_of(steps) == []
+    steps[15]["response/fingerprint"] = 1004.0
+    assert [fault.detector for fault in faults_of(steps)] == ["stale_data"]
+    steps[15]["response/fingerprint"], steps[12]["epoch"] = 9.0, 0.3
+    assert [fault.step for fault in faults_of(steps)] == [13]
+
+
+def test_a_policy_that_settles_on_wrong_answers():
+    """The first case that was seen with a real model: entropy and reward fall while more groups are without signal."""
+    steps = [line | {"policy/entropy": 1.16 - 0.014 * step, "reward/zero_std_groups": min(0.84, 0.56 + 0.01 * step),
+                     "reward/mean": 0.24 - 0.002 * step} for step, line in enumerate(steps_of(34, first=1000))]
+    assert "entropy_collapse" in {fault.detector for fault in faults_of(steps)}
+
+
+def test_a_fault_is_said_once_and_one_that_is_off_never():
+    steps = steps_of(40, first=21, response__truncated=0.9)
+    assert [fault.detector for fault in faults_of(steps)] == ["truncation"]
+    assert faults_of(steps, actions={"truncation": "off"}) == []
+
+
+def test_the_cause_is_the_fault_that_is_no_symptom():
+    steps = steps_of(40, first=21, advantages__reward_correlation=-0.9, policy__kl_reference=2.0, reward__mean=0.1)
+    found = faults_of(steps)
+    assert {"advantage_sign", "kl_runs_off"} <= {fault.detector for fault in found}
+    main = main_fault(found)
+    assert isinstance(main, LearningFault)
+    assert main.detector == "advantage_sign"
+    assert main_fault([]) is None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_is_no_fall_and_growth_is_none_either(seed):
+    draw = random.Random(seed)
+    assert fall([draw.gauss(0.5, 0.1) for _ in range(200)]) is None
+    assert fall([step / 200 + draw.gauss(0, 0.1) for step in range(200)]) is None
+
+
+def test_a_fall_is_found_where_it_was():
+    for seed in range(10):
+        draw = random.Random(seed)
+        values = [draw.gauss(0.8 if step < 120 else 0.5, 0.1) for step in range(150)]
+        assert fall(values) == pytest.approx(120, abs=5)
+
+
+def test_each_detector_is_on_the_page():
+    page = (ROOT / "docs/learning_faults.md").read_text()
+    assert [name for name in RULES if f"`{name}`" not in page] == []
+
+
+FLAT = """
+from distflow import reward
+
+@reward
+def flat(completion, answer, row):
+    return 1.0 if row >= 160 else 1.0 / (1 + len(completion))  # 32 rows a step: from step 6 on
+"""
+
+
+def test_a_run_that_a_detector_stops_keeps_the_checkpoint_before(launch, workspace):
+    (workspace / "flat.py").write_text(FLAT)
+    dag = (workspace / "grpo.yaml").read_text().replace("brevity", "flat")
+    (workspace / "flat.yaml").write_text(dag)
+    done = launch(2, "--dag", "flat.yaml", "--run-file", "tiny.yaml", "--name", "it", "--set", "steps=30", "--set",
+                  "robust.detectors.reward_constant=stop")
+    run = workspace / "runs/it"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 9
+    assert [step_of(path) for path in complete_checkpoints(run / "checkpoints")] == [2, 4]
+    assert "after step 4:  distflow resume" in done.stdout
+    event, = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if "reward_constant" in line)
+    assert (event["since"], event["step"]) == (6, 9)
+    assert not (run / "model").exists()

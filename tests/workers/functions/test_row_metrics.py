@@ -1,0 +1,78 @@
+"""What a step's rows have in common, on rows whose numbers are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distflow import Ragged
+from distflow.data.batch import encode_text
+from distflow.telemetry.metrics import Metrics, recording
+from workers.functions.row_metrics import report_rows
+
+
+class Rows:
+    """The rows of a step, as a databuffer gives them."""
+
+    def __init__(self, **columns: Any):
+        self.columns = columns
+
+    def all_rows(self, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        return {"rollout": {name: column for name, column in self.columns.items() if name in names}}
+
+
+def reported(**columns: Any) -> dict[str, float]:
+    metrics = Metrics()
+    with recording(metrics):
+        report_rows(Rows(**columns))
+    return metrics.collect(lambda mine: [mine])
+
+
+def tokens(*rows: list[int]) -> Ragged:
+    return Ragged.from_rows([torch.tensor(row) for row in rows])
+
+
+GROUP = torch.tensor([0, 0, 0, 7, 7, 7])
+REWARDS = torch.tensor([0.0, 1.0, 2.0, 5.0, 3.0, 4.0])
+
+
+def test_advantages_are_compared_with_rewards_within_their_prompt():
+    assert reported(group=GROUP, rewards=REWARDS, advantages=REWARDS - 9)["advantages/reward_correlation"] == \
+        pytest.approx(1)
+    turned = Ragged.from_rows([torch.full((2,), -float(reward)) for reward in REWARDS])
+    assert reported(group=GROUP, rewards=REWARDS, advantages=turned)["advantages/reward_correlation"] == \
+        pytest.approx(-1)
+    assert "advantages/reward_correlation" not in reported(group=GROUP, rewards=REWARDS, advantages=torch.ones(6))
+
+
+def test_lengths_are_compared_with_rewards_within_their_prompt():
+    rows = tokens([1], [1, 2], [1, 2, 3], [1] * 9, [1] * 7, [1] * 8)
+    assert reported(group=GROUP, rewards=REWARDS, responses=rows)["reward/length_correlation"] == pytest.approx(1)
+
+
+def test_runs_of_tokens_that_come_again_in_their_row():
+    found = reported(group=torch.tensor([0, 0]), responses=tokens([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 1, 2, 3, 4]))
+    assert found["response/repetition"] == pytest.approx(1 / 9)
+    assert found["response/alike"] == 0
+    assert reported(group=torch.tensor([0]), responses=tokens([1]))["response/alike"] == 0
+
+
+def test_equal_answers_that_earn_different_rewards():
+    rows = tokens([1, 2], [1, 2], [2, 1], [4], [4], [5])
+    found = reported(group=GROUP, rewards=torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0]), responses=rows)
+    assert found["response/alike"] == pytest.approx(2 / 6)
+    assert found["reward/inconsistent"] == pytest.approx(0.5)
+
+
+def test_prompts_that_are_twice_in_a_step_or_hold_their_answer():
+    questions = encode_text(["What is 2 + 2?"] * 2 + ["What is 2 + 2?", "Say 12345.", "Say 7.", "Say so."])
+    answers = encode_text(["#### 4"] * 3 + ["#### 12345", "#### 7", "#### no"])
+    found = reported(group=torch.tensor([0, 0, 1, 2, 3, 4]), questions=questions, answers=answers)
+    assert found["prompt/repeated"] == pytest.approx(1 / 5)
+    assert found["prompt/has_answer"] == pytest.approx(1 / 5), "a digit may be in a question by accident"
+
+
+def test_rows_without_groups_report_nothing():
+    assert reported(rewards=REWARDS) == {}
