@@ -107,7 +107,21 @@ class Number:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return what stands in the last `\\boxed{}` or behind the last `####`, whichever is later; None without both."""
+    """Return what stands in the last `\\boxed{}` or behind the last `####`, whichever is later, of what follows the
+    thoughts; within the last `<answer>`, where there is one, which is a mark itself. None without any."""
+    _, tag, inside = _without_thoughts(text).rpartition("<answer>")
+    if tag:
+        inside = inside.partition("</answer>")[0].strip()
+        return inside if (marked := _marked(inside)) is None else marked
+    return _marked(inside)
+
+
+def _without_thoughts(text: str) -> str:
+    """Return what follows `</think>`; the whole text where nothing does."""
+    return behind if (behind := text.rpartition("</think>")[2]).strip() else text
+
+
+def _marked(text: str) -> str | None:
     boxes = list(_BOX.finditer(text))
     hashes = text.rfind(MARK)
     if boxes and boxes[-1].start() > hashes:
@@ -234,7 +248,8 @@ def _value(text: str) -> Fraction:
 
 
 _SIGNS = re.compile(r"\A[^\w\s$\\(\[{.+−–-]+\s*")
-_ANSWER = re.compile(r"\banswer\W{0,3}(?:\s+is)?\s*[:=]?[\s*]*([^\s*:=].*?)\**\Z", re.IGNORECASE)
+_ANSWER = re.compile(r"\b(?:answer|correct (?:option|choice))\b(?:\W{0,3}\b(?:is|was)\b)?[^\w$\\(\[{+.−–-]{0,3}"
+                     r"[\s*]*(?:(?:option|choice)\s+)?([^\s*:=].*?)\**\Z", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$\**\Z|\\\(((?:[^\\]|\\[^()])+)\\\)\**\Z")
 _LONG = re.compile(r"[-+]?[0-9.,]{1000,}")  # A number of so many digits is compared as text
 
@@ -310,8 +325,9 @@ def _boxed(answer: str, *, strict: bool = True) -> str:
 def math(completion: str, answer: str, *, strict: bool = True) -> float:
     """Return 1.0 if the completion's final answer equals the reference's, else 0.0.
 
-    The final answer is in the last `\\boxed{}` or behind the last `####` (GSM8K), whichever comes later; without
-    either, and if the reference has no `####` too, it is the whole text, or its last sentence. Where the reference is a
+    The final answer follows the thoughts (`</think>`). It is in the last `\\boxed{}` or behind the last `####` (GSM8K),
+    whichever comes later, or in the last `<answer>`; without these, and if the reference has no `####` too, it is the
+    whole text, or its last sentence. Where the reference is a
     number, the answer must be one (see `number`), compared exactly: `50%` answers 50 and 0.5, `1/2` answers 0.5, but
     `48/2` does not answer 24. Formulas, lists, sets, intervals, equations, matrices and words are compared by value, if
     both are understood whole (see `answers`); else only the same text is right. Of a reference that is a list of texts,
@@ -403,7 +419,7 @@ def _final_answers(completion: str, answer: str) -> tuple[str, str | None]:
     """Return the final answers of the reference and of the completion; None where the completion has none."""
     wanted, given = marked_answer(answer), marked_answer(completion)
     if given is None and MARK not in answer:
-        given = completion.strip()
+        given = _without_thoughts(completion).strip()
     return answer.strip() if wanted is None else wanted, given
 
 

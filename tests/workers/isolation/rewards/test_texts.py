@@ -109,6 +109,25 @@ def test_answers_that_speak_are_read_in_their_last_sentence():
     assert math("x is what we want; $x$", reference) == 0.0
 
 
+@pytest.mark.parametrize(("completion", "answer", "expected"), [
+    ("The answer is A.", "A", 1.0), ("The correct answer is **(D)**.", "D", 1.0), ("The answer is option B.", "B", 1.0),
+    ("the correct option is C", "C", 1.0), ("The answer is (1, 2).", "(1,2)", 1.0), ("The answer is x+1", "x+1", 1.0),
+    ("Answer: -x", "x", 0.0), ("The answer is not A", "A", 0.0), ("The answer is A, not B", "B", 0.0)])
+def test_answers_in_a_sentence_have_all_of_their_signs(completion, answer, expected):
+    assert math(completion, answer) == expected
+
+
+@pytest.mark.parametrize(("completion", "answer", "expected"), [
+    ("<think>\\boxed{5}</think>\nThe answer is 6", "5", 0.0), ("<think>It is \\boxed{5}</think>\n", "5", 1.0),
+    ("It is #### 6</think>\n\n#### 5", "#### 5", 1.0), ("<think>3 * 4 = 13</think>12", "12", 1.0),
+    ("<think>3 * 4</think><answer>12</answer>", "12", 1.0), ("<think>3 * 4</think><answer>12", "#### 12", 1.0),
+    ("<answer>\\boxed{12}</answer>", "12", 1.0), ("<answer>6</answer> or <answer>5</answer>", "6", 0.0),
+    ("<answer> x + 1 </answer>", "1+x", 1.0), ("<think><answer>7</answer></think>8", "7", 0.0)])
+def test_the_answer_follows_the_thoughts_and_may_have_a_tag(completion, answer, expected):
+    assert math(completion, answer) == expected
+    assert _without_a_process(completion, answer) in (None, expected)
+
+
 @pytest.mark.parametrize(("left", "right", "equal"), [
     ("10^{100000}", "10^{100000}+1", False), ("100!", "100!+1", False), ("20000!", "20000!", True),
     (r"\sqrt{100!}", r"\sqrt{100!+1}", False), ("e^{-1000}", "e^{-1001}", False),
