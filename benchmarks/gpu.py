@@ -7,6 +7,7 @@ trainer give back and how long that takes; and the time of a reshard from traini
 trained whole is trained with fewer layers, and the output says so.
 Nothing is promised here, so the last line has no goal: its value is the tokens per second of the last model's training
 step, and `figures` has the medians of everything.
+`--as` measures in the shapes that other projects publish, and shows their figures (`as_published.py`).
 Run by hand:  python -m benchmarks.gpu   (without a GPU:  --device cpu --shape tiny  shows that it works)
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import parts
+from benchmarks.as_published import OF_PROJECT, PUBLISHED
 from benchmarks.device import memory, name_of, versions
 from benchmarks.group import on_ranks
 from benchmarks.parts import LOADS, Bench, Part
@@ -30,14 +32,16 @@ from benchmarks.ratio import Spread, options, parsed, rounded, summary
 from benchmarks.shapes import SHAPES
 from workers.engines.devices import peak_of
 
-VALUE = "training/tokens_per_second"
+VALUE = "/tokens_per_second"
 RESULTS = Path(__file__).with_name("results") / "gpu.txt"
 
 
-def measure(name: str, kind: str, repeats: int, host: float | None) -> tuple[str, list[Part]]:
-    """What the ranks run on, and what was measured of a model, in order."""
+def measure(name: str, kind: str, repeats: int, host: float | None,
+            published: str | None = None) -> tuple[str, list[Part]]:
+    """What the ranks run on, and what was measured of a model, in order. `published`: in the rows of this project."""
     bench, found = Bench(SHAPES[name], LOADS[name], kind, repeats, host), []
-    for part in (part for side in (generating(bench), training(bench)) for part in as_far_as_it_fits(side)):
+    sides = (generating(bench), training(bench)) if published is None else (PUBLISHED[published](bench),)
+    for part in (part for side in sides for part in as_far_as_it_fits(side)):
         found.append(part)
         if dist.get_rank() == 0:  # at once: a later part may fail, or there may be no time for it
             print(f"{name}: {part.text}", flush=True)
@@ -102,16 +106,18 @@ class Report:
 def run(given: argparse.Namespace) -> None:
     """Measure the models one after the other; the last line sums up."""
     report, figures = Report(given.output), {}
-    report.say(f"# python -m benchmarks.gpu   ranks: {given.ranks}, repeats: {given.repeats}")
+    rows = f", rows as {given.published} publishes them" if given.published else ""
+    report.say(f"# python -m benchmarks.gpu   ranks: {given.ranks}, repeats: {given.repeats}{rows}")
     for name in given.shape:
         host = given.host_gib and given.host_gib * parts.GIB
-        where, found = on_ranks(given.ranks, measure, name, given.device, given.repeats, host, device=given.device)
+        where, found = on_ranks(given.ranks, measure, name, given.device, given.repeats, host, given.published,
+                                device=given.device)
         report.say(f"# {name}: {where}")
         for part in found:
             report.keep(f"{name}: {part.text}")
             figures |= {f"{name}/{part.name}/{key}": values for key, values in part.figures.items()}
     value = next((key for key in reversed(figures) if key.endswith(VALUE)), None)
-    what = f"training step, {value.partition('/')[0]}-shaped" if value else "nothing could be trained"
+    what = f"{value.split('/')[1]}, {value.partition('/')[0]}-shaped" if value else "nothing could be measured"
     claim = f"{what}, ranks: {given.ranks}, {where}"
     last = summary(claim, Spread.of(figures[value] if value else [0.0]), "tokens/s", goal=None, met=None)
     medians = {key: rounded(statistics.median(values)) for key, values in figures.items()}
@@ -121,7 +127,9 @@ def run(given: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, repeats=3)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=["0.5B", "7B"], help="models; default 0.5B 7B")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", help="models; default 0.5B 7B, with --as those of the "
+                        "project, with --quick tiny")
+    parser.add_argument("--as", choices=PUBLISHED, dest="published", help="rows as this project publishes them")
     parser.add_argument("--ranks", type=int, help="one for each GPU; default: all, with --device cpu 1")
     parser.add_argument("--host-gib", type=float, help="host memory that may be taken; default 0.9 of what is free")
     parser.add_argument("--output", type=Path, help=f"a file for what is printed; default {RESULTS.name} among the "
@@ -135,6 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         given.ranks, given.output = given.ranks or gpus, given.output or RESULTS
     given.ranks = given.ranks or 1
+    given.shape = given.shape or (["tiny"] if given.quick else OF_PROJECT.get(given.published, ["0.5B", "7B"]))
     run(given)
 
 

@@ -56,6 +56,7 @@ class Load:
 
 
 LOADS = {"0.5B": Load(64, 4, 32, 512, 512, 16384, False), "7B": Load(64, 4, 16, 512, 512, 4096, True),
+         "Qwen3-0.6B": Load(64, 4, 32, 512, 512, 16384, False), "Qwen3-4B": Load(64, 4, 16, 512, 512, 8192, True),
          "tiny": Load(2, 2, 4, 8, 8, 64, True)}
 
 
@@ -82,15 +83,15 @@ class Bench:
                        learning_rate=1e-6, dtype="auto", generation={"max_new_tokens": self.load.response})
 
     def rollout(self, shape: Shape) -> HFRollout:
-        return self._rollout_of(self._model(shape))
+        return self._rollout_of(self.model(shape))
 
     def both(self, shape: Shape) -> tuple[HFRollout, FSDPEngine]:
         """With the same weights."""
-        model = self._model(shape)
+        model = self.model(shape)
         rollout = self._rollout_of(model)
         return rollout, FSDPEngine(model, self.settings(), self.mesh, pad_token=0, steps=10, trained=True)
 
-    def _model(self, shape: Shape) -> torch.nn.Module:
+    def model(self, shape: Shape) -> torch.nn.Module:
         model = shape.build(self.kind)
         model.set_attn_implementation(attention.NAME)
         if self.kind == "cuda":

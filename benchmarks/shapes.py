@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from workers.engines.embedded import build_tokenizer
 
@@ -31,7 +31,7 @@ _LOGITS = 12 * 2**28
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Qwen2 family."""
+    """A decoder of the Qwen2 family, or of the Qwen3 family where it has a head size of its own."""
 
     name: str
     layers: int
@@ -41,10 +41,11 @@ class Shape:
     intermediate: int
     vocabulary: int
     tied: bool
+    head_size: int | None = None
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def matrices(self) -> int:
@@ -75,21 +76,24 @@ class Shape:
 
     def build(self, device: str) -> PreTrainedModel:
         """Build the model with float32 weights, drawn on the device."""
-        config = Qwen2Config(
+        family = {"head_dim": self.head_size} if self.head_size else {}
+        config = (Qwen3Config if self.head_size else Qwen2Config)(
             vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
             max_position_embeddings=32768, tie_word_embeddings=self.tied, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2)
+            eos_token_id=2, **family)
         torch.manual_seed(0)
         with torch.device(device):
-            return Qwen2ForCausalLM(config).float()
+            return (Qwen3ForCausalLM if self.head_size else Qwen2ForCausalLM)(config).float()
 
 
 SHAPES = {shape.name: shape for shape in (
     Shape("0.5B", 24, 896, 14, 2, 4864, 151936, tied=True),
     Shape("7B", 28, 3584, 28, 4, 18944, 152064, tied=False),
+    Shape("Qwen3-0.6B", 28, 1024, 16, 8, 3072, 151936, tied=True, head_size=128),
+    Shape("Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, tied=True, head_size=128),
     Shape("tiny", 2, 64, 2, 1, 192, 512, tied=True))}
-"""Those of Qwen2.5 (Yang et al. 2024), and one to see that the benchmark works."""
+"""Those of Qwen2.5 (Yang et al. 2024) and Qwen3 (Yang et al. 2025), and one to see that the benchmark works."""
 
 
 def main() -> None:

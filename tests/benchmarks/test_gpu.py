@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu, gpu_session
+from benchmarks.as_published import requests
 from benchmarks.device import pinned
 from benchmarks.parts import Part
 from benchmarks.shapes import SHAPES
@@ -81,9 +82,25 @@ def test_flops_of_samples_that_share_a_prompt():
     assert shape.flops(10, 5, 2) == 2 * shape.flops(10, 5) - shape.flops(10, 0)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.494), ("7B", 7.62)])
+@pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.494), ("7B", 7.62), ("Qwen3-0.6B", 0.596),
+                                                ("Qwen3-4B", 4.02)])
 def test_shapes_have_the_parameters_of_their_names(name, billions):
     assert SHAPES[name].parameters == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+def test_requests_are_those_that_nano_vllm_draws():
+    drawn = requests(256, 1, 10_000)
+    assert sum(length for _, length in drawn) == 133_966  # as its README states
+    assert all(100 <= len(prompt) <= 1024 and max(prompt) <= 10_000 for prompt, _ in drawn)
+
+
+@pytest.mark.parametrize(("project", "parts"), [("nano-vllm", ["requests"]),
+                                                 ("prime-rl", ["rows of 512", "rows of 1024"])])
+def test_rows_of_other_projects_are_measured(project, parts, capsys):
+    gpu.main(["--as", project, "--device", "cpu", "--quick"])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert [name for name in figures if not figures[name] > 0] == []
+    assert {name.split("/")[1] for name in figures} == set(parts)
 
 
 def test_a_model_is_trained_with_the_layers_that_fit():
