@@ -19,7 +19,7 @@ _TYPICAL = (("reward/mean", "reward"), ("environment/reward", "reward"), ("polic
             ("policy/kl_reference", "KL to the reference"), ("response/length", "tokens of a completion"),
             ("response/truncated", "share cut off"), ("reward/zero_std_groups", "share of groups without signal"),
             ("grad_norm", "gradient norm"))
-_EVENTS = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed", "scaled",
+_EVENTS = ("failure", "settings_changed", "state_restored", "reward_failed", "environment_failed",
            "reference_followed", "data_changed")
 
 
