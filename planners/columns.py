@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import ENGINE_TYPES, Contract, Read
-from distflow.contracts.modules import parsed
 from distflow.errors import Diagnostic, Location, did_you_mean, nearest
 from distflow.plan import FINISHED, ROUTED_EXPERTS, ROW, SOURCE, Column
 from planners.settings import repeats_of, setting_value
@@ -20,37 +18,14 @@ KNOWN = {"Tensor", "Ragged", "list[str]"}
 
 
 def plain_form(annotation: str) -> str:
-    """Return `torch.Tensor` as `Tensor`, `Optional[Ragged]` as `Ragged`, `Sequence[str]` as `list[str]`."""
-    return " | ".join(part for part in accepted(annotation) if part != "None")
-
-
-def accepted(annotation: str) -> tuple[str, ...]:
-    """Return the forms that an annotation allows, `None` among them; empty if there is no annotation."""
-    return tuple(dict.fromkeys(_parts(parsed(annotation, "eval").body))) if annotation else ()
+    """Return `Ragged` of `Ragged | None`."""
+    return " | ".join(part for part in annotation.split(" | ") if part != "None")
 
 
 def fits(given: str, wanted: str) -> bool:
     """Return whether a column of the form `given` can be passed as `wanted`. Unknown forms fit."""
-    forms = set(accepted(wanted)) - {"None"}
-    return not given or given not in KNOWN or not forms <= KNOWN or not forms or given in forms
-
-
-def _parts(node: ast.expr) -> list[str]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_parts(node.left), *_parts(node.right)]
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _parts(parsed(node.value, "eval").body)
-    if isinstance(node, ast.Subscript):
-        name, inner = _last(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if name in ("Optional", "Union"):
-            return [part for item in inner for part in _parts(item)] + ["None"] * (name == "Optional")
-        if name in ("list", "List", "Sequence") and len(inner) == 1:
-            return [f"list[{' | '.join(_parts(inner[0]))}]"]
-    return [_last(node)]
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+    forms = set(wanted.split(" | ")) - {"None"}
+    return not given or given not in KNOWN or not forms <= KNOWN or given in forms
 
 
 SOURCE_FORMS = {"prompts": "Ragged", "targets": "Ragged", "questions": "list[str]", "answers": "list[str]",

@@ -7,8 +7,8 @@ from typing import Any
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import Contract
+from distflow.contracts.functions import BUILT_IN
 from distflow.contracts.rewards import ANNOTATION, read_recipe
-from distflow.contracts.signature import BUILT_IN
 from distflow.errors import Diagnostic
 from planners.columns import NodeColumns
 from planners.settings import setting_value

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distflow.config.load import load
 from distflow.config.spec import Spec
-from distflow.contracts.signature import load_function
+from distflow.contracts.functions import load_function
 from distflow.data.exchange import gather
 from distflow.plan import Plan
 from distflow.recovery.worker_process import WorkerContext

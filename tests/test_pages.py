@@ -19,7 +19,7 @@ from distflow.config.load import load
 from distflow.config.models import ROLLOUTS, TRAINERS
 from distflow.config.run import Parallel, RoleRun
 from distflow.contracts import decorators
-from distflow.contracts.signature import built_in
+from distflow.contracts.functions import built_in
 from distflow.recovery import detectors, hooks
 from planners import plan
 

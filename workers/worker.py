@@ -24,7 +24,7 @@ from distflow.config.run import RoleRun
 from distflow.config.spec import Spec
 from distflow.contracts.decorators import load_module
 from distflow.contracts.forms import ENGINE_TYPES
-from distflow.contracts.signature import load_function
+from distflow.contracts.functions import load_function
 from distflow.errors import RankMissing
 from distflow.plan import ROLLOUT, TRAINER, Plan
 from distflow.recovery import hooks
@@ -54,6 +54,7 @@ from workers.engines.weight_updates import WeightUpdates
 from workers.execution import InferenceExecutor
 from workers.follower import write_models
 from workers.inference import InferenceContext
+from workers.isolation import scoring
 from workers.loop import infer, rollout, serve, train
 from workers.preflight import prove_with_tokenizer
 from workers.preflight.proofs import Preflight
@@ -338,6 +339,7 @@ def _ending_on_sigterm() -> Iterator[list[Callable[[], None]]]:
 
 def _load_functions(spec: Spec, plan: Plan) -> dict[str, Callable[..., Any]]:
     """Return the function of each node. Importing the DAG's modules also registers their rewards."""
+    scoring.CONTRACTS.update(spec.rewards)
     for module in spec.dag.imports:
         load_module(module)
     heartbeat.current().page.hooks = hooks.registered_mask()

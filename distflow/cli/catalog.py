@@ -10,9 +10,9 @@ from distflow.config.load import load_for_planning
 from distflow.config.models import ROLLOUTS, TRAINERS, TRANSPORTS, Engine, installed
 from distflow.contracts.environments import environments_in, shipped_modules
 from distflow.contracts.forms import Contract, EnvironmentContract, RewardContract
+from distflow.contracts.functions import built_in
 from distflow.contracts.rewards import shipped_rewards
 from distflow.contracts.settings import REQUIRED, Setting
-from distflow.contracts.signature import built_in
 from distflow.errors import InvalidInput, did_you_mean
 
 SIZES = ("tp", "pp", "cp", "ep")

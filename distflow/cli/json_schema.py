@@ -18,9 +18,10 @@ from distflow.config.cluster import Cluster
 from distflow.config.dag import Dag
 from distflow.config.run import Data, Generation, Lora, Model, Run
 from distflow.config.yaml_source import Document
+from distflow.contracts.decorators import LOSS
 from distflow.contracts.forms import Contract
-from distflow.contracts.settings import LOSS, REQUIRED, Setting
-from distflow.contracts.signature import built_in
+from distflow.contracts.functions import built_in
+from distflow.contracts.settings import REQUIRED, Setting
 
 KINDS: dict[str, type[Document]] = {"dag": Dag, "run": Run, "cluster": Cluster}
 _SHORT = {Generation.__name__: "stop", Lora.__name__: "targets", Data.__name__: "train"}

@@ -32,9 +32,9 @@ from distflow.config.yaml_source import Document, YamlSource, check, read
 from distflow.contracts.agents import check_agents
 from distflow.contracts.detectors import check_detectors
 from distflow.contracts.environments import check_environments
+from distflow.contracts.functions import find_functions
 from distflow.contracts.losses import check_losses, qualify_losses
 from distflow.contracts.rewards import check_rewards
-from distflow.contracts.signature import find_functions
 from distflow.contracts.templates import check_templates
 from distflow.errors import Diagnostic, InvalidInput, shown
 from distflow.plan import SOURCE

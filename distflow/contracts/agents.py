@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import Contract, Read
-from distflow.contracts.signature import named_settings
+from distflow.contracts.functions import named_settings
 from distflow.contracts.templates import fields, readable_fields
 from distflow.errors import Diagnostic
 

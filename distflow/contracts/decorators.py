@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import importlib
+import re
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar, overload
+
+from pydantic import AfterValidator, Field
 
 from distflow.errors import Diagnostic, InvalidInput, Location, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
-Reward = str | list[str] | dict[str, Any]
-"""Annotation of a setting that holds a recipe of rewards: see `distflow.contracts.rewards`."""
-Regex = str  # annotation of a setting that is a regular expression
 
-Loss = str  # annotation of a setting that names a function under `@loss`, as `MODULE:FUNCTION`
-Environment = str  # annotation of a setting that names an environment
-Agent = str  # annotation of a setting that holds a command: see `distflow.contracts.agents`
-Template = str  # annotation of a setting that is a text with columns in braces: see `distflow.contracts.templates`
+
+@dataclass(frozen=True)
+class Word:
+    """Name of a kind of settings, in the annotations of shipped functions: the checks of settings go by it."""
+
+    name: str
+
+
+def _compiles(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}\nIn YAML, put it in single quotes.") from None
+    return text
+
+
+LOSS = r"^\w+(\.\w+)*:\w+$"
+"""Form of the name of a user's loss."""
+Reward = Annotated[Any, Word("Reward")]
+"""Recipe of rewards: see `distflow.contracts.rewards`."""
+Regex = Annotated[str, AfterValidator(_compiles), Word("Regex")]
+Loss = Annotated[str, Field(pattern=LOSS), Word("Loss")]
+"""Function under `@loss`, as `MODULE:FUNCTION`."""
+Environment = Annotated[str, Word("Environment")]
+Agent = Annotated[str, Word("Agent")]
+"""Command: see `distflow.contracts.agents`."""
+Template = Annotated[str, Word("Template")]
+"""Text with columns in braces: see `distflow.contracts.templates`."""
 
 NODES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., Any]] = {}
 ENVIRONMENTS: dict[str, type] = {}
 _IMPORT_FAILS = (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError, OSError,
-                 RuntimeError, ArithmeticError, AssertionError)
+                 RuntimeError, ArithmeticError, AssertionError, SystemExit)
 """Exceptions by which importing a module with a mistake fails."""
 
 

@@ -4,9 +4,9 @@ source is read."""
 from __future__ import annotations
 
 from distflow.config.spec import Spec
-from distflow.contracts.modules import definitions
+from distflow.contracts.definitions import definitions
+from distflow.contracts.read import read_contract
 from distflow.contracts.settings import check_given
-from distflow.contracts.signature import read_signature
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 SHIPPED, LEARNING = "distflow.recovery.detectors", "distflow.telemetry.learning_rules"
@@ -34,7 +34,7 @@ def check_detectors(spec: Spec) -> list[Diagnostic]:
             mistakes.append(Diagnostic(f"there is no detector `{name}`", where, hint))
             continue
         try:
-            settings = read_signature(known[name]).settings
+            settings = read_contract("detector", known[name]).settings
         except InvalidInput as error:
             mistakes += error.mistakes
             continue

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
-import inspect
 
 from distflow.config.extras import pip_line
 from distflow.config.spec import Spec
 from distflow.contracts import decorators
+from distflow.contracts.definitions import definitions
 from distflow.contracts.forms import Contract, EnvironmentContract, Read, Signature
-from distflow.contracts.modules import Definition, definitions, module_file
+from distflow.contracts.functions import built_in, named_settings
+from distflow.contracts.modules import module_file
+from distflow.contracts.read import read_contract
 from distflow.contracts.settings import check_given
-from distflow.contracts.signature import built_in, live_signature, named_settings, read_signature
 from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 ANNOTATION = "Environment"
@@ -84,15 +84,7 @@ def live_environment(name: str) -> tuple[type, EnvironmentContract]:
 @functools.cache
 def _live_environment(name: str, registered: type | None) -> tuple[type, EnvironmentContract]:
     found = load_environment(name)
-    return found, environment_contract(found)
-
-
-def environment_contract(environment: type) -> EnvironmentContract:
-    step = getattr(environment, "step", None)
-    return EnvironmentContract(**vars(live_signature(environment)), steps=step is not None,
-                               starts=hasattr(environment, "start"),
-                               safe=getattr(environment, "__distflow_safe__", False),
-                               coroutine=inspect.iscoroutinefunction(step))
+    return found, read_contract("environment", found)
 
 
 def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract | None, set[str]]:
@@ -106,7 +98,7 @@ def find_environment(name: str, modules: list[str]) -> tuple[EnvironmentContract
         if module_file(each) is not None:
             decorators.load_module(each)
     live = decorators.ENVIRONMENTS.get(own)
-    return (environment_contract(live) if live else None), {*found, *decorators.ENVIRONMENTS}
+    return (read_contract("environment", live) if live else None), {*found, *decorators.ENVIRONMENTS}
 
 
 def shipped_modules() -> list[str]:
@@ -116,33 +108,7 @@ def shipped_modules() -> list[str]:
 
 def environments_in(module: str) -> list[EnvironmentContract]:
     """Return the classes that a module's source marks with `@environment`; [] if it cannot be read."""
-    marked = definitions(module, "environment")
-    classes = {each.name: each.item for each in marked if isinstance(each.item, ast.ClassDef)}
-    found = (_of_definition(each, classes) for each in marked)
-    return [kind for kind in found if kind]
-
-
-def _of_definition(definition: Definition, classes: dict[str, ast.ClassDef]) -> EnvironmentContract | None:
-    item = definition.item
-    own = [each.name for each in item.body if isinstance(each, ast.FunctionDef)] if definition.name in classes else []
-    methods = _methods(item, classes)
-    if methods is None or (item.bases and "__init__" not in own):  # type: ignore[union-attr]
-        return None  # what it inherits is known when it is imported
-    safe = definition.arguments.get("safe")
-    return EnvironmentContract(
-        **vars(read_signature(definition)), steps="step" in methods, starts="start" in methods,
-        safe=safe is not None and ast.unparse(safe) == "True",
-        coroutine=isinstance(methods.get("step"), ast.AsyncFunctionDef))
-
-
-def _methods(item: ast.AST, classes: dict[str, ast.ClassDef]) -> dict[str, ast.AST] | None:
-    """Return the methods of a class, inherited ones among them; None where it inherits from others than `classes`."""
-    if not isinstance(item, ast.ClassDef):
-        return None
-    inherited = [_methods(classes[name], classes) if (name := ast.unparse(base)) in classes else None
-                 for base in reversed(item.bases)]
-    own = {each.name: each for each in item.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return None if None in inherited else {key: value for part in [*inherited, own] for key, value in part.items()}
+    return [read_contract("environment", each) for each in definitions(module, "environment")]
 
 
 def wrong_settings(spec: Spec, path: tuple[str, ...], whose: str, signature: Signature,

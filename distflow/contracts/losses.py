@@ -7,18 +7,13 @@ from typing import Any
 
 from distflow.config.spec import Spec
 from distflow.contracts import decorators
+from distflow.contracts.definitions import definitions, where_defined
 from distflow.contracts.environments import wrong_settings
 from distflow.contracts.forms import Signature
-from distflow.contracts.modules import (
-    check_imports,
-    check_syntax,
-    definitions,
-    module_file,
-    where_defined,
-    where_looked_for,
-)
-from distflow.contracts.signature import named_settings, read_signature
-from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean
+from distflow.contracts.functions import named_settings
+from distflow.contracts.modules import check_module
+from distflow.contracts.read import read_contract
+from distflow.errors import Diagnostic, InvalidInput, did_you_mean
 
 ANNOTATION = "Loss"
 """Part of the annotation of a setting that may name a loss, whose own settings are in `loss_settings` beside it."""
@@ -53,11 +48,6 @@ def load_loss(key: str) -> Callable[..., Any]:
     return function
 
 
-def location_of(key: str) -> Location:
-    module, _, name = key.partition(":")
-    return next((each.where for each in definitions(module, "loss") if each.name == name), Location(module))
-
-
 def _check_named(spec: Spec, node: str, value: Any, name: str) -> Iterator[Diagnostic]:
     source, path = spec.dag_source, ("nodes", node, "with")
     given = spec.dag.nodes[node].settings.get(SETTINGS) or {}
@@ -72,23 +62,19 @@ def _check_named(spec: Spec, node: str, value: Any, name: str) -> Iterator[Diagn
                              source.location((*path, SETTINGS), key=True), f"Take `{SETTINGS}` out.")
         return
     module, _, function = value.partition(":")
-    where, file = source.location((*path, name)), module_file(module)
-    if file is None:
-        yield Diagnostic(f"node `{node}`: module `{module}` cannot be found", where, where_looked_for(module))
+    where = source.location((*path, name))
+    if mistakes := check_module(module, f"node `{node}`: ", where):
+        yield from mistakes
         return
-    if missing := check_imports(module, file):
-        yield from missing
+    known = {each.name: each for each in definitions(module, "loss")}
+    if function not in known:
+        hint = where_defined(value, "loss", (), "") or did_you_mean(function, known, "Losses in it") or \
+            f"Write  @loss  above  def {function}(…)"
+        yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it",
+                         where, hint)
         return
     try:
-        check_syntax(module)
-        known = {each.name: each for each in definitions(module, "loss")}
-        if function not in known:
-            hint = where_defined(value, "loss", (), "") or did_you_mean(function, known, "Losses in it") or \
-                f"Write  @loss  above  def {function}(…)"
-            yield Diagnostic(f"node `{node}`: module `{module}` has no function `{function}` with @loss above it",
-                             where, hint)
-            return
-        signature = read_signature(known[function])
+        signature = read_contract("loss", known[function])
     except InvalidInput as error:
         yield from error.mistakes
         return

@@ -21,19 +21,12 @@ from distflow.config.dag import Node
 from distflow.config.spec import Spec
 from distflow.config.yaml_source import YamlSource
 from distflow.contracts import decorators
-from distflow.contracts.forms import Contract, Read, RewardContract, Signature
-from distflow.contracts.modules import (
-    Definition,
-    check_imports,
-    check_syntax,
-    definitions,
-    module_file,
-    where_defined,
-    where_imported,
-    where_looked_for,
-)
+from distflow.contracts.definitions import Definition, definitions, where_defined
+from distflow.contracts.forms import PER_SAMPLE, Contract, Read, RewardContract
+from distflow.contracts.functions import built_in
+from distflow.contracts.modules import check_module, module_file
+from distflow.contracts.read import read_contract
 from distflow.contracts.settings import Invalid, check_given
-from distflow.contracts.signature import built_in, live_signature, read_signature
 from distflow.errors import Diagnostic, InvalidInput, Location, did_you_mean, shown
 from distflow.plan import FINISHED
 
@@ -166,16 +159,6 @@ def _is_number(value: Any) -> bool:
 ANNOTATION = "Reward"  # annotation of a setting that holds a recipe
 SHIPPED = ("workers.isolation.rewards.texts", "workers.isolation.rewards.programs", "workers.isolation.rewards.judge")
 """Modules of the shipped rewards."""
-_RESERVED = ("mean", "std", "min", "max", "zero_std_groups", "seconds", "failed", "retried", "timeouts")
-"""Names that metrics `reward/NAME` use for figures of all rewards together."""
-PER_SAMPLE = {name: f"{name}s" for name in ("completion", "answer", "question", "response")}
-"""Parameter of one sample → the column of which it is a row."""
-_KINDS = {"completions": "list[str]", "answers": "list[str]", "questions": "list[str]", "responses": "Ragged"}
-_SAMPLE_FORMS = {"str": "list[str]", "int": "Tensor", "float": "Tensor", "bool": "Tensor", "list[int]": "Ragged",
-                  "list[float]": "Ragged"}
-_BATCH_FORMS = {f"list[{kind}]": form for kind, form in _SAMPLE_FORMS.items()}
-
-
 @dataclass(frozen=True)
 class RewardSetting:
     source: YamlSource
@@ -191,7 +174,8 @@ def check_rewards(spec: Spec) -> list[Diagnostic]:
     """Return what is wrong with the rewards that are named; put the contracts of all known ones into `spec.rewards`."""
     named = [(setting, *read_recipe(setting.value)) for setting in reward_settings(spec)]
     terms = [(setting, term) for setting, recipe, _ in named for term in recipe.terms]
-    mistakes = [mistake for setting, term in terms for mistake in _check_module(setting, term)]
+    mistakes = [mistake for setting, term in terms if term.module for mistake in check_module(
+        term.module, f"{setting.label}: ", setting.location(term.path, term.named_by_key))]
     if mistakes:
         return [*dict.fromkeys(mistakes)]
     spec.rewards.update(_find(spec, [term for _, term in terms], mistakes))
@@ -214,7 +198,7 @@ def with_reward_columns(spec: Spec, node: str, contract: Contract) -> Contract:
 
 
 def shipped_rewards() -> dict[str, RewardContract]:
-    return {each.name: each for module in SHIPPED for each in map(_of_definition, definitions(module, "reward"))}
+    return {each.name: read_contract("reward", each) for module in SHIPPED for each in definitions(module, "reward")}
 
 
 def branches(spec: Spec, validation: bool) -> dict[str, list[str]]:
@@ -238,10 +222,6 @@ def validation_reads(spec: Spec) -> list[Read]:
     """Return the columns that validation's reward reads."""
     recipe = read_recipe(spec.run.validation.reward)[0] if spec.run.validation else None
     return [*_columns_of(recipe, spec.rewards)] if recipe else []
-
-
-def reward_contract(function: Any) -> RewardContract:
-    return _contract(live_signature(function))
 
 
 def reward_settings(spec: Spec) -> Iterator[RewardSetting]:
@@ -275,7 +255,7 @@ def _columns_of(recipe: Recipe, contracts: dict[str, RewardContract]) -> Iterato
 def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Invalid]:
     for term in recipe.terms:
         contract = spec.rewards.get(term.name)
-        if term.module and (contract is None or contract.module != term.module):
+        if term.module and (contract is None or contract.module != term.module and not _imports(term.module, contract)):
             hint = _other_module(spec, term, contract)
             yield Invalid(term.path, f"module `{term.module}` has no reward `{term.name}`", hint, term.named_by_key)
         elif contract is None:
@@ -289,12 +269,16 @@ def _check_terms(spec: Spec, recipe: Recipe) -> Iterator[Invalid]:
             yield from invalid or _run_own_check(term, contract)
 
 
+def _imports(module: str, contract: RewardContract) -> bool:
+    """Return whether a module has a reward that another one defines; it is imported to see that."""
+    reward = getattr(decorators.load_module(module), contract.name, None)
+    return reward is not None and reward is decorators.REWARDS.get(contract.name)
+
+
 def _other_module(spec: Spec, term: Term, contract: RewardContract | None) -> str:
     """Return a hint for `MODULE:NAME` whose module does not define the name; `contract`: of that name in the run."""
     if hint := where_defined(term.spelling, "reward", (), ""):
         return hint
-    if origin := where_imported(term.module, term.name, "reward"):
-        return f"It imports it. Name the module that defines it:  reward: {origin}"
     known = [name for name, each in spec.rewards.items() if each.module == term.module]
     if known:
         return did_you_mean(term.name, known, "Rewards in it")
@@ -337,20 +321,6 @@ def _check_columns(spec: Spec, setting: RewardSetting, recipe: Recipe) -> list[D
             for read in _columns_of(recipe, spec.rewards) if read.name not in known and not read.optional]
 
 
-def _check_module(setting: RewardSetting, term: Term) -> list[Diagnostic]:
-    """Return what keeps the module of `MODULE:NAME` from being read."""
-    if not term.module:
-        return []
-    if (file := module_file(term.module)) is None:
-        return [Diagnostic(f"{setting.label}: module `{term.module}` cannot be found",
-                           setting.location(term.path, term.named_by_key), where_looked_for(term.module))]
-    try:
-        check_syntax(term.module)
-    except InvalidInput as error:
-        return [*error.mistakes]
-    return check_imports(term.module, file)
-
-
 def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dict[str, RewardContract]:
     """Return the contracts of all rewards that can be named; modules are imported only if one wanted is missing."""
     modules = {contract.module for contract in spec.functions.values()} - {each.module for each in built_in().values()}
@@ -361,14 +331,15 @@ def _find(spec: Spec, wanted: Iterable[Term], mistakes: list[Diagnostic]) -> dic
             if other := found.get(definition.name):
                 mistakes.append(_same_name(definition, other))
             try:
-                found[definition.name] = _of_definition(definition)
+                found[definition.name] = read_contract("reward", definition)
             except InvalidInput as error:
                 mistakes += error.mistakes
     if not mistakes and not {term.name for term in wanted} <= set(found):
         for module in users:
             if module_file(module) is not None:
                 decorators.load_module(module)
-        found |= {name: reward_contract(function) for name, function in decorators.REWARDS.items() if name not in found}
+        found |= {name: read_contract("reward", function) for name, function in decorators.REWARDS.items()
+                  if name not in found}
     return found
 
 
@@ -377,46 +348,3 @@ def _same_name(definition: Definition, other: RewardContract) -> Diagnostic:
     return Diagnostic(f"reward `{name}` has the name of another one ({other.where}): two rewards of one run cannot "
                       "have one name, also where each is named with its module", definition.where,
                       f"Rename one of them:  def {name}_2(…)  , named  reward: {definition.module}:{name}_2")
-
-
-def _of_definition(definition: Definition) -> RewardContract:
-    contract = replace(_contract(read_signature(definition)), checked="check" in definition.arguments)
-    if contract.batched and contract.result in ("float", "int", "bool"):
-        raise InvalidInput(Diagnostic(f"reward `{contract.name}` takes all samples and returns one {contract.result}",
-                                      contract.where, "Return a number for each sample:  -> list[float]"))
-    return contract
-
-
-def _contract(plain: Signature) -> RewardContract:
-    names = [read.name for read in plain.reads]
-    batched = any(name in PER_SAMPLE.values() for name in names)
-    if mixed := [name for name in names if name in PER_SAMPLE] if batched else []:
-        what = f"reward `{plain.name}` has parameter `{mixed[0]}`, of one sample, beside those of all samples"
-        raise InvalidInput(Diagnostic(what, plain.where,
-                                      f"Write `{PER_SAMPLE[mixed[0]]}`, or all of them in the singular."))
-    if plain.name in _RESERVED:
-        what = f"a reward cannot be called `{plain.name}`: the metric `reward/{plain.name}` is about all rewards"
-        raise InvalidInput(Diagnostic(what, plain.where, "Give it another name."))
-    forms, who = _BATCH_FORMS if batched else _SAMPLE_FORMS, f"reward `{plain.name}`"
-    for read in plain.reads:
-        _check_sample_form(plain, read.name, read.form)
-        kind = _KINDS.get(PER_SAMPLE.get(read.name, read.name))
-        if kind and forms.get(read.form, kind) != kind:
-            what = f"{who} takes `{read.name}` as {read.form}, but it is {'text' if kind == 'list[str]' else 'tokens'}"
-            raise InvalidInput(Diagnostic(what, plain.where, "Leave its annotation out, or correct it."))
-    columns = {read.name: Read(PER_SAMPLE.get(read.name, read.name), forms.get(read.form, ""), read.optional, who)
-               for read in plain.reads}
-    return RewardContract(**vars(plain), columns=columns, batched=batched)
-
-
-def _check_sample_form(plain: Signature, name: str, form: str) -> None:
-    """Raise InvalidInput if a parameter is of one sample by its name and of all by its annotation, or vice versa."""
-    one = next((one for one, column in PER_SAMPLE.items() if name in (one, column)), None)
-    if one is None or form not in (_BATCH_FORMS if name == one else _SAMPLE_FORMS) or form == "list[int]":
-        return
-    conflict = "one sample, by its name, and of all, by its annotation" if name == one else \
-        "all samples, by its name, and of one, by its annotation"
-    kinds = ("str", "list[str]") if _KINDS[PER_SAMPLE[one]] == "list[str]" else ("list[int]", "list[list[int]]")
-    raise InvalidInput(Diagnostic(f"reward `{plain.name}` has the parameter `{name}: {form}`, of {conflict}",
-                                  plain.where, f"Write  {one}: {kinds[0]}  for one sample, or  "
-                                  f"{PER_SAMPLE[one]}: {kinds[1]}  for all."))

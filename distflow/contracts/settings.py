@@ -1,25 +1,27 @@
-"""Settings of users' functions: keyword-only parameters, read from source and checked by pydantic.
+"""Settings of users' functions: keyword-only parameters, whose annotations pydantic checks.
 
     def f(…, *, share: Annotated[float, Field(gt=0, le=1)], clip: NonNegativeFloat | None = None)
 
-The arguments of `Field` must be plain values, for the module is not imported. Its names for such annotations are known
-(`Share = Annotated[…]`); an annotation that is not, as a class of the user's own, takes any value.
+Where a module's source is read, the arguments of `Field` must be plain values. An annotation that is not known, as a
+class of the user's own, takes any value.
 """
 
 from __future__ import annotations
 
-import ast
-import copy
 import functools
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Union
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
-from pydantic_core import SchemaError
+from pydantic import ConfigDict, Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, SchemaError
 
-from distflow.contracts.modules import parsed
+from distflow.contracts.annotations import EVALUATION_FAILS, Names, Unknown, is_plain, text_of, type_of
+from distflow.contracts.decorators import Word
 from distflow.errors import did_you_mean, nearest
 
 REQUIRED = "<required>"
@@ -33,25 +35,6 @@ _ORDER = ("ge", "gt", "le", "lt")
 BOUNDS = tuple(_WORDS)
 _FIELD = (*_WORDS, "description")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_ALIASES = {name: parsed(f"Annotated[{text}]", "eval").body for name, text in {
-    "PositiveInt": "int, Field(ge=1)", "NonNegativeInt": "int, Field(ge=0)", "PositiveFloat": "float, Field(gt=0)",
-    "NonNegativeFloat": "float, Field(ge=0)"}.items()}
-
-
-def _compiles(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"is not a regular expression: {error}\nIn YAML, put it in single quotes.") from None
-    return text
-
-
-LOSS = r"^\w+(\.\w+)*:\w+$"
-"""Form of the name of a user's loss."""
-_TYPES: dict[str, Any] = {
-    "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "None": type(None),
-    "Environment": str, "Template": str, "Agent": str, "Loss": Annotated[str, Field(pattern=LOSS)],
-    "Regex": Annotated[str, AfterValidator(_compiles)]}
 
 
 class Unreadable(ValueError):
@@ -60,7 +43,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Keyword-only parameter. `annotation`, without bounds, and `default` are source text."""
+    """Keyword-only parameter. `annotation`, without bounds, and `default` are text."""
 
     name: str
     annotation: str = ""
@@ -68,15 +51,7 @@ class Setting:
     limits: dict[str, Any] = field(default_factory=dict)  # arguments of `Field` that bound its value
     description: str = ""
     kind: Any = field(default=Any, compare=False, repr=False)  # type that pydantic checks
-
-    @property
-    def value(self) -> Any:
-        """Default, if it is a plain value; else None."""
-        try:
-            value = None if self.default == REQUIRED else ast.literal_eval(parsed(self.default.strip(), "eval"))
-        except ValueError:
-            return None
-        return None if value is ... else value
+    value: Any = field(default=None, compare=False)  # the default, if it is a plain value; else None
 
     @property
     def bounds(self) -> str:
@@ -88,13 +63,15 @@ class Setting:
         return any(name in self.limits for name in _ORDER)
 
     def at_least(self, least: int) -> Setting:
+        if self.limits.get("gt") == least - 1:
+            return self
         return replace(self, limits={**self.limits, "ge": least}, kind=Annotated[self.kind, Field(ge=least)])
 
     def errors(self, value: Any) -> list[Any]:
         if self.kind is Any:
             return []
         try:
-            TypeAdapter(self.kind, config=_STRICT).validate_python(value)
+            _adapter(self.kind).validate_python(value)
         except ValidationError as error:
             return error.errors(include_url=False)
         except TypeError:  # a bound on something that has no order or length
@@ -135,16 +112,23 @@ class Setting:
         return next((value for value in candidates if not self.errors(value)), None)
 
 
-def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str, ast.expr]) -> Setting:
-    """Return the setting of a parameter. Raises Unreadable: it needs an import, or no value or default fits."""
-    text = ast.unparse(argument.annotation) if argument.annotation else ""
-    if not aliases.keys().isdisjoint(re.findall(r"\w+", text)):
-        text = ast.unparse(_Expansion(aliases).visit(parsed(text, "eval").body))
-    bare, kind, found = _annotation(text)
-    bounds = {name: limit for name, limit in found.items() if name in BOUNDS}
-    setting = Setting(argument.arg, bare, ast.unparse(default) if default else REQUIRED, bounds,
-                      found.get("description", ""), kind)
-    if bounds and setting.value is not None and (wrong := setting.wrong(setting.value, "")):
+def read_setting(parameter: inspect.Parameter, names: Names) -> Setting:
+    """Return the setting that a parameter is. Raises Unreadable: its annotation is not known without an import, or no
+    value or default fits."""
+    kind, annotated = Any, parameter.annotation is not parameter.empty
+    if annotated:
+        try:
+            kind = type_of(parameter.annotation, names)
+        except EVALUATION_FAILS as error:
+            raise Unreadable(f"has the annotation {parameter.annotation}, which cannot be read without importing the "
+                             f"module: {error}") from None
+    limits, description = _limits(kind)
+    default = parameter.default
+    text = REQUIRED if default is parameter.empty else repr(default) if is_plain(default) or \
+        isinstance(default, Unknown) else "..."
+    setting = Setting(parameter.name, text_of(kind) if annotated else "", text, limits, description,
+                      _checked(kind, bool(limits)), default if text != REQUIRED and is_plain(default) else None)
+    if limits and setting.value is not None and (wrong := setting.wrong(setting.value, "")):
         raise Unreadable(f"has a default that {wrong[0]}")
     if setting.value is None and setting._is_number and setting._within() is None:
         raise Unreadable(f"must be {setting.bounds}, which no number is")
@@ -152,122 +136,61 @@ def read_setting(argument: ast.arg, default: ast.expr | None, aliases: dict[str,
 
 
 @functools.cache
-def _annotation(text: str) -> tuple[str, Any, dict[str, Any]]:
-    """Return an annotation without quotes and bounds, its type, and the arguments of its `Field`."""
-    node = _Expansion(_ALIASES).visit(parsed(text, "eval").body) if text else None
-    bare, kind = annotation_text(node), _kind(node)
-    if "Field(" in text:
-        try:
-            TypeAdapter(kind, config=_STRICT)
-        except (SchemaError, PydanticSchemaGenerationError) as error:
-            raise Unreadable(f"has bounds that do not fit its type: {error}") from None
-    return bare, kind, _limits(node)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=_STRICT)
 
 
-def _name(node: ast.expr | None) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _items(node: ast.Subscript) -> list[ast.expr]:
-    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-
-
-class _Expansion(ast.NodeTransformer):
-    def __init__(self, aliases: dict[str, ast.expr]):
-        self.aliases = aliases
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        own = self.aliases.get(node.id)
-        if not isinstance(own, ast.Subscript | ast.BinOp | ast.Name):
-            return node
-        return _Expansion({name: each for name, each in self.aliases.items() if name != node.id}).visit(
-            copy.deepcopy(own))
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        inner = expression(node.value) if isinstance(node.value, str) else None
-        return self.visit(inner) if inner else node
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        kind = _name(node.value)
-        if kind == "Annotated" and isinstance(node.slice, ast.Tuple):
-            node.slice.elts[0] = self.visit(node.slice.elts[0])
-        elif kind != "Literal":
-            node.slice = self.visit(node.slice)
-        return node
-
-
-class _Bare(ast.NodeTransformer):
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        if _name(node.value) == "Annotated":
-            return self.visit(_items(node)[0])
-        return self.generic_visit(node)  # type: ignore[return-value]
-
-
-def annotation_text(node: ast.expr | None) -> str:
-    """Return the source of an annotation without quotes and bounds; "" for None."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        node = expression(node.value)
-    text = "" if node is None else ast.unparse(node)
-    return ast.unparse(_Bare().visit(parsed(text, "eval").body)) if "Annotated" in text else text
-
-
-def expression(text: str) -> ast.expr | None:
-    """Return a parsed expression; None if the text is none."""
+def _checked(kind: Any, bounded: bool) -> Any:
+    """Return the type if pydantic can check it; Any for a class of the user's own."""
     try:
-        return parsed(text, "eval").body
-    except SyntaxError:
-        return None
+        _adapter(kind)
+    except (SchemaError, PydanticSchemaGenerationError) as error:
+        if bounded or isinstance(error, SchemaError):
+            raise Unreadable(f"has bounds that do not fit its type: {error}") from None
+        return Any
+    return kind
 
 
-def _kind(node: ast.expr | None) -> Any:
-    if isinstance(node, ast.Constant) and node.value is None:
-        return type(None)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return Union[_kind(node.left), _kind(node.right)]  # noqa: UP007 - built at run time
-    if not isinstance(node, ast.Subscript):
-        return _TYPES.get(_name(node), Any)
-    name, items = _name(node.value), _items(node)
-    if name == "Literal":
-        try:
-            return Literal[tuple(ast.literal_eval(item) for item in items)]
-        except ValueError:
-            raise Unreadable(f"has the annotation {ast.unparse(node)}, and only plain values can be read") from None
-    if name == "Annotated":
-        return Annotated[_kind(items[0]), *(Field(**each) for each in _fields(node))]  # type: ignore[return-value]
-    kinds = [_kind(item) for item in items] + [type(None)] * (name == "Optional")
-    if name in ("Optional", "Union"):
-        return Union[tuple(kinds)]  # noqa: UP007 - built at run time
-    return _TYPES[name][tuple(kinds)] if name in ("list", "dict") else Any
+def _limits(kind: Any) -> tuple[dict[str, Any], str]:
+    """Return the bounds of the value itself, not of what it contains, and its description."""
+    limits: dict[str, Any] = {}
+    description = ""
+    for added, inside in _added(kind):
+        if isinstance(added, Unknown):
+            raise Unreadable(f"has `{added}` in its annotation, which cannot be read without importing the module")
+        found = {name: getattr(added, name) for name in BOUNDS if getattr(added, name, None) is not None}
+        if odd := next((name for name, limit in found.items() if not is_plain(limit)), None):
+            raise Unreadable(f"has `Field({odd}={found[odd]})` in its annotation, and only plain values can be read "
+                             "without importing the module")
+        if not inside:
+            limits |= found
+            description = getattr(added, "description", None) or description
+    return {name: limits[name] for name in BOUNDS if name in limits}, description
 
 
-def _fields(node: ast.Subscript) -> Iterator[dict[str, Any]]:
-    for item in _items(node)[1:]:
-        if isinstance(item, ast.Constant) and isinstance(item.value, str):
-            continue
-        if not isinstance(item, ast.Call) or _name(item.func) != "Field" or item.args:
-            raise Unreadable(f"has `{ast.unparse(item)}` in its annotation, which cannot be read without importing "
-                             "the module")
-        for word in item.keywords:
-            if word.arg not in _FIELD:
-                raise Unreadable(f"has `{ast.unparse(item)}` in its annotation. "
-                                 f"{did_you_mean(word.arg or '**', _FIELD, 'Arguments that are read')}")
-        try:
-            yield {str(word.arg): ast.literal_eval(word.value) for word in item.keywords}
-        except ValueError:
-            raise Unreadable(f"has `{ast.unparse(item)}` in its annotation, and only plain values can be read without "
-                             "importing the module") from None
+def _added(kind: Any, inside: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield what `Annotated` adds to a type, and whether to what the value contains."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if not is_plain(list(arguments)):
+            raise Unreadable(f"has the annotation {text_of(kind)}, and only plain values can be read")
+    elif origin is Annotated and not any(isinstance(each, Word) for each in arguments):
+        yield from _added(arguments[0], inside)
+        for added in (each for each in arguments[1:] if not isinstance(each, str)):
+            yield from ((each, inside) for each in (_of_field(added) if isinstance(added, FieldInfo) else [added]))
+    elif origin is not Annotated:
+        for argument in arguments:
+            yield from _added(argument, inside or origin not in (Union, UnionType))
 
 
-def _limits(node: ast.expr | None) -> dict[str, Any]:
-    """Return the arguments of `Field` that are about the value itself, not about what it contains."""
-    if isinstance(node, ast.BinOp):
-        return {**_limits(node.left), **_limits(node.right)}
-    if isinstance(node, ast.Subscript) and _name(node.value) in ("Optional", "Union"):
-        return {name: limit for item in _items(node) for name, limit in _limits(item).items()}
-    if isinstance(node, ast.Subscript) and _name(node.value) == "Annotated":
-        own = {name: limit for each in _fields(node) for name, limit in each.items()}
-        return {**_limits(_items(node)[0]), **own}
-    return {}
+def _of_field(given: FieldInfo) -> list[Any]:
+    others = dict(given.json_schema_extra) if isinstance(given.json_schema_extra, dict) else {}
+    if given.default is not PydanticUndefined:
+        others["default"] = given.default
+    for name, value in others.items():
+        raise Unreadable(f"has `Field({name}={value!r})` in its annotation. "
+                         f"{did_you_mean(name, _FIELD, 'Arguments that are read')}")
+    return [given, *given.metadata]
 
 
 @dataclass(frozen=True)

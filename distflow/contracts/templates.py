@@ -6,7 +6,7 @@ import string
 
 from distflow.config.spec import Spec
 from distflow.contracts.forms import Contract, Read
-from distflow.contracts.signature import named_settings
+from distflow.contracts.functions import named_settings
 from distflow.errors import Diagnostic
 
 ANNOTATION = "Template"  # annotation of a setting that holds a template; its function gets the columns beside its own

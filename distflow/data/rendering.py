@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from distflow.config.load import Spec
+from distflow.config.spec import Spec
 from distflow.config.templates import encoding_roles, template_of
 from distflow.data.dataset import Records, RequiredFields
 from distflow.data.problems import messages_of, tools_of

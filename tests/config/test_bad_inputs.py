@@ -92,7 +92,7 @@ DAGS = [
     case("settings_out_of_bounds", 15, "-1", "setting `clip` of `policy_update` must be at least 0, not -1",
          "Take `clip` out, or give a number at least 0.", others=(6, 6, 8, 16, 17, 18, 18, 19, 20)),
     case("length_missing", 9, "fixed_length_sum", "`aggregate: fixed_length_sum` needs the setting `fixed_length`",
-         "with: {aggregate: fixed_length_sum, fixed_length: …}   (at least 1)"),
+         "with: {aggregate: fixed_length_sum, fixed_length: …}   (above 0)"),
     case("length_without_use", 9, "fixed_length", "`fixed_length` says nothing with `aggregate: token_mean`",
          "with: {aggregate: fixed_length_sum, fixed_length: 64}"),
     case("setting_of_ones_own", 8, "0", "setting `share` of `cut` must be above 0 and at most 1, not 0",
@@ -127,7 +127,7 @@ DAGS = [
     case("really_a_run", 2, "steps", "this is a run file, given as the DAG: it has `steps`, `data`",
          "distflow/launch.py --dag grpo --run-file dags/really_a_run.yaml"),
     case("missing_module", 3, "no_such_module", "module `no_such_module` cannot be found",
-         "It was looked for in modules, ", "dags, . and among the installed packages"),
+         "It was looked for in modules, ", "run_files, . and among the installed packages"),
     case("undecorated_function", 8, "undecorated:plain", "module `undecorated` has no function `plain` with @node"),
 ]
 

@@ -107,7 +107,7 @@ def test_a_column_may_be_another_one(checked):
     ("environment: Maze, environment_settings: {size: large}", 6, ["`size` of environment `Maze` must be a whole"]),
     ("environment: Mute", 11, ["environment `Mute` has no method `step`", "def step(self, text: str) -> Turn"]),
     ("max_turns: 3", 5, ["`converse` needs the setting `environment`"]),
-    ("environment: Calculator, max_turns: 0", 6, ["at least 1"]),
+    ("environment: Calculator, max_turns: 0", 6, ["above 0"]),
 ])
 def test_mistakes_are_found_with_their_lines(checked, settings, line, says):
     with pytest.raises(InvalidInput) as error:

@@ -9,7 +9,8 @@ import pytest
 
 from distflow.cli import main
 from distflow.config.load import load
-from distflow.contracts.rewards import Recipe, Term, read_recipe, reward_contract
+from distflow.contracts.read import read_contract
+from distflow.contracts.rewards import Recipe, Term, read_recipe
 from distflow.errors import InvalidInput
 from planners import plan
 
@@ -117,8 +118,6 @@ def test_a_reward_is_named_with_its_module_and_not_imported(planned, monkeypatch
     ("no_module:near", "node `reward`: module `no_module` cannot be found", "It was looked for in"),
     ("rewards_of_ones_own:passed", "node `reward`: module `rewards_of_ones_own` has no reward `passed`", "`passes`?"),
     ("rewards_of_ones_own:math", "node `reward`: module `rewards_of_ones_own` has no reward `math`", "Rewards in it"),
-    ("rewards_imported:ended", "node `reward`: module `rewards_imported` has no reward `ended`",
-     "It imports it. Name the module that defines it:  reward: rewards_of_endings:ended"),
     ("['rewards_of_endings:ended', 'bounded:ended']", "node `reward`: module `bounded` has no reward `ended`",
      "rewards_of_endings.py:"),
     ("workers:math", "node `reward`: module `workers` has no reward `math`", "Write  reward: math"),
@@ -131,6 +130,11 @@ def test_mistakes_in_a_module_of_a_reward(planned, reward, what, hint) -> None:
     assert mistake.what.startswith(what)
     assert mistake.where.line
     assert hint in mistake.hint
+
+
+@pytest.mark.parametrize("imports", ["", "rewards_of_endings"])
+def test_check_rewards_takes_one_that_its_module_imports(planned, imports: str) -> None:
+    assert planned("rewards_imported:ended", imports=imports)["finished"] == ("rollout", "Tensor")
 
 
 @pytest.mark.parametrize(("reward", "spelling"), [
@@ -229,9 +233,9 @@ def test_the_list_of_functions_has_the_rewards(capsys) -> None:
 def test_a_live_function_reads_like_its_source() -> None:
     from workers.isolation.rewards.texts import length, math
 
-    assert {name: read.name for name, read in reward_contract(math).columns.items()} == {
+    assert {name: read.name for name, read in read_contract("reward", math).columns.items()} == {
         "completion": "completions", "answer": "answers"}
-    contract = reward_contract(length)
+    contract = read_contract("reward", length)
     assert (contract.columns["response"].name, contract.columns["response"].form) == ("responses", "Ragged")
     assert sorted(contract.settings) == ["cap", "margin", "target"]
     assert not contract.batched

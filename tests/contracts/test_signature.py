@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from distflow.contracts.forms import Contract, Read
+from distflow.contracts.functions import built_in, imported, load_function, of_module
+from distflow.contracts.modules import module_file
 from distflow.contracts.settings import REQUIRED, Setting
-from distflow.contracts.signature import built_in, imported, load_function, module_file, of_module
 from distflow.errors import InvalidInput
 
 
@@ -129,7 +130,7 @@ def test_a_function_registered_when_its_module_is_imported(module) -> None:
 
 @pytest.mark.parametrize("decorator", ["@node(writes=NAMES)", "@node('x')", "@node(nothing=1)", "@node"])
 def test_marks_that_are_not_plain_are_left_to_the_import(module, decorator: str) -> None:
-    assert of_module(module(f"from distflow import node\nNAMES = ('x',)\n{decorator}\ndef f(a): ...\n")) == ()
+    assert of_module(module(f"from distflow import node\nNAMES = names()\n{decorator}\ndef f(a): ...\n")) == ()
 
 
 def test_a_live_function_reads_like_its_source(module) -> None:
@@ -141,9 +142,29 @@ def test_a_live_function_reads_like_its_source(module) -> None:
         shown.reads, shown.settings, shown.returns, shown.marks, shown.summary)
 
 
-def test_an_import_that_fails_says_where(module) -> None:
-    name = module("def f():\n    raise RuntimeError('no licence')\n\nf()\n")
-    with pytest.raises(InvalidInput, match=rf"{name}\.py:2: module `{name}` fails when it is imported: Runtime"):
+def test_of_module_evaluates_constants_of_the_module(module) -> None:
+    contract = only(module("""
+        import typing as t
+        from pydantic import Field as F
+        from distflow import node
+
+        MOST = 9
+        WRITTEN = ("x", "y")
+        Share: t.TypeAlias = t.Annotated[float, F(gt=0, le=MOST)]
+
+        @node(writes=WRITTEN)
+        def f(a, *, share: Share = MOST / 2, many: list["Share"] | None = None): ...
+    """))
+    assert contract.marks.writes == ("x", "y")
+    assert contract.settings == {"share": Setting("share", "float", "4.5", {"gt": 0, "le": 9}),
+                                 "many": Setting("many", "list[float] | None", "None")}
+
+
+@pytest.mark.parametrize(("line", "error"), [("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+                                             ("sys.exit(3)", "SystemExit: 3"), ("import nothing_here", "Module")])
+def test_load_function_says_where_an_import_fails(module, line: str, error: str) -> None:
+    name = module(f"import sys\n\ndef f():\n    {line}\n\nf()\n")
+    with pytest.raises(InvalidInput, match=rf"{name}\.py:4: module `{name}` fails when it is imported: {error}"):
         load_function(f"{name}:f")
 
 
@@ -221,9 +242,3 @@ def test_settings_that_cannot_be_read_are_said_with_their_lines(module) -> None:
     assert first.what.startswith("setting `computed` of `f` has `Field(ge=LIMIT)` in its annotation, and only plain")
     assert "share: Annotated[float, Field(gt=0, le=1)] = 0.5" in first.hint
     assert second.what == "setting `beside` of `f` has a default that must be above 0, not 0.0"
-
-
-def test_the_former_notation_of_bounds_is_answered_with_the_new_one(module) -> None:
-    name = module("from distflow import node\n@node(writes='x', bounds={'kl': '>= 0'})\ndef f(a, *, kl=0.0): ...\n")
-    with pytest.raises(InvalidInput, match=r"@node of `f` has no argument `bounds`(.*\n)*.*Annotated\[float, Field"):
-        of_module(name)

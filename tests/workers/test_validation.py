@@ -15,7 +15,8 @@ from distflow import reward
 from distflow.config.load import load
 from distflow.config.run import Data, Generation, Validation
 from distflow.contracts.decorators import REWARDS
-from distflow.contracts.rewards import reward_contract, shipped_rewards
+from distflow.contracts.read import read_contract
+from distflow.contracts.rewards import shipped_rewards
 from distflow.data.batch import Ragged
 from distflow.errors import InvalidInput
 from distflow.plan import Layout
@@ -151,7 +152,7 @@ def test_rewards_read_whether_an_answer_came_to_its_end(spec, mesh, tmp_path, re
 
     request.addfinalizer(lambda: REWARDS.pop("ended_in_validation"))
     spec.run.validation = Validation(data={"hard": "hard.jsonl"}, reward="ended_in_validation")
-    spec.rewards["ended_in_validation"] = reward_contract(ended_in_validation)
+    spec.rewards["ended_in_validation"] = read_contract("reward", ended_in_validation)
     assert Validator(spec, Echo(), Layout(1)).run()["validation/hard"] == pytest.approx(1 / 3)
     lines = [json.dumps({"question": text, "answer": text, "finished": "early"}) for text in ("12345", "3")]
     (tmp_path / "hard.jsonl").write_text("\n".join(lines))

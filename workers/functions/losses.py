@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.contracts.losses import PARAMETERS, load_loss, location_of
+from distflow.contracts.definitions import live
+from distflow.contracts.losses import PARAMETERS, load_loss
 from distflow.errors import Diagnostic, InvalidInput
 from workers.functions.kl import LOG_RATIO_LIMIT
 
@@ -57,7 +58,7 @@ def user_loss(key: str, settings: dict[str, Any]) -> Surrogate:
         given: dict[str, Tensor] = dict(zip(PARAMETERS, (new_T, old_T.detach(), gain_T.detach(), lengths_B)))
         loss_T = function(*(given[name] for name in wanted), **settings)
         if wrong := _not_per_token(loss_T, new_T):
-            raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", location_of(key),
+            raise InvalidInput(Diagnostic(f"loss `{function.__name__}` returned {wrong[0]}", live(function).where,
                                           wrong[1]))
         return loss_T, _ratio(new_T, old_T).detach(), None
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distflow.contracts.decorators import REWARDS, RewardMarks, load_module
-from distflow.contracts.forms import RewardContract
-from distflow.contracts.rewards import PER_SAMPLE, SHIPPED, KeyPath, Recipe, Term, read_recipe, reward_contract
+from distflow.contracts.forms import PER_SAMPLE, RewardContract
+from distflow.contracts.read import read_contract
+from distflow.contracts.rewards import SHIPPED, KeyPath, Recipe, Term, read_recipe
 from distflow.errors import Diagnostic, InvalidInput, RewardsFailed, did_you_mean, shown
 from distflow.telemetry.metrics import Metrics, recording
 from distflow.telemetry.tracebacks import users_line, users_part
@@ -23,6 +24,8 @@ from workers.isolation.user_code import FailureStreak
 Columns = dict[str, Sequence[Any]]
 CallResults = dict[tuple[int, int], float | FailedSample]  # result by (call, row)
 Reported = Sequence[Any]  # [name, sum, count]
+CONTRACTS: dict[str, RewardContract] = {}
+"""Contracts by which the run's plan was checked, by a reward's name; a rank puts them here as it starts."""
 _pools: dict[tuple[float, bool], RewardPool] = {}
 """Pools by memory limit and whether they are quiet; nodes and validation share them."""
 
@@ -62,7 +65,8 @@ class Scorer:
         for problem in problems:
             raise InvalidInput(Diagnostic(problem.what, None, problem.hint))
         self.functions = {term.name: find_reward(term.name, term.module) for term in self.recipe.terms}
-        self.contracts = {name: reward_contract(function) for name, function in self.functions.items()}
+        self.contracts = {name: known if (known := CONTRACTS.get(name)) and known.module == function.__module__ else
+                          read_contract("reward", function) for name, function in self.functions.items()}
         self.calls, self.call_of = _distinct_calls(self.recipe.terms)
         size = workers or _default_workers()
         self.pool = RewardPool(size, memory_gib) if own_pool else _pool(size, memory_gib, quiet)

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from distflow.cli import main
-from distflow.config.load import Spec, load
+from distflow.config.load import load
+from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
 from planners.heterogeneous.efficiency import BETWEEN
 from planners.heterogeneous.explain import (

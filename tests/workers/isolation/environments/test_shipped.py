@@ -8,7 +8,7 @@ import json
 import pytest
 
 from distflow.contracts.decorators import Turn
-from distflow.contracts.environments import environment_contract
+from distflow.contracts.read import read_contract
 from workers.isolation.environments.calculator import Calculator
 from workers.isolation.environments.lookup import FactFile, Lookup
 from workers.isolation.environments.programs import PythonSandbox
@@ -67,8 +67,8 @@ def test_programs_run_in_the_sandbox():
 
 
 def test_what_they_ask_for():
-    assert environment_contract(Calculator).columns == {"answer": "answers"}
-    assert environment_contract(Lookup).columns == {"facts": "facts", "answer": "answers"}
-    assert list(environment_contract(FactFile).settings) == ["file"]
-    assert environment_contract(PythonSandbox).coroutine
-    assert all(environment_contract(each).safe for each in (Calculator, Lookup, FactFile, PythonSandbox))
+    assert read_contract("environment", Calculator).columns == {"answer": "answers"}
+    assert read_contract("environment", Lookup).columns == {"facts": "facts", "answer": "answers"}
+    assert list(read_contract("environment", FactFile).settings) == ["file"]
+    assert read_contract("environment", PythonSandbox).coroutine
+    assert all(read_contract("environment", each).safe for each in (Calculator, Lookup, FactFile, PythonSandbox))

@@ -1,0 +1,46 @@
+"""Annotations as types and as text, evaluated without running the module that has them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distflow.contracts.annotations import Names, Unknown, evaluated, names_of, text_of, type_of
+from planners.columns import plain_form
+
+
+@pytest.mark.parametrize(("annotation", "form"), [
+    ("torch.Tensor", "Tensor"), ("Tensor | None", "Tensor"), ("Optional[distflow.Ragged]", "Ragged"),
+    ("'Ragged'", "Ragged"), ("None | list[str]", "list[str]"), ("Sequence[str]", "list[str]"),
+    ("List['str']", "list[str]"), ("Tensor | Ragged", "Tensor | Ragged"),
+    ("Union[Tensor, Ragged, None]", "Tensor | Ragged"), ("np.ndarray", "ndarray"),
+])
+def test_text_of_forms_in_all_spellings(annotation: str, form: str) -> None:
+    assert plain_form(text_of(type_of(annotation, Names({})))) == form
+
+
+def test_text_of_types_without_names() -> None:
+    assert text_of(Callable[[int], str]).startswith("Callable[")
+    assert text_of(tuple[int, ...]) == "tuple[int, ...]"
+    assert text_of(dict[str, Any]) == "dict[str, Any]"
+
+
+@pytest.mark.parametrize(("text", "value"), [("LIMIT", 3), ("LIMIT + 1", 4), ("math.inf", float("inf")), ("m", None)])
+def test_evaluated_names_of_the_module_and_of_light_ones(text: str, value: Any) -> None:
+    body = ast.parse("LIMIT: int = 3\nm = None").body
+    assert evaluated(ast.parse(text, mode="eval").body, names_of(body, {"math": "math"})) == value
+
+
+@pytest.mark.parametrize("text", [
+    "open('x', 'w')", "__import__('os').remove('x')", "[*folder]", "{**settings}", "[x for x in items]", "LIMIT * 2",
+    "folder.path[0]()", "LOOP", "Own", "undefined", "1 / 0"])
+def test_evaluated_stands_for_itself_if_it_is_not_known(text: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("kept")
+    body = ast.parse("LOOP = LOOP\nclass Own: ...").body
+    found = evaluated(ast.parse(text, mode="eval").body, names_of(body, {"folder": "os.path", "items": "own.items"}))
+    assert isinstance(found, Unknown)
+    assert (tmp_path / "x").read_text() == "kept"
