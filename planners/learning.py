@@ -88,6 +88,9 @@ def learning_notes(spec: Spec, bound: dict[str, Contract], flows: dict[str, Node
             yield from _never_overlong(spec, node, bound, flows)
     yield from _unread(spec, bound, flows)
     yield from _other_reward(spec, bound)
+    if spec.run.validation and (conversing := next(iter(spec.environments), None)):
+        yield (f"validation asks for one answer to each question, without the environment of node `{conversing}`: its "
+               "curve does not show what conversations earn. See `environment/reward`, or set  validation: null")
 
 
 def _answers(spec: Spec, node: str, contract: Contract) -> Any:

@@ -66,6 +66,7 @@ def test_a_filter_and_an_advantage_are_both_named():
 @pytest.mark.parametrize(("dag", "changes", "says"), [
     ("reinforce_pp", [FIRST], "node `rollout` samples role `actor`, which is trained, with `top_k: 1`"),
     ("grpo_tools", [GREEDY], "node `rollout` samples role `actor`, which is trained, with `temperature: 0`"),
+    ("grpo_tools", [], "validation asks for one answer to each question, without the environment of node `rollout`"),
     ("rloo", ["nodes.update.with.mini_batches=4"], "(mini_batches: 4) with `loss: reinforce`"),
     ("remax", ["nodes.update.with.epochs=2"], "(epochs: 2) with `loss: reinforce`"),
     ("dapo", [], "more than 16,384 tokens (max_length 20,480, margin 0.2), and node `rollout` gives at most 24. "
@@ -107,5 +108,5 @@ def test_a_role_of_another_dag_is_noted(tmp_path):
 
 @pytest.mark.parametrize("dag", sorted(path.stem for path in (ROOT / "dags").glob("*.yaml") if path.stem != "dapo"))
 def test_shipped_algorithms_learn(dag):
-    known = ("random weights", "rollout_logprobs")
+    known = ("random weights", "rollout_logprobs", "validation asks for one answer")
     assert [note for note in plan(load(f"{dag}.yaml"), 2).notes if not any(word in note for word in known)] == []
