@@ -104,8 +104,10 @@ def imitated_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message],
     tokens, stop_of = _with_stops(tokenizer, text)
     ends, spans = _remembered(tokenizer, "ends", options, _find_ends), []
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    known = _earlier_answers(tokenizer, text, messages, said, tools, options) if turns == "all" else {}
     for place in said if turns == "all" else said[-1:]:
-        if not (found := _learned_text(tokenizer, text, messages, place, tools, options)) and turns == "all":
+        found = known.get(place) or _learned_text(tokenizer, text, messages, place, tools, options)
+        if not found and turns == "all":
             raise InvalidInput(f"the tokens of message {place + 1}, which is the assistant's, cannot be told from the "
                                "others' in the chat template's text. To learn the last message alone:  targets: last")
         start, stop = found or (len(text), len(text))
@@ -322,7 +324,7 @@ def _with_stops(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
 def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], place: int, tools: Tools,
                   options: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return where a message of the assistant starts and stops in the text of its conversation, from what the template
-    writes about another one in its place; None if that does not tell. It starts where a prompt would end."""
+    writes about another one in its place; None if that does not tell."""
     other = _with_other(tokenizer, messages, place, _said(_ANSWER), tools, options)
     if _ANSWER not in other:  # a result needs its call before it
         if found := _between_prompts(tokenizer, text, messages, place, tools, options):
@@ -331,7 +333,34 @@ def _learned_text(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[
     if _ANSWER not in other:
         return None
     start = _common_prefix(text, other)
-    stop = len(text) - _common_prefix(text[start:][::-1], other[::-1])
+    return _behind_header(tokenizer, text, start, len(text) - _common_prefix(text[start:][::-1], other[::-1]), options)
+
+
+def _earlier_answers(tokenizer: PreTrainedTokenizerBase, text: str, messages: list[Message], said: list[int],
+                     tools: Tools, options: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+    """Return where the messages of the assistant but the last one start and stop in the text of their conversation, as
+    `_learned_text` does for one, from a single other text: what the template writes about others in the places of all.
+    Empty if that does not tell."""
+    others = [_said(_ANSWER) if place in said[:-1] else message for place, message in enumerate(messages)]
+    try:
+        between = _render(tokenizer, others, tools, options).split(_ANSWER)
+    except TemplateError:
+        return {}
+    first, last, begin, end = list[int](), list[int](), 0, len(text)
+    for each, other in zip(between, between[::-1]):
+        first.append(text.find(each, begin))
+        last.insert(0, text.rfind(other, 0, end))
+        begin, end = first[-1] + len(each), last[0]
+    if len(between) != len(said) or first != last or -1 in first or first[0] or begin != len(text):
+        return {}
+    return {place: _behind_header(tokenizer, text, start + len(each), stop, options)
+            for place, each, start, stop in zip(said, between, first, first[1:])}
+
+
+def _behind_header(tokenizer: PreTrainedTokenizerBase, text: str, start: int, stop: int,
+                   options: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a message starts and stops in a text in which a template writes it from `start` on: it starts where
+    a prompt would end."""
     header, own = _remembered(tokenizer, "header", options, _find_header)
     begin = text.rfind(header, 0, start + len(header)) if header else -1
     if begin >= max(start - len(header) - len(own), 0):
