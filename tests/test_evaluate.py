@@ -45,6 +45,15 @@ def test_a_run_is_evaluated_as_it_validated_itself(launch, workspace):
     assert len({row["questions"] for row in samples}) == 10
 
 
+def test_a_run_that_converses_is_evaluated_with_its_environment(launch, workspace):
+    launch(1, "--dag", "grpo_tools.yaml", "--run-file", "tiny.yaml", "--set", "steps=1", "--name", "run")
+    done, = results(distflow(workspace, "evaluate", "runs/run", "--json", "--data", "some=train.jsonl"))
+    assert done["figures"].keys() == {"mean@1", "pass@1"}
+    samples = [json.loads(line) for line in (workspace / done["folder"] / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == done["problems"] == 10
+    assert [row for row in samples if not {"turns", "environment_rewards"} <= row.keys()] == []
+
+
 def test_several_samples_give_pass_at_k(launch, workspace):
     launch(1, *GRPO, *VALIDATED, "--set", "steps=1", "--name", "run")
     done = distflow(workspace, "evaluate", "runs/run", "--samples", "3", "--set", "nodes.tally.with.threshold=0.1")

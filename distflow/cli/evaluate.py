@@ -29,6 +29,7 @@ from distflow.telemetry.run_reader import RunReader
 
 _PROBLEM_LIMIT = 300.0
 """Seconds for the rewards of a problem's answers, which are all earned in one step. A call has the run's timeout."""
+_CONVERSING = ("converse", "run_agent")
 _OF_ROLE = ("generation", "dtype", "rollout")
 _NOT_OF_DATA = ("train", "batch")
 
@@ -120,8 +121,14 @@ def _problems(path: str, data: Data, folder: Path) -> tuple[Path, int, int]:
 def _answer(options: argparse.Namespace, model: EvaluationSubject, path: str, problems: int, folder: Path) -> int:
     dag = yaml.safe_load(find_yaml("evaluate", "", "DAG").read_text(encoding="utf-8"))
     dag["imports"], nodes = model.imports, dag["nodes"]
+    nodes["rollout"] = {**nodes["rollout"], **model.rollout}
     nodes["rollout"]["with"]["group_size"] = nodes["tally"]["with"]["samples"] = options.samples
-    nodes["reward"]["with"] = {**model.reward, "limit": max(model.reward.get("limit", 0.0), _PROBLEM_LIMIT * problems)}
+    if model.reward is None:
+        del nodes["reward"]
+        nodes["tally"] |= {"dependencies": ["rollout"], "reads": {"rewards": "environment_rewards"}}
+    else:
+        limit = max(model.reward.get("limit", 0.0), _PROBLEM_LIMIT * problems)
+        nodes["reward"]["with"] = {**model.reward, "limit": limit}
     role = dict(model.role)
     if options.samples == 1:
         role["generation"] = {**role.get("generation", {}), "temperature": 0.0}
@@ -166,14 +173,16 @@ def _report(result: dict[str, Any]) -> Iterator[str]:
 @dataclass(frozen=True)
 class EvaluationSubject:
     """What is evaluated: a model, and settings of its training: parts `role` and `data` of a run file, the `score`
-    node's `reward`, `validation` files by name, and the folders `search` of `imports`."""
+    node's `reward` (None: that of the environment), `validation` files by name, the folders `search` of `imports`, and
+    `function` and `with` of a `rollout` that converses."""
 
     role: dict[str, Any]
     data: dict[str, Any] = field(default_factory=dict)
-    reward: dict[str, Any] = field(default_factory=dict)
+    reward: dict[str, Any] | None = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
     imports: list[str] = field(default_factory=list)
     search: list[str] = field(default_factory=list)
+    rollout: dict[str, Any] = field(default_factory=dict)
 
 
 def subject(name: str, role: str | None, run: str | None) -> EvaluationSubject:
@@ -217,9 +226,13 @@ def _of_run(folder: Path, role: str | None) -> EvaluationSubject:
               if node["function"] == "score"
               or (node["function"] is None and (node["type"], node["role"]) == ("COMPUTE", "reward"))]
     reward = {"reward": validation["reward"]} if validation else scores[0]["with"] if scores else {}
+    rollout = next(({"function": node["function"], "with": node["with"]} for node in dag["nodes"].values()
+                    if node["function"] in _CONVERSING and node["role"] == role), {})
+    if rollout:  # its validation has asked for single turns
+        reward = scores[0]["with"] if scores else None
     role_settings = _role_settings(_inherited_settings(run, dag, role), model)
     return EvaluationSubject(role_settings, _data_settings(run), reward, validation.get("data", {}), imports,
-                             search_paths(folder))
+                             search_paths(folder), rollout)
 
 
 def _inherited_settings(run: dict[str, Any], dag: dict[str, Any], role: str) -> dict[str, Any]:
