@@ -41,7 +41,7 @@ from distflow.config.load import load  # noqa: E402
 from distflow.config.spec import Spec  # noqa: E402
 from distflow.errors import InvalidInput  # noqa: E402
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies  # noqa: E402
-from planners.heterogeneous.plan_file import digests_of, written  # noqa: E402
+from planners.heterogeneous.placed_plan import written  # noqa: E402
 from planners.heterogeneous.problem import GENERATE, Freedom, Grouping, Placement, Problem, TaskLayout  # noqa: E402
 from planners.heterogeneous.runnable import (  # noqa: E402
     ByRanks,
@@ -285,7 +285,7 @@ def accepted(cells: list[Cell], models: Path, budget: int) -> None:
         *_, last = search(problem, 0, budget)
         assert last.placement
         costed, best = CostedProblem(problem), without_idle(problem, last.placement)
-        made = written(problem, best, digests_of(spec, problem), "hybrid", 0.0)
+        made = written(problem, best)
         ran = as_ranks_run(spec, costed, best)
         share = ran.seconds / best.seconds - 1 if ran else float("inf")
         no = refusal(spec, made)

@@ -4,7 +4,7 @@ Two machines of one core, of which the second is slowed to a half or a quarter o
 processes of each rank a quota of processor time (control groups; see slowed.py), so whatever they compute takes so much
 longer. Machines are network namespaces whose links are shaped to a rate (machines.py), so what ranks exchange takes the
 time that it takes on a network; each has a torchrun of its own. `grpo.yaml` on the embedded task, mode sync. The flow
-is a user's: short runs with equal shares, `distflow plan mixed --from` them with a cluster file that says which rank is
+is a user's: short runs with equal shares, `distflow plan --from` them with a cluster file that says which rank is
 slowed, and runs that obey the plan. Both take turns. The cost model knows the two short runs, of
 two batch sizes, and no planned one.
 
@@ -17,6 +17,7 @@ Run by hand, on a machine that does nothing else:  python -m benchmarks.heteroge
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,21 +67,23 @@ class Contest:
         for name, prompts in (("half", self.given.prompts // 2), ("whole", self.given.prompts)):
             self._launch(name, ["--set", f"data.batch={prompts}"])
         runs = [str(self.scratch / f"{name}-{self.times}") for name in ("half", "whole")]
-        self._said([[sys.executable, "-m", "distflow.cli", "plan", "mixed", "grpo", "--cluster", str(self.cluster),
-                     *_set(self.settings), "--from", *runs, "--runnable",
-                     "--out", str(self.plan)]])
+        planned = subprocess.run([sys.executable, "-m", "distflow.cli", "plan", "grpo", "--cluster", str(self.cluster),
+                                  *_set(self.settings), "--from", *runs, "--out", str(self.plan)], cwd=ROOT,
+                                 check=True, stdout=subprocess.PIPE, text=True).stdout
+        best = re.search(r"an iteration: ([\d.]+) s", planned)
+        assert best, planned
         spec = load("grpo", None, self.settings, str(self.cluster))
         known, plan = calibration(spec, runs), yaml.safe_load(self.plan.read_text())
         equal = known.runs[-1].placement(CostedProblem(known.problem))
-        rows = {name: "+".join(str(share["rows"]) for share in task["shares"]) for name, task in plan["tasks"].items()}
-        self.used = sum(count for group in plan["groups"] for count in group["devices"].values())
-        print(f"1:{self.times}, planned rows: {', '.join(f'{name} {each}' for name, each in rows.items())}", flush=True)
-        return {"equal": equal.seconds + known.rest, "planned": plan["seconds"] + plan["rest_seconds"]}
+        self.used = plan["ranks"]
+        rows = ", ".join(f"{name} {layout['rows']}" for name, layout in plan["layouts"].items())
+        print(f"1:{self.times}, planned rows: {rows}", flush=True)
+        return {"equal": equal.seconds + known.rest, "planned": float(best[1])}
 
     def seconds(self, side: str, repeat: int) -> float:
         """Of a step, the median of a run."""
         planned = side == "planned"
-        more = ["--cluster", str(self.cluster), "--plan", str(self.plan)] if planned else []
+        more = ["--run-file", str(self.plan)] if planned else []
         found = self._launch(f"{side}-{repeat}", more, self.used if planned else 2)
         print(f"1:{self.times}, repeat {repeat}, {side}: {found:.3f} s a step", flush=True)
         return found

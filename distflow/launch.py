@@ -41,7 +41,6 @@ from distflow.contracts.decorators import load_module  # noqa: E402
 from distflow.errors import DistflowError, InvalidInput  # noqa: E402
 from distflow.options import (  # noqa: E402
     add_unbounded_faults,
-    apply_plan_option,
     load_spec,
     require_no_fewer_steps,
 )
@@ -100,9 +99,6 @@ def add_run_arguments(target: argparse.ArgumentParser) -> None:
     target.add_argument("--profile", metavar="FIRST:LAST", dest="overrides", action="append",
                         type=lambda text: f"profile={[*step_range(text)]}",
                         help="record these steps with the PyTorch profiler, as 10:12; for `distflow report --trace`")
-    target.add_argument("--plan", metavar="FILE",
-                        help="a plan for mixed hardware to obey, as `distflow plan mixed --runnable --out` writes it "
-                        "for the --cluster")
 
 
 def step_range(text: str) -> range:
@@ -132,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.store or options.machines:
             return run_elastic(spec, options)
         stay_on_loopback()
-        return run_ranks(apply_plan_option(spec, options, _torchrun_number("WORLD_SIZE", 1)), options)
+        return run_ranks(spec, options)
     except DistflowError as error:
         if options.debug:
             raise
@@ -164,8 +160,6 @@ def run_elastic(spec: Spec, options: argparse.Namespace) -> int:
 
     if not (options.store and options.machines):
         raise InvalidInput("--store and --machines go together:  --store etcd://HOST:PORT/RUN --machines 4")
-    if options.plan:
-        raise InvalidInput("--plan is for ranks that all stay, and with --store machines come and go. Leave one out.")
     if options.in_process or options.export:
         raise InvalidInput("--in-process and --export are for one machine. Leave them or --store out.")
     elastic = ElasticAgent(options.store, options.machines, partial(make_plan, spec), spec.run.robust,

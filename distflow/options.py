@@ -13,11 +13,8 @@ from pathlib import Path
 from distflow.config.command_line import command
 from distflow.config.load import load_for_planning, unbounded_faults
 from distflow.config.spec import Spec
-from distflow.config.yaml_source import check as parsed
-from distflow.config.yaml_source import read
-from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Plan
-from distflow.plan_file import PlacedPlan
 from distflow.recovery.checkpoint_files import complete_checkpoints, step_of
 from distflow.recovery.fault_injection import injected
 from distflow.telemetry.run_folder import choose, reload_run, unwritable
@@ -26,8 +23,8 @@ _DRIVER_SECONDS = 20.0
 """Time limit of `nvidia-smi`: a driver that is being loaded has answered by then."""
 
 
-def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: bool = False) -> tuple[Spec, Plan]:
-    """Return the spec and the plan that the options ask for; raise every mistake at once. `obey`: follow `--plan`.
+def load_and_plan(options: argparse.Namespace, elsewhere: bool = False) -> tuple[Spec, Plan]:
+    """Return the spec and the plan that the options ask for; raise every mistake at once.
     `elsewhere`: the run is of other machines, and what this one lacks for it is a note of the plan."""
     from planners import plan
 
@@ -38,7 +35,6 @@ def load_and_plan(options: argparse.Namespace, obey: bool = True, elsewhere: boo
     spec = load_spec(options)
     spec = replace(spec, on_cpus=spec.cluster_source is None and not gpu_count())
     ranks = rank_count(options, spec)
-    spec = apply_plan_option(spec, options, ranks) if obey else spec
     lacks = without_lacks(spec) if elsewhere else []
     if elsewhere and (why := unwritable(Path(spec.run.output))):
         lacks.append(f"the run folder cannot be written, {why}: a run on this machine would need  --set output=FOLDER")
@@ -64,19 +60,9 @@ def check(options: argparse.Namespace) -> tuple[Spec, Plan]:
 
 
 def rank_count(options: argparse.Namespace, spec: Spec) -> int:
-    """Return how many ranks the options, the plan file, the cluster or the run file ask for; else one for each GPU of
-    this machine."""
-    asked = [count for count in (options.ranks, _planned(options), spec.cluster.size, spec.run.ranks)
-             if count is not None]
+    """Return how many ranks the options, the cluster or the run file ask for; else one for each GPU of this machine."""
+    asked = [count for count in (options.ranks, spec.cluster.size, spec.run.ranks) if count is not None]
     return asked[0] if asked else max(gpu_count(), 1)
-
-
-def _planned(options: argparse.Namespace) -> int | None:
-    """Return how many devices the plan file uses; None without a plan, or if it cannot be read as one."""
-    if not getattr(options, "plan", None):
-        return None
-    found, _ = parsed(PlacedPlan, read(Path(options.plan), shown(options.plan)))
-    return len(found.ranks) if found else None
 
 
 def gpu_count(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
@@ -122,14 +108,3 @@ def require_no_fewer_steps(spec: Spec, folder: str) -> int:
 def add_unbounded_faults(spec: Spec, folder: str, step: int) -> None:
     """Add to the mistakes of a resumed run the faults to come that would take the memory of this whole machine."""
     spec.mistakes += unbounded_faults(spec, injected(spec.run, Path(folder), step))
-
-
-def apply_plan_option(spec: Spec, options: argparse.Namespace, ranks: int) -> Spec:
-    """Return the spec with its layouts from the plan file of `--plan`, or as it is without that option."""
-    if not options.plan:
-        return spec
-    from planners import apply_plan_file
-
-    if options.resume:  # the layouts in its run file are from before
-        spec = replace(spec, run=spec.run.model_copy(update={"layouts": {}}))
-    return apply_plan_file(spec, read(Path(options.plan), shown(options.plan)), ranks)

@@ -1,7 +1,6 @@
-"""Files about mixed hardware: the cluster description of `distflow probe`, the plan of `distflow plan mixed --out`.
+"""Measured devices, links and nodes: what `distflow probe` describes, and what calibrates the cost model.
 
     DeviceProbe, LinkProbe → cluster_of_probes    measurements of ranks, to a description of types, machines and links
-    PlacedPlan, read_plan_file                    a plan, with digests of the DAG, cluster and work that it is made for
     NodeTiming                                    what a node took on one rank, from which the cost model is calibrated
 
 Devices whose rates all differ by less than `ALIKE` are of one type. Ranks keep their order: machines that are alike are
@@ -18,88 +17,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
 from distflow.config.cluster import ZONE
-from distflow.config.yaml_source import Document, YamlSource, check
-from distflow.errors import Diagnostic, InvalidInput
-
-
-class Digests(Document):
-    """What a plan was made for; `work`: models, rows, lengths and mode."""
-
-    dag: str
-    cluster: str
-    work: str
-
-
-class PlacedGroup(Document):
-    """Tasks that take turns on the same devices, counted by kind of machine, numbered in the cluster file's order."""
-
-    tasks: list[str] = Field(min_length=1)
-    devices: dict[str, PositiveInt]
-    ranks: list[NonNegativeInt] = Field(min_length=1)
-
-
-class PlacedShares(Document):
-    """`count` data-parallel shares of `rows` rows each, and the machines of their stages."""
-
-    count: PositiveInt
-    rows: NonNegativeInt
-    stages: list[str] = Field(min_length=1)
-
-
-class PlacedTask(Document):
-    """Layout of a task, and the seconds that the cost model predicts for it and for swaps with host memory."""
-
-    dp: PositiveInt
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
-    ep: PositiveInt = 1
-    micro_rows: PositiveInt = 1
-    layers: list[PositiveInt] = Field(min_length=1)
-    shares: list[PlacedShares] = Field(min_length=1)
-    seconds: NonNegativeFloat
-    swap_seconds: NonNegativeFloat = 0.0
-
-
-class PlacedPlan(Document):
-    """Placement of all tasks, with the predicted `seconds` of an iteration and their lower `bound` over all plans, and
-    over those of the layouts that the exact solver considered; `rest_seconds`, of runs beside tasks, are added."""
-
-    made_for: Digests
-    solver: str
-    seconds: PositiveFloat
-    bound: NonNegativeFloat
-    bound_considered: NonNegativeFloat | None = None
-    rest_seconds: NonNegativeFloat = 0.0
-    groups: list[PlacedGroup] = Field(min_length=1)
-    tasks: dict[str, PlacedTask] = Field(min_length=1)
-
-    @property
-    def ranks(self) -> list[int]:
-        """Numbers of the devices of the cluster file that have a rank, by rank."""
-        return sorted(rank for group in self.groups for rank in group.ranks)
 
 
 def digest(value: Any) -> str:
     """Return 16 hexadecimal digits for a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_plan_file(source: YamlSource, expected: Digests) -> PlacedPlan:
-    """Return a file's plan. Raises InvalidInput if it holds none, or one for another DAG, cluster or amount of work."""
-    plan, mistakes = check(PlacedPlan, source)
-    if mistakes or plan is None:
-        raise InvalidInput(mistakes)
-    names = {"dag": "DAG", "cluster": "cluster", "work": "amount of work (models, rows, lengths or mode)"}
-    others = [Diagnostic(f"this plan is for another {name}: its digest is {getattr(plan.made_for, key)}, and here "
-                         f"{getattr(expected, key)}", source.location(("made_for", key)),
-                         "Plan again:  distflow plan mixed DAG --cluster FILE --out FILE")
-              for key, name in names.items() if getattr(plan.made_for, key) != getattr(expected, key)]
-    if others:
-        raise InvalidInput(others)
-    return plan
 
 
 @dataclass

@@ -37,7 +37,7 @@ class RunFailed(DistflowError):
 
 
 def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = None, ranks: int | None = None,
-        name: str | None = None, cluster: str | None = None, plan: str | None = None, quiet: bool = False) -> RunHandle:
+        name: str | None = None, cluster: str | None = None, quiet: bool = False) -> RunHandle:
     """Check a DAG and start a run of it on this machine; return at once.
 
     The arguments are those of `distflow run`. If this process ends, the run ends too, after the step under way and with
@@ -57,11 +57,11 @@ def run(dag: str, run: str | None = None, *, set: Mapping[str, Any] | None = Non
     from distflow.telemetry.run_folder import choose
 
     overrides = [f"{key}={json.dumps(value)}" for key, value in (set or {}).items()]
-    options = argparse.Namespace(dag=dag, dag_file=None, run=run, overrides=overrides, cluster=cluster, plan=plan,
+    options = argparse.Namespace(dag=dag, dag_file=None, run=run, overrides=overrides, cluster=cluster,
                                  name=name, ranks=ranks)
     spec, checked = check(options)
     folder = choose(spec.run.output, checked.name, name)
-    given = [("--run-file", run), ("--cluster", cluster), ("--plan", plan), ("--name", folder.name),
+    given = [("--run-file", run), ("--cluster", cluster), ("--name", folder.name),
              ("--ranks", str(checked.ranks)), *(("--set", override) for override in overrides)]
     arguments = ["run", dag, *(part for flag, value in given if value for part in (flag, value))]
     return RunHandle(folder, _start(arguments), quiet)

@@ -43,10 +43,10 @@ KINDS = {
                              "workers.rollout_validation:ValidationRequests"),
     "wire forms of columns": ("distflow.data.column_buffers:ColumnBuffer", "distflow.dock.record_batch:RecordBatch",
                               "distflow.weights.manifest:RankManifest", "distflow.recovery.snapshots:Snapshots"),
-    "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run", "distflow.plan_file:PlacedPlan"),
+    "plan languages": ("distflow.plan:Plan", "distflow.config.run:Run"),
 }
 """What there is of each kind, by the symbol that it stands or falls with. One that is taken away leaves this table."""
-MOST = {"YAML keys": 197, "verbs": 21, "arguments of a constructor": 14}
+MOST = {"YAML keys": 197, "verbs": 20, "arguments of a constructor": 14}
 """What must not grow. Lower a number when it can be."""
 
 

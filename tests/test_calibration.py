@@ -1,4 +1,4 @@
-"""Runs teach the cost model: `distflow plan mixed --from RUN`, with real runs."""
+"""Runs teach the cost model: `distflow plan --from RUN`, with real runs."""
 
 from __future__ import annotations
 
@@ -61,15 +61,14 @@ def test_every_rank_says_what_each_node_took(run: Path) -> None:
             *([taken[0] for taken in line["nodes"].values()] for line in mine))) * 0.5
 
 
-def test_a_plan_learns_from_a_run_and_can_be_obeyed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "mixed", "--from", str(run), "--out", "plan.yaml", "--explain"]) == 0
+def test_a_plan_learns_from_a_run_and_is_a_run_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(run), "--out", "placed.yaml", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "runs/run: seconds measured, and predicted before and after calibration" in printed
     for line in (line.split() for line in printed.partition("after calibration")[2].splitlines() if line):
         if line[0] in ("rollout", "reference", "update"):
             assert abs(float(line[-1].strip("(%)"))) < 40  # of the very run that it has learned from
-    assert main(["plan", "explain", "grpo.yaml", "--run", "tiny.yaml", "--cluster", "here.yaml", "--plan", "plan.yaml",
-                 "--set", "steps=6"]) == 0
+    assert main(["plan", "grpo.yaml", "--run", "placed.yaml", "--set", "steps=6"]) == 0
 
 
 def test_the_model_takes_as_long_as_the_run_did(run: Path) -> None:
@@ -101,43 +100,36 @@ def _slow(run: Path, times: float) -> None:
     (run / "times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_better_plan_is_proposed_if_it_is_worth_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_from_a_run_is_compared_with_its_placement(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's devices are of two types, of which one turns out to be slow."""
     unlike = CLUSTER.replace("there: {device: core,", "there: {device: other,").replace(
         "devices: {core:", "devices: {other: {tflops: {float32: 0.05}, memory_gib: 4, memory_gb_s: 10}, core:")
     Path("unlike.yaml").write_text(unlike)
     _slow(run, 5.0)
-    line = ["plan", "replan", str(run), "--cluster", "unlike.yaml", "--out", "plan.yaml"]
-    assert main([*line, "--threshold", "0.95"]) == 0
-    assert "The present placement is good enough" in capsys.readouterr().out
-    assert not Path("plan.yaml").exists()
-    assert main(line) == 0
+    assert main(["plan", "--from", str(run), "--cluster", "unlike.yaml", "--out", "placed.yaml"]) == 0
     printed = capsys.readouterr().out
     assert "runs/run: an iteration takes" in printed
-    assert "A better plan takes" in printed
-    assert "distflow resume runs/run --cluster unlike.yaml --plan plan.yaml" in printed
-    for task in yaml.safe_load(Path("plan.yaml").read_text())["tasks"].values():
-        rows = {shares["stages"][0]: shares["rows"] for shares in task["shares"]}
-        assert rows["here"] > 2 * rows.get("there", 0)
+    assert "(both predicted): " in printed
+    assert "  distflow resume runs/run --ranks 2 --set 'mode=\"sync\"'" in printed
+    here, there = yaml.safe_load(Path("placed.yaml").read_text())["layouts"]["rollout"]["rows"]
+    assert here > 2 * there
 
 
 def test_a_run_that_goes_on_is_read_as_far_as_it_has_come(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (run / "times.jsonl").read_text().splitlines(keepends=True)
     (run / "times.jsonl").write_text("".join(lines[:-2]) + lines[-2][:30])
     (run / "summary.json").unlink()
-    assert main(["plan", "replan", str(run)]) == 0
-    assert "the best plan found" in capsys.readouterr().out
+    assert main(["plan", "--from", str(run)]) == 0
+    assert "best plan found" in capsys.readouterr().out
 
 
 def test_a_run_of_other_machines_calibrates_a_plan_here(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its data is not here: a note, of a plan from it, of one that it may go on by, and of one in a file."""
+    """Its data is not here: a note, of a plan from it and of the run file that says it."""
     settings = yaml.safe_load((run / "run.yaml").read_text())
     settings["data"]["train"] = {"/cluster/train.jsonl": 1.0}
     (run / "run.yaml").write_text(yaml.safe_dump(settings))
     note = "note: there is no data `/cluster/train.jsonl`: a run on this machine would be refused"
-    for command in (["mixed", "--from", str(run), "--out", "plan.yaml"], ["replan", str(run)],
-                    ["explain", str(run / "dag.yaml"), "--run", str(run / "run.yaml"), "--cluster", "here.yaml",
-                     "--plan", "plan.yaml"]):
+    for command in (["--from", str(run), "--out", "placed.yaml"], [str(run / "dag.yaml"), "--run", "placed.yaml"]):
         assert main(["plan", *command]) == 0
         assert capsys.readouterr().out.count(note) == 1
 
@@ -161,14 +153,13 @@ def _homeless(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "arguments", "says"), [
-    (None, ("mixed", "--from", "runs/none"), "runs/none has no plan.json, so it is not the folder of a run"),
-    (None, ("mixed", "rloo", "--from", "runs/run"), "runs/run is a run of another DAG, `grpo`: these nodes differ: "),
-    (None, ("replan", "runs/run", "--cluster", "h200"), "runs/run has 2 ranks, and the cluster has 64 devices"),
-    (_early, ("mixed", "--from", "runs/run"), "runs/run has measured 2 whole steps after the first ones by"),
-    (_unmeasured, ("mixed", "--from", "runs/run"), "runs/run has measured 0 whole steps"),
-    (_async, ("replan", "runs/run"), "runs/run is a run in mode async"),
-    (_homeless, ("mixed", "--from", "runs/run"), "add  --cluster machines.yaml"),
-    (None, ("replan", "runs/run", "--threshold", "7"), "--threshold 7 is no share of an iteration"),
+    (None, ("--from", "runs/none"), "runs/none has no plan.json, so it is not the folder of a run"),
+    (None, ("rloo", "--from", "runs/run"), "runs/run is a run of another DAG, `grpo`: these nodes differ: "),
+    (None, ("--from", "runs/run", "--cluster", "h200"), "runs/run has 2 ranks, and the cluster has 64 devices"),
+    (_early, ("--from", "runs/run"), "runs/run has measured 2 whole steps after the first ones by"),
+    (_unmeasured, ("--from", "runs/run"), "runs/run has measured 0 whole steps"),
+    (_async, ("--from", "runs/run"), "runs/run is a run in mode async"),
+    (_homeless, ("--from", "runs/run"), "add  --cluster machines.yaml"),
 ])
 def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None] | None,
                    arguments: tuple[str, ...], says: str) -> None:
@@ -181,5 +172,5 @@ def test_bad_input(run: Path, capsys: pytest.CaptureFixture[str], change: Callab
 def test_all_mistakes_are_said_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _async(run)
     shutil.copytree(run, "runs/other")
-    assert main(["plan", "mixed", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
+    assert main(["plan", "rloo", "--from", "runs/run", "runs/other", "--cluster", "here.yaml"]) == 2
     assert "2 mistakes" in capsys.readouterr().err

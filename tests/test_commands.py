@@ -18,11 +18,11 @@ ELSEWHERE = {
     "why": "tests/telemetry", "report": "tests/telemetry",
     "faults": "tests/test_running_jobs.py", "inject": "tests/test_running_jobs.py", "scale": "tests/recovery",
     "set": "tests/test_set.py", "export": "tests/test_evaluate.py", "evaluate": "tests/test_evaluate.py",
-    "resume": "tests/test_resume.py", "plan replan": "tests/test_placed_runs.py", "plan explain": "tests/cli",
-    "run grpo.yaml --cluster machines.yaml --plan": "tests/test_placed_runs.py",
-    "plan mixed grpo.yaml --cluster machines.yaml --runnable": "tests/test_placed_runs.py",
+    "resume": "tests/test_resume.py",
+    "run grpo.yaml --run placed.yaml": "tests/test_placed_runs.py",
+    "plan grpo.yaml --cluster machines.yaml --place": "tests/test_placed_runs.py",
     "validate grpo --run my_run.yaml --prove": "tests/workers/preflight",
-    "plan mixed --from": "tests/test_calibration.py", "fit --from": "tests/test_calibration.py"}
+    "plan --from": "tests/test_calibration.py", "plan --fit --from": "tests/cli/test_fit.py"}
 """Commands that need a run, a server or minutes, and the tests that call them."""
 MODEL = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 300,
          "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
@@ -86,7 +86,7 @@ def test_every_command_does_what_it_says(line: str, folder: Path, tmp_path: Path
             .replace("Calculator", "Oracle"))
     if "run_qwen2_5_7b_grpo/run.yaml" in words:
         assert main(["convert", "run_qwen2.5_7b_grpo.sh"]) == 0
-    if words[:2] == ["plan", "mixed"]:
+    if "--place" in words:
         words += ["--seconds", "0.1"]
     if "warm" in words:
         shutil.rmtree("runs/warm")  # which this command makes

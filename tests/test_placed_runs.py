@@ -15,7 +15,8 @@ from distflow.config.yaml_source import dump
 from distflow.telemetry.run_folder import RunFolder, reload_run
 from planners import plan
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.plan_file import digests_of, written
+from planners.heterogeneous.placed_plan import written
+from planners.heterogeneous.planned_run import planned_run
 from planners.heterogeneous.runnable import run_groups, runnable
 from planners.heterogeneous.workload import problem_of
 
@@ -35,8 +36,8 @@ def planned(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]
     monkeypatch.chdir(workspace)
     monkeypatch.syspath_prepend(str(workspace))
     (workspace / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
-    assert main(["plan", "mixed", *GRPO, "--cluster", "cluster.yaml", "--runnable", "--out", "plan.yaml"]) == 0
-    return *GRPO, "--cluster", "cluster.yaml", "--plan", "plan.yaml"
+    assert main(["plan", *GRPO, "--cluster", "cluster.yaml", "--place", "--out", "placed.yaml"]) == 0
+    return "--dag", "grpo.yaml", "--run-file", "placed.yaml"
 
 
 def rows_of(folder: Path, node: str) -> list[int]:
@@ -72,16 +73,11 @@ def test_it_is_resumed_as_it_was_placed(launch, workspace, planned):
     assert len(set(rows_of(workspace / "runs/planned", "update"))) == 2
 
 
-def test_it_goes_on_by_another_plan(launch, workspace, planned):
-    """Also one that has had layouts of its own; by the new one rank 0 trains and does not sample."""
+def test_it_is_resumed_with_other_layouts(launch, workspace, planned):
+    """By the new ones rank 0 trains and does not sample."""
     launch(2, *planned, "--name", "planned", "--set", "steps=2")
-    said = yaml.safe_load(Path("plan.yaml").read_text())
-    for task in said["tasks"].values():
-        task["shares"] = [{"count": 1, "rows": rows, "stages": [machine]}
-                          for rows, machine in ((8, "quick"), (56, "slow"))]
-    said["tasks"]["rollout"] |= {"dp": 1, "shares": [{"count": 1, "rows": 64, "stages": ["slow"]}]}
-    Path("other.yaml").write_text(dump(said))
-    launch(2, "--resume", "runs/planned", "--plan", "other.yaml", "--set", "steps=4")
+    placed = {"rollout": {"rows": [0, 64]}, "reference": {"rows": [8, 56]}, "update": {"rows": [8, 56]}}
+    launch(2, "--resume", "runs/planned", "--set", f"layouts={json.dumps(placed)}", "--set", "steps=4")
     launch(2, *GRPO, "--name", "equal")
     ours, theirs = (metrics_of(workspace / f"runs/{name}") for name in ("planned", "equal"))
     assert ours[4]["loss"] == pytest.approx(theirs[4]["loss"], abs=1e-5)
@@ -97,12 +93,11 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypa
     """And who reads the reference: tasks 0, 1 and 2 sample, infer and train."""
     monkeypatch.setattr("planners.heterogeneous.runnable.run_groups", lambda *given: (
         each for each in run_groups(*given) if each[0] == grouping))
-    apart = ("--set", "mode=async")
     spec = load("grpo.yaml", "tiny.yaml", ["data.batch=8", "mode=async"], "cluster.yaml")
     costed = CostedProblem(problem_of(spec))
-    made = written(costed.problem, runnable(spec, costed), digests_of(spec, costed.problem), "runnable", 0.0)
-    Path("plan.yaml").write_text(dump(made.model_dump(mode="json")))
-    launch(2, *planned, *apart, "--name", "apart")
+    own = planned_run(spec, written(costed.problem, runnable(spec, costed)))
+    Path("placed.yaml").write_text(dump(own.resolved()["run"]))
+    launch(2, *planned, "--name", "apart")
     assert len(metrics_of(workspace / "runs/apart")) == 4
     groups = yaml.safe_load((workspace / "runs/apart/run.yaml").read_text())["groups"]
     assert groups["rollout"] == 1
@@ -111,23 +106,20 @@ def test_a_plan_with_groups_says_who_trains(launch, workspace, planned, monkeypa
 
 def test_a_plan_that_takes_turns_says_that_it_runs_in_mode_sync(planned, capsys):
     apart = ("--set", "mode=async")
-    assert main(["plan", "mixed", *GRPO, *apart, "--cluster", "cluster.yaml", "--runnable"]) == 0
+    assert main(["plan", *GRPO, *apart, "--cluster", "cluster.yaml", "--place"]) == 0
     assert "all tasks take turns: it runs in mode sync, not async" in capsys.readouterr().out
 
 
 def test_a_plan_for_other_ranks_is_refused_before_anything_starts(launch, workspace, planned):
     refused = launch(1, *planned, code=1)
-    assert "plan.yaml:" in refused.stderr
-    assert "the plan is for 2 of the 3 devices of cluster `unlike`, and 1 rank is started" in refused.stderr
+    assert "says the rows of 2 shares, and 1 ranks make 1" in refused.stderr
     assert not (workspace / "runs").exists()
 
 
-def test_validate_and_plan_show_what_a_plan_does(planned, capsys, monkeypatch):
+def test_validate_and_plan_show_what_a_plan_does(planned, capsys):
     assert main(["validate", *planned]) == 0
-    assert main(["plan", "show", *planned]) == 0
+    assert main(["plan", *planned]) == 0
     assert "dp 2, rows " in capsys.readouterr().out
-    assert main(["validate", *planned, "--set", "layouts.update.dp=2"]) == 2
-    assert "`layouts` says how nodes are split, and so does the plan" in capsys.readouterr().err
 
 
 def test_a_run_is_reopened_on_the_cluster_that_it_was_started_on(workspace, planned):

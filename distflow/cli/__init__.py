@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from distflow import __version__
-from distflow.cli.plan import with_command
 from distflow.config.command_line import called_as
 from distflow.config.overrides import joined
 from distflow.config.run import Run
@@ -18,7 +17,7 @@ from distflow.launch import INVALID, refuse_foreign_packages
 from distflow.telemetry.events import show
 from distflow.telemetry.screen import guarded
 
-MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan", "fit": "fit",
+MODULES = {"demo": "demo", "validate": "runs", "probe": "probe", "plan": "plan",
            "run": "runs", "resume": "runs",
            "watch": "look", "why": "look", "report": "look",
            "faults": "running_job", "inject": "running_job", "scale": "running_job", "set": "running_job",
@@ -61,9 +60,6 @@ def _main(arguments: list[str]) -> int:
             did_you_mean(verb, MODULES, "Commands")
         show(f"distflow has no command `{verb}`. {hint}", sys.stderr)
         return INVALID
-    if verb == "plan":
-        after = arguments.index(verb) + 1
-        arguments = [*arguments[:after], *with_command(arguments[after:])]
     options, left = parser.parse_known_args(arguments)
     if left:
         show(_unknown(left, options), sys.stderr)
@@ -88,10 +84,9 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
     first, overrides = left[0], getattr(options, "overrides", None)
     name, _, value = first.lstrip("-").partition("=")
     key = name.replace("-", "_")
-    verb = " ".join(filter(None, (options.verb, getattr(options, "command", None))))
-    what = f"distflow {verb} takes no `{first}`."
-    if verb == "resume" and key in ("dag", "run", "run_file"):
-        return f"{what} A run goes on with the DAG and the run file that its folder has.\n" \
+    what = f"distflow {options.verb} takes no `{first}`."
+    if options.verb == "resume" and key in ("dag", "run", "run_file"):
+        return f"{what} A run continues with the DAG and the run file that its folder has.\n" \
                "Change values of them:  distflow resume RUN --set KEY=VALUE  , or begin another run with its model:  " \
                "distflow run DAG --run FILE --set roles.actor.model=RUN/model"
     if first.startswith("--") and overrides is not None and (key in Run.model_fields or "." in key):
@@ -102,4 +97,4 @@ def _unknown(left: list[str], options: argparse.Namespace) -> str:
         return f"{what}\nInstead:  --set {quoted(meant)}"
     if Path(first).suffix in (".yaml", ".yml") and getattr(options, "run", "") is None:
         return f"{what}\nInstead:  --run {quoted(first)}"
-    return f"{what} What it takes:  distflow {verb} --help"
+    return f"{what} What it takes:  distflow {options.verb} --help"

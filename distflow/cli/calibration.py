@@ -17,8 +17,8 @@ from distflow.telemetry import timings
 from distflow.telemetry.run_folder import read_plan
 
 if TYPE_CHECKING:
-    from distflow.plan_file import PlacedPlan
     from planners.heterogeneous.calibration import MeasuredRun
+    from planners.heterogeneous.placed_plan import PlacedPlan
     from planners.heterogeneous.problem import Problem
 
 _LEAST = 3
@@ -48,20 +48,14 @@ class Calibration:
     runs: Sequence[MeasuredRun]
     rest: float
 
-    def against(self, plan: PlacedPlan, folder: str, threshold: float) -> tuple[bool, str]:
-        """Return whether a plan gains more than `threshold` over the last run's placement, and a report."""
+    def against(self, plan: PlacedPlan, folder: str) -> str:
+        """Return how a plan compares with the last run's placement."""
         from planners.heterogeneous.layouts import CostedProblem
 
         run = self.runs[-1]
-        present = run.placement(CostedProblem(self.problem)).seconds + self.rest
-        best = plan.seconds + plan.rest_seconds
-        gain = 1 - best / present
-        summary = (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by "
-                   f"the best plan found {best:.2f} s (both predicted)\n")
-        if gain <= threshold:
-            return False, summary + (f"The present placement is good enough: {max(gain, 0.0):.0%} could be gained; "
-                                  f"the threshold is {threshold:.0%}.")
-        return True, summary + f"A better plan takes {gain:.0%} less; the threshold is {threshold:.0%}:\n"
+        present, best = run.placement(CostedProblem(self.problem)).seconds + self.rest, plan.seconds + plan.rest_seconds
+        return (f"{folder}: an iteration takes {run.seconds:.2f} s (measured); as it is placed {present:.2f} s, by the "
+                f"best plan found {best:.2f} s (both predicted): {max(1 - best / present, 0.0):.0%} less")
 
     def report(self, folders: Sequence[str]) -> Iterator[str]:
         for folder, run in zip(folders, self.runs):

@@ -1,4 +1,4 @@
-"""`distflow fit`: settings of a run that fit the memory of its devices and are fastest by the cost model."""
+"""`distflow plan --fit`: settings of a run that fit the memory of its devices and are fastest by the cost model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distflow.cli.calibration import spec_of
-from distflow.cli.common import Verb, add_dag_arguments, noted, table
+from distflow.cli.common import noted, table
 from distflow.config.spec import Spec
 from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
@@ -26,28 +26,19 @@ _SHOWN = 4
 _PEAK = "memory/gpu_reserved_gib"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dag_arguments(parser, of_run=False)
-    parser.add_argument("--margin", type=float, default=0.1, metavar="SHARE",
-                        help="of a device's memory, what is to stay free (default: 0.1)")
-    parser.add_argument("--from", metavar="RUN", dest="runs", nargs=1, default=[],
-                        help="count memory as this run has taken it, a few steps on the same kind of device, and "
-                        "never below the plan: a folder, as runs/grpo-1; without DAG, what it runs is fitted")
-    parser.set_defaults(plan=None)
-
-
 def main(options: argparse.Namespace) -> int:
     from planners.heterogeneous.fit import fit
 
-    if not 0 <= options.margin < 1:
-        raise InvalidInput(f"--margin {options.margin:g} is no share of a device's memory; give one, as 0.1")
-    factor, said = _measured(Path(options.runs[0])) if options.runs else (1.0, "")
+    margin = 0.1 if options.margin is None else options.margin
+    if not 0 <= margin < 1:
+        raise InvalidInput(f"--margin {margin:g} is no share of a device's memory; give one, as 0.1")
+    factor, said = _measured(Path(options.runs[-1])) if options.runs else (1.0, "")
     if options.runs:
         spec, notes = spec_of(options)
     else:
-        spec, plan = load_and_plan(options, obey=False, elsewhere=True)
+        spec, plan = load_and_plan(options, elsewhere=True)
         notes = plan.notes
-    print("\n".join(_described(spec, _unlike(spec, fit(spec, options.margin, factor)), said)))
+    print("\n".join(_described(spec, _unlike(spec, fit(spec, margin, factor)), said)))
     if notes:
         print("\n".join(noted(notes)), file=sys.stderr)  # what stands in the output is a part of a run file
     return 0
@@ -119,7 +110,3 @@ def _measured(folder: Path) -> tuple[float, str]:
     counted = f"{factor:.2f} times" if factor > 1 else "as planned, since other rows may be longer"
     return factor, (f"{folder} took {max(peaks):.1f} GiB at its fullest in {len(peaks)} steps, and its plan said "
                     f"{expected:.1f}: memory is counted {counted}")
-
-
-VERBS = {"fit": Verb("choose the settings of memory and speed that fit one kind of device and are fastest by the cost "
-                     "model, and print the lines to write", add_arguments, main)}

@@ -1,86 +1,56 @@
-"""`distflow plan mixed`, `explain` and `replan`: find, read, explain and write placements on mixed hardware."""
+"""`distflow plan --place`: finds, explains and writes placements on mixed hardware, each as a run file."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow import launch
 from distflow.cli.calibration import Calibration, calibration, spec_of
-from distflow.cli.common import add_dag_arguments, noted, table
-from distflow.cli.plan_text import describe
+from distflow.cli.common import noted, table
 from distflow.config.shipped import START_MODEL
 from distflow.config.spec import Spec
-from distflow.config.yaml_source import dump, read
-from distflow.errors import Diagnostic, InvalidInput, shown
+from distflow.config.yaml_source import dump
+from distflow.errors import Diagnostic, InvalidInput
 from distflow.options import load_and_plan
-from distflow.plan_file import PlacedPlan, read_plan_file
 
 if TYPE_CHECKING:
     from planners.heterogeneous.layouts import CostedProblem
+    from planners.heterogeneous.placed_plan import PlacedPlan
     from planners.heterogeneous.problem import Placement
 
-HEAD = "# A prediction of the cost model, not a measurement; written by  distflow plan --out\n"
-_THRESHOLD = 0.1
+HEAD = "# Its layouts and groups are by the cost model, not measured; written by  distflow plan --place --out\n"
 _ROUNDED = 1 + 1e-6  # predictions that differ less are equal
 _DATA_CENTRE = 50.0  # TFLOP/s
 
 
-def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="FILE", help="write the plan")
-    parser.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart; "
-                        "of runs, what was measured and predicted")
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--out", metavar="FILE", help="write the run file with its `layouts`, `groups` and `ranks`")
+    group.add_argument("--explain", action="store_true", help="what bounds each task, what would help, and a chart; "
+                       "of runs, what was measured and predicted")
+    group.add_argument("--solver", choices=("hybrid", "ilp"),
+                       help="search fast (default), or search and then prove how far from the best of the layouts "
+                       "considered the plan is")
+    group.add_argument("--seed", type=int, help="of the search (default: 0)")
+    group.add_argument("--seconds", type=float, metavar="N", help="search so long, not for the usual number of layouts")
+    group.add_argument("--within", type=float, metavar="SHARE",
+                       help="stop when the plan is proven to be this near to the best (with  --solver ilp  , of the "
+                       "layouts considered), as 0.03")
 
 
-def add_mixed_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dag_arguments(parser, of_run=False)
-    _add_output_arguments(parser)
-    parser.add_argument("--from", metavar="RUN", nargs="+", dest="runs", default=[],
-                        help="calibrate the cost model by what these runs have measured, finished or going on: "
-                        "folders, as runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show "
-                        "what does not shrink with the rows")
-    parser.add_argument("--runnable", action="store_true",
-                        help="only what  launch.py --plan  can run: the best of the kinds of plans that runs have, and "
-                        "of those that the search finds")
-    parser.add_argument("--solver", choices=("hybrid", "ilp"), default="hybrid",
-                        help="search fast (default), or search and then prove how far from the best of the layouts "
-                        "considered the plan is")
-    parser.add_argument("--seed", type=int, default=0, help="of the search")
-    parser.add_argument("--seconds", type=float, metavar="N",
-                        help="search so long, not for the usual number of layouts")
-    parser.add_argument("--within", type=float, default=0.0, metavar="SHARE",
-                        help="stop when the plan is proven to be this near to the best (with  --solver ilp  , of the "
-                        "layouts considered), as 0.03")
-    parser.set_defaults(plan=None)
-
-
-def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dag_arguments(parser, of_run=False)
-    parser.add_argument("--plan", metavar="FILE", required=True, help="as  distflow plan mixed --out  writes it")
-
-
-def add_replan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="calibrate the cost model by what these runs have "
-                        "measured, finished or going on; the last one may be placed again")
-    launch.add_spec_arguments(parser)
-    _add_output_arguments(parser)
-    parser.add_argument("--threshold", type=float, metavar="SHARE", default=_THRESHOLD,
-                        help="by how much of an iteration a plan must be better to be proposed (default: "
-                        f"{_THRESHOLD})")
-    parser.set_defaults(dag_file=None, runnable=True, solver=None)  # no search: a run keeps its mode
-
-
-def mixed(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     if options.seconds is not None and not options.seconds > 0:
         raise InvalidInput(f"--seconds {options.seconds:g} is no time to search; give more than 0, as  --seconds 10  , "
                            "or leave it out for the usual number of layouts")
+    from planners.heterogeneous.planned_run import machines_in_order, planned_run
+
     known = None
     if options.runs:
         spec, notes = spec_of(options)
@@ -89,38 +59,33 @@ def mixed(options: argparse.Namespace) -> int:
         spec, present = load_and_plan(options, elsewhere=True)
         notes = present.notes
     costed = _costed(spec, known)
-    plan = _solved(options, spec, costed, known)
-    print("\n".join([*_found(options, spec, costed, plan, known), *noted(notes)]))
-    return 0
-
-
-def explain(options: argparse.Namespace) -> int:
-    from planners.heterogeneous.plan_file import digests_of, placement_of
-
-    spec, present = load_and_plan(options, obey=False, elsewhere=True)
-    costed = _costed(spec)
-    plan = read_plan_file(read(Path(options.plan), shown(options.plan)), digests_of(spec, costed.problem))
-    placement = placement_of(costed.problem, plan)
-    print("\n".join([*_described(spec, plan), *_explained(costed, placement), *_answers(spec, costed, placement, plan),
-                     *_running(spec, options.plan, len(plan.ranks), present.notes)]))
-    return 0
-
-
-def replan(options: argparse.Namespace) -> int:
-    if not 0 <= options.threshold < 1:
-        raise InvalidInput(f"--threshold {options.threshold:g} is no share of an iteration; give one, as 0.1")
-    spec, notes = spec_of(options)
-    known = calibration(spec, options.runs)
-    costed = _costed(spec, known)
-    plan = _solved(options, spec, costed, known)
-    better, summary = known.against(plan, options.runs[-1], options.threshold)
-    lines = [summary]
-    if better:
-        lines += [*_found(options, spec, costed, plan, known), *(_resuming(options) if options.out else ())]
-    elif options.explain:
-        lines += known.report(options.runs)
+    best, plan = _solved(options, spec, costed, known)
+    own = planned_run(spec, plan)
+    lines = [*_described(spec, plan), "", "machines, in the order of ranks: " + machines_in_order(costed.problem, plan)]
+    if options.explain:
+        lines += [*_explained(costed, best), *_answers(costed, best), *(known.report(options.runs) if known else ())]
+    if known:
+        lines += ["", known.against(plan, options.runs[-1])]
+    if options.out:
+        _write(options.out, f"{HEAD}{dump(own.resolved()['run'], default_flow_style=None, width=110)}")
+        lines += ["", *_next(options, spec, own, plan)]
     print("\n".join([*lines, *noted(notes)]))
     return 0
+
+
+def _next(options: argparse.Namespace, spec: Spec, own: Spec, plan: PlacedPlan) -> Iterator[str]:
+    """Yield the commands that run by a plan, and that continue the run from which it was made."""
+    ranks = str(len(plan.ranks))
+    yield "Run it:  " + shlex.join(["distflow", "run", options.dag_file or options.dag or str(spec.dag_source.file),
+                                    "--run", options.out])
+    if options.runs:
+        settings = own.resolved()["run"]
+        given = [f"{key}={json.dumps(settings[key])}" for key in ("mode", "groups", "layouts")]
+        given += [f"roles.{name}.micro_batch_tokens={role.micro_batch_tokens}" for name, role in own.run.roles.items()
+                  if role.micro_batch_tokens != spec.run.roles[name].micro_batch_tokens]
+        yield "Or stop the run, and continue it by this plan:"
+        yield "  " + shlex.join(["distflow", "resume", options.runs[-1], "--ranks", ranks,
+                                 *(word for each in given for word in ("--set", each))])
 
 
 def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
@@ -128,21 +93,6 @@ def _costed(spec: Spec, known: Calibration | None = None) -> CostedProblem:
     from planners.heterogeneous.workload import problem_of
 
     return CostedProblem(known.problem if known else problem_of(spec))
-
-
-def _found(options: argparse.Namespace, spec: Spec, costed: CostedProblem, plan: PlacedPlan,
-           known: Calibration | None) -> Iterator[str]:
-    """Write a plan to the file of `--out`; yield what it is, and what else was asked of it."""
-    from planners.heterogeneous.plan_file import placement_of
-
-    if options.out:
-        text = dump(plan.model_dump(mode="json"), default_flow_style=None, width=110)
-        _write(options.out, HEAD + text)
-    yield from _described(spec, plan)
-    if options.explain:
-        placement = placement_of(costed.problem, plan)
-        yield from (*_explained(costed, placement), *_answers(spec, costed, placement, plan),
-                    *(known.report(options.runs) if known else ()))
 
 
 def _write(path: str, text: str) -> None:
@@ -153,65 +103,39 @@ def _write(path: str, text: str) -> None:
             from None
 
 
-def _resuming(options: argparse.Namespace) -> Iterator[str]:
-    run = options.runs[-1]
-    elsewhere = ["--cluster", options.cluster] if Path(options.cluster) != Path(run, "cluster.yaml") else []
-    yield from ("", "Stop the run, and let it go on by this plan:",
-                "  " + shlex.join(["distflow", "resume", run, *elsewhere, "--plan", options.out]))
-
-
-def _running(spec: Spec, path: str, ranks: int, notes: Iterable[str]) -> Iterator[str]:
-    """Yield the chain that ranks would run by a plan, or why they cannot; then notes, of the run and of the plan."""
-    from planners import apply_plan_file, plan
-
-    yield ""
-    try:
-        own = apply_plan_file(spec, read(Path(path), shown(path)), ranks)
-        applied = plan(own, ranks)
-        yield from describe(replace(applied, notes=tuple(dict.fromkeys([*applied.notes, *notes]))), own)
-    except InvalidInput as error:
-        yield from ("No run can obey it:", str(error), *noted(notes))
-
-
-def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem, known: Calibration | None) -> PlacedPlan:
+def _solved(options: argparse.Namespace, spec: Spec, costed: CostedProblem,
+            known: Calibration | None) -> tuple[Placement, PlacedPlan]:
+    """Return the best placement found, and the plan that says it."""
     from planners.heterogeneous.explain import impossible
-    from planners.heterogeneous.plan_file import digests_of, written
-    from planners.heterogeneous.runnable import ByRanks, runnable
+    from planners.heterogeneous.placed_plan import written
+    from planners.heterogeneous.runnable import ByRanks
 
-    found, considered = _searched(options, spec, costed) if options.solver else ([], None)
-    if not options.solver:
-        best = runnable(spec, costed)
-    elif options.runnable:  # a proof goes on to plans that ranks may be unable to run
-        best = ByRanks(spec, costed).fastest(found)
-    else:
-        best = found[-1] if found else None
+    found, considered = _searched(options, spec, costed)
+    best = ByRanks(spec, costed).fastest(found)  # a proof goes on to plans that ranks may be unable to run
     if best is None:
-        what = f"no placement {'that ranks can run fits into memory' if options.runnable else 'was found'}"
-        hint = "See what else there is:  without --runnable" if options.runnable else "Give it more  --seconds"
-        if options.runnable and options.solver and options.seconds is not None:
+        what, hint = "no placement that ranks can run fits into memory", "Take more or larger devices."
+        if options.seconds is not None:
             what, hint = "no placement that ranks can run was found in that time", "Give it more  --seconds"
         raise InvalidInput(impossible(costed) or Diagnostic(what, None, hint))
     proven = found and best.seconds * _ROUNDED >= found[-1].seconds  # what is enumerated may be faster than these
-    plan = written(costed.problem, best, digests_of(spec, costed.problem),
-                   "runnable" if options.runnable else options.solver, min(costed.bound(), best.seconds))
-    return plan.model_copy(update={"rest_seconds": known.rest if known else 0.0,
-                                   "bound_considered": considered if proven else None})
+    return best, replace(written(costed.problem, best), solver=options.solver or "hybrid",
+                         bound=min(costed.bound(), best.seconds), rest_seconds=known.rest if known else 0.0,
+                         bound_considered=considered if proven else None)
 
 
 def _searched(options: argparse.Namespace, spec: Spec,
               costed: CostedProblem) -> tuple[list[Placement], float | None]:
     """Search, and prove which answer is the best of the layouts considered if the solver is to; show how far that is on
-    a terminal. With --runnable only groups and splits that runs have are considered. Return the answers, each better
-    than the one before, and what is proven."""
+    a terminal. Only groups and splits that runs have are considered. Return the answers, each better than the one
+    before, and what is proven."""
     from rich.console import Console
 
     from planners.heterogeneous.exact import prove
     from planners.heterogeneous.layouts import CostedProblem
     from planners.heterogeneous.runnable import run_freedom, search_runnable
-    from planners.heterogeneous.search import BUDGET, search
+    from planners.heterogeneous.search import BUDGET
 
-    limited = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem))) \
-        if options.runnable else costed
+    limited = CostedProblem(replace(costed.problem, freedom=run_freedom(spec, costed.problem)))
     end = float("inf") if options.seconds is None else time.monotonic() + options.seconds
 
     def stop() -> bool:  # planners have no clock
@@ -220,9 +144,8 @@ def _searched(options: argparse.Namespace, spec: Spec,
     answers: list[Placement] = []
     considered = None
     with Console(stderr=True).status("searching") as status:
-        given = options.seed, BUDGET if options.seconds is None else sys.maxsize, stop, options.within
-        for found in search_runnable(spec, costed, limited, *given) if options.runnable else \
-                search(costed.problem, *given, costed):
+        budget, within = BUDGET if options.seconds is None else sys.maxsize, options.within or 0.0
+        for found in search_runnable(spec, costed, limited, options.seed or 0, budget, stop, within):
             answers += [found.placement] if found.placement and found.placement not in answers[-1:] else []
             status.update(_progress("search", answers, found.bound, f"{found.evaluations} layouts and placements"))
         for proof in prove(limited.problem, answers[-1], stop, costed=limited) \
@@ -230,7 +153,7 @@ def _searched(options: argparse.Namespace, spec: Spec,
             answers += [proof.placement] if proof.placement and proof.placement not in answers[-1:] else []
             considered = proof.bound
             status.update(_progress("proof", answers, considered, f"{proof.open} groupings open"))
-            if proof.gap <= options.within:
+            if proof.gap <= within:
                 break
     return answers, considered
 
@@ -299,15 +222,14 @@ def _explained(costed: CostedProblem, placement: Placement) -> Iterator[str]:
     yield from ("", "devices by group (. idles)", *picture(costed.problem, placement))
 
 
-def _answers(spec: Spec, costed: CostedProblem, placement: Placement, plan: PlacedPlan) -> Iterator[str]:
-    """Yield alternatives, whether the plan can be run, weights that are sent, and memory."""
+def _answers(costed: CostedProblem, placement: Placement) -> Iterator[str]:
+    """Yield alternatives, weights that are sent, and memory."""
     from planners.heterogeneous.explain import alternatives, duration, memory_of, weight_syncs
 
     yield from ("", "simple alternatives")
     yield from table([(name, duration(seconds) if seconds < float("inf") else "does not fit",
                        f"{seconds / placement.seconds:.2f}x" if seconds < float("inf") else "")
                       for name, seconds in alternatives(costed, placement)])
-    yield from _can_run(spec, costed, placement, plan)
     yield from ("", "weights that are sent in an iteration")
     rows = [(f"{sync.source} → {sync.target}", f"{sync.nbytes / 1e9:.2f} GB", duration(sync.seconds))
             for sync in weight_syncs(costed, placement)]
@@ -315,30 +237,3 @@ def _answers(spec: Spec, costed: CostedProblem, placement: Placement, plan: Plac
     yield from ("", "memory of the fullest device while a task computes (one that samples: with the cache of one row)")
     yield from table([(task, machine, f"{fills / 2**30:.1f} of {room / 2**30:.1f} GiB")
                       for task, machine, fills, room in memory_of(costed, placement)])
-
-
-def _can_run(spec: Spec, costed: CostedProblem, placement: Placement, plan: PlacedPlan) -> Iterator[str]:
-    """Yield whether ranks can run a plan, and if not, why, and what the best one that they can run takes."""
-    from planners.apply_plan_file import machines_in_order
-    from planners.heterogeneous.explain import duration
-    from planners.heterogeneous.runnable import as_ranks_run, refusal, runnable
-
-    yield ""
-    if (why := refusal(spec, plan)) is None:
-        yield f"can be run: yes, by {len(plan.ranks)} ranks on these machines in this order: " \
-            + machines_in_order(costed.problem, plan)
-        ran = as_ranks_run(spec, costed, placement)
-        if ran is None or ran.seconds > placement.seconds * _ROUNDED:
-            yield "  as ranks run it, with shares of 0 rows where a task leaves devices that have its model, whole " \
-                "frozen models behind rollouts, and ranks that sample and train in step with others, it " + (
-                    f"takes {duration(ran.seconds)}" if ran else "does not fit into memory")
-        return
-    yield f"can be run: no; {why.what}"
-    try:
-        best = runnable(spec, costed)
-    except InvalidInput as error:
-        yield f"  {error.mistakes[0].what}"
-        return
-    yield "  no plan that can be run fits" if best is None else (
-        f"  a plan that can be run takes {duration(best.seconds)}, {best.seconds / placement.seconds:.2f} times "
-        "as long:  --runnable")

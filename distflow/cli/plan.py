@@ -1,62 +1,53 @@
-"""`distflow plan`: what every rank will do, and plans for mixed hardware.
+"""`distflow plan`: what every rank will do; with --place or --fit, what to write into the run file instead.
 
-    show      the chain of each rank, transfers, added dependencies and memory; without a command, this one
-    mixed     place a DAG on unlike devices by the cost model, which runs may calibrate (--from)
-    explain   a placement that `mixed` has written: what bounds it, what would help, what ranks would run
-    replan    whether another placement would be worth the restart of a run
+    (no option)   the chain of each rank, transfers, added dependencies and memory
+    --place       layouts and groups for unlike devices, by the cost model (`distflow.cli.mixed_plan`)
+    --fit         settings that fit the memory of one kind of device (`distflow.cli.fit`)
+    --from RUN    as a run has shown: its seconds calibrate --place, its memory --fit
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 
-from distflow.cli import mixed_plan
+from distflow.cli import fit, mixed_plan
 from distflow.cli.common import Verb, add_dag_arguments
 from distflow.cli.plan_text import describe, describe_dock
+from distflow.errors import InvalidInput
 from distflow.options import load_and_plan
 
-_OLD = {"--solver", "--runnable", "--from", "--out", "--explain", "--seed", "--seconds", "--within",
-        "--threshold"}
-"""Options of `distflow plan` that `plan mixed` has now, or with --plan and --replan another command."""
+_OF_PLACE = ("out", "explain", "solver", "seed", "seconds", "within")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        child = commands.add_parser(name, help=command.help, description=command.help)
-        command.add_arguments(child)
-        child.set_defaults(main=command.main)
+    add_dag_arguments(parser, of_run=False)
+    parser.add_argument("--json", action="store_true", help="as JSON, with all details")
+    parser.add_argument("--dock", type=_positive, metavar="SHARDS",
+                        help="also what a step would move through a transfer dock of so many storage shards")
+    parser.add_argument("--place", action="store_true",
+                        help="find layouts and groups for the unlike devices of a --cluster with `machines`")
+    parser.add_argument("--fit", action="store_true",
+                        help="find the fastest settings that fit the memory of a --cluster with one kind of device")
+    parser.add_argument("--from", metavar="RUN", nargs="+", dest="runs", default=[],
+                        help="calibrate by what these runs have measured, finished or going on: folders, as "
+                        "runs/grpo-1; without DAG, the last one's is planned. Runs of two batch sizes show what does "
+                        "not shrink with the rows. With --fit: count memory as the last of them has taken it")
+    parser.add_argument("--margin", type=float, metavar="SHARE",
+                        help="with --fit: of a device's memory, what is to stay free (default: 0.1)")
+    mixed_plan.add_arguments(parser.add_argument_group("with --place or --from"))
 
 
-def with_command(words: list[str]) -> list[str]:
-    """Return the words after `plan` with their command: `show` where none is named, and that of an old spelling."""
-    if words and (words[0] in COMMANDS or words[0] in ("-h", "--help")):
-        return words
-    flags = {word.partition("=")[0] for word in words}
-    if "--replan" in flags:
-        dag = ["--dag"] if not words[0].startswith("-") else []
-        found = ["replan", *dag, *(word for word in words if word not in ("--replan", "--from"))]
-    elif "--plan" in flags:
-        found = ["explain", *(word for word in words if word != "--explain")]
-    elif flags & _OLD:
-        found = ["mixed", *words]
-    else:
-        return ["show", *words]
-    print(f"note: this is now  distflow plan {shlex.join(found)}", file=sys.stderr)
-    return found
+def main(options: argparse.Namespace) -> int:
+    places = not options.fit and (options.place or bool(options.runs))
+    alone = {"margin": options.fit, **dict.fromkeys(_OF_PLACE, places)}
+    for name in (name for name, used in alone.items() if not used and getattr(options, name) not in (None, False)):
+        raise InvalidInput(f"--{name} changes nothing here. It goes with {'--fit' if name == 'margin' else '--place'}.")
+    if options.fit:
+        return fit.main(options)
+    return mixed_plan.main(options) if places else _show(options)
 
 
-def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    add_dag_arguments(parser)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON, with all details")
-    form.add_argument("--dock", type=_positive, metavar="SHARDS",
-                      help="also what a step would move through a transfer dock of so many storage shards")
-
-
-def show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> int:
     spec, plan = load_and_plan(options, elsewhere=True)
     lines = [plan.to_json()] if options.json else [*describe(plan, spec), *describe_dock(plan, spec, options.dock)]
     print("\n".join(lines))
@@ -69,13 +60,5 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-COMMANDS = {
-    "show": Verb("print the chain of each rank, transfers, added dependencies and memory", _add_show_arguments, show),
-    "mixed": Verb("place a DAG on mixed hardware (a --cluster with `machines`) by the cost model",
-                  mixed_plan.add_mixed_arguments, mixed_plan.mixed),
-    "explain": Verb("say what bounds a placement, what would help, and what ranks would run by it",
-                    mixed_plan.add_explain_arguments, mixed_plan.explain),
-    "replan": Verb("say how long an iteration of a run takes as it is placed, and propose a placement if a better one "
-                   "is found", mixed_plan.add_replan_arguments, mixed_plan.replan),
-}
-VERBS = {"plan": Verb("print what each rank will do; place a DAG on mixed hardware", add_arguments, show)}
+VERBS = {"plan": Verb("print what each rank will do; find layouts for unlike devices, or settings that fit",
+                      add_arguments, main)}

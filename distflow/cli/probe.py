@@ -1,4 +1,4 @@
-"""`distflow probe`: measure devices and links, and write them as a cluster file for `distflow plan mixed --cluster`.
+"""`distflow probe`: measure devices and links, and write them as a cluster file for `distflow plan --place --cluster`.
 
 By itself it starts a rank for each device of this machine. Several machines are probed by torchrun on each:
 

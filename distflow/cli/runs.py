@@ -18,7 +18,6 @@ from distflow.config.spec import Spec
 from distflow.errors import InvalidInput, quoted
 from distflow.options import (
     add_unbounded_faults,
-    apply_plan_option,
     check,
     gpu_count,
     load_spec,
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         options.ranks = job.ranks(options.ranks)
     spec, checked = check(options)
     given = [("--dag", options.dag), ("--run-file", options.run), ("--name", None if job else options.name),
-             ("--cluster", options.cluster), ("--plan", options.plan)]
+             ("--cluster", options.cluster)]
     arguments = [part for flag, value in given if value for part in (flag, value)]
     arguments += _set_arguments(options.overrides)
     if job:
@@ -125,8 +124,6 @@ def _add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
                         help="override one value, as steps=200 to go on for longer")
     parser.add_argument("--cluster", metavar="FILE", help="where it goes on, if not where it was")
-    parser.add_argument("--plan", metavar="FILE",
-                        help="place it again by a plan for mixed hardware, as  distflow plan replan --out  writes it")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes, one per GPU; default: as many as it had")
 
 
@@ -141,10 +138,9 @@ def resume(options: argparse.Namespace) -> int:
         return 0
     add_unbounded_faults(spec, options.resume, done)
     ranks = _resumed_rank_count(options, spec)
-    plan(apply_plan_option(spec, options, ranks), ranks)
+    plan(spec, ranks)
     more = _set_arguments(options.overrides)
     more += ["--cluster", options.cluster] if options.cluster else []
-    more += ["--plan", options.plan] if options.plan else []
     return torchrun(ranks, ["--resume", options.resume, *more], shutdown_timeout=spec.run.robust.shutdown_timeout)
 
 

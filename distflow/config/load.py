@@ -53,8 +53,6 @@ def _own_keys(kind: type[Document], *others: type[Document]) -> frozenset[str]:
 _KINDS = {"DAG": _own_keys(Dag, Run, Cluster), "run file": _own_keys(Run, Dag, Cluster),
           "cluster": _own_keys(Cluster, Dag, Run)}
 """Top-level keys that only files of this kind have."""
-_PLAN_KEY = "made_for"
-"""Key that only plans for mixed hardware have."""
 T = TypeVar("T")
 
 
@@ -152,8 +150,6 @@ def _renamed(given: dict[str, str | None], kind: str, right: str) -> str:
         return ""
     other = f"{name}_{right.split()[0]}.yaml"
     rename = f"A file here comes before the shipped DAG of its name. Rename it:  mv {name}.yaml {other}"
-    if right not in given:
-        return f"{rename}\nand give it as  --plan {other}"
     own = given[right]
     files = given if own and own not in (name, f"{name}.yaml") else {**given, right: other}
     return f"{rename}\nand then:  {command_line.command(name, files['run file'], files['cluster'])}"
@@ -172,11 +168,6 @@ def _wrong_kinds(sources: dict[str, YamlSource | None], given: dict[str, str | N
     mistakes = []
     for kind, source in sources.items():
         if source is None:
-            continue
-        if _PLAN_KEY in source.data:
-            hint = _renamed(given, kind, "plan") or f"Give it as  --plan {source.file}"
-            mistakes.append(Diagnostic(f"this is a plan, given as the {kind}: it has `{_PLAN_KEY}`",
-                                       source.location((_PLAN_KEY,), key=True), hint))
             continue
         keys = {other: [key for key in source.data if key in own] for other, own in _KINDS.items()}
         likely = max(keys, key=lambda other: len(keys[other]))

@@ -1,4 +1,4 @@
-"""Records how long each node with a model takes on each rank: `times.jsonl`, for `distflow plan mixed --from`.
+"""Records how long each node with a model takes on each rank: `times.jsonl`, for `distflow plan --from`.
 
 Metrics have the time of the slowest rank; a plan for unlike devices needs each rank's own.
 """

@@ -4,7 +4,8 @@
     workload    builds the problem from a DAG, a run and a cluster
     hardware    rooflines of devices and links            cost       seconds of layouts and of an iteration
     layouts     the best layout of a task on a subset     search     the hybrid search      exact   the integer program
-    runnable    the best placement that ranks can run     plan_file  placements as files    explain what bounds them
+    runnable    the best placement that ranks can run     explain    what bounds a placement
+    placed_plan, planned_run    a placement by the names of nodes and machines, and as a run
 
 Pure as the rest of `planners`, but for numpy, and scipy where an integer program is solved.
 """

@@ -13,7 +13,7 @@ from itertools import islice
 
 from distflow.errors import Diagnostic
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, slices_of, strategies
-from planners.heterogeneous.plan_file import ranks_of
+from planners.heterogeneous.placed_plan import ranks_of
 from planners.heterogeneous.problem import (
     SYNC,
     TRAIN,

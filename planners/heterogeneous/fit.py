@@ -118,7 +118,7 @@ def _check(spec: Spec) -> None:
     if len(kinds) > 1:
         raise InvalidInput(Diagnostic(f"cluster `{spec.cluster.name}` has devices of {len(kinds)} kinds, "
                                       f"{', '.join(kinds)}, and settings are chosen for one", where,
-                                      f"Plan it:  distflow plan mixed {spec.dag.name} --cluster FILE"))
+                                      "Place it on them:  distflow plan --place --cluster FILE DAG"))
 
 
 def _candidates(spec: Spec, problem: Problem, offload: bool) -> Iterator[Settings]:

@@ -1,4 +1,4 @@
-"""Finds the best placement that `planners.apply_plan_file` can turn into a run.
+"""Finds the best placement that `planned_run` can turn into a run.
 
 Ranks run one chain together, or train on the first of them and sample on the next, which may compute frozen roles
 beside that in mode async; and where all machines have ranks may have one role on others. The shares of a task follow
@@ -10,7 +10,6 @@ looks among the groups and splits that runs have (`run_freedom`), at what ranks 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -22,14 +21,12 @@ from itertools import chain, combinations, product
 import numpy as np
 
 from distflow.config.spec import Spec
-from distflow.config.yaml_source import parse
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import Layout as Split
-from distflow.plan_file import PlacedPlan
-from planners.apply_plan_file import apply_plan_file, are_groups_of_a_run
 from planners.heterogeneous.cost import CostModel
 from planners.heterogeneous.layouts import CostedProblem, blocks_of, in_rows, strategies, used_by, with_idle_shares
-from planners.heterogeneous.plan_file import digests_of, written
+from planners.heterogeneous.placed_plan import PlacedPlan, written
+from planners.heterogeneous.planned_run import are_groups_of_a_run, planned_run
 from planners.heterogeneous.problem import (
     GENERATE,
     INFER,
@@ -60,7 +57,6 @@ _PLACES = 4  # kinds of devices in zones of which any part may be left out
 _REFUSALS, _ALL_REFUSALS = 20, 2000
 """After so many plans of a grouping with as many devices in each group that the launcher refuses, and none that it
 accepts, a search asks for no others of these; and for none at all after so many of all, and none that it accepts."""
-_THE_PLAN = "the plan"
 
 
 def runnable(spec: Spec, costed: CostedProblem, found: Iterable[Placement] = ()) -> Placement | None:
@@ -121,7 +117,7 @@ class ByRanks:
     def asked(self, form: Placement) -> bool:
         """Return whether the launcher accepts a form, however many like it were refused."""
         problem, sized = self.costed.problem, _sized(form)
-        why = refusal(self.spec, written(problem, form, digests_of(self.spec, problem), "runnable", 0.0))
+        why = refusal(self.spec, written(problem, form))
         if why is None:
             self._accepted.add(sized)
             return True
@@ -152,8 +148,6 @@ class ByRanks:
         most = max(self._why.values(), key=len)
         why, total = most[0], self._refused.total()
         said = f"the launcher refuses the {total} plans that were tried, {len(most)} of them because {why.what}"
-        if why.where is not None and why.where.file == _THE_PLAN:  # which no user has seen
-            why = Diagnostic(said, None, "See which plans there are beside these:  without --runnable")
         raise InvalidInput(replace(why, what=said))
 
 
@@ -263,9 +257,8 @@ def run_freedom(spec: Spec, problem: Problem) -> Freedom:
 
 def refusal(spec: Spec, plan: PlacedPlan) -> Diagnostic | None:
     """Return why ranks cannot run a plan; None if they can."""
-    own, ranks = replace(spec, run=spec.run.model_copy(update={"layouts": {}})), len(plan.ranks)
     try:
-        make_plan(apply_plan_file(own, parse(json.dumps(plan.model_dump(mode="json")), _THE_PLAN), ranks), ranks)
+        make_plan(planned_run(spec, plan), len(plan.ranks))
     except InvalidInput as error:
         return error.mistakes[0]
     return None

@@ -1,4 +1,4 @@
-"""`distflow fit`: what it prints is a run file's lines, and a run that has taken more memory than planned counts."""
+"""`distflow plan --fit` prints lines of a run file, and counts a run that has taken more memory than planned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     sizes = [word for each in SIZES for word in ("--set", each)]
 
     def run(*more: str) -> tuple[str, dict]:
-        assert main(["fit", "grpo", "--cluster", "cluster.yaml", *sizes, *more]) == 0
+        assert main(["plan", "--fit", "grpo", "--cluster", "cluster.yaml", *sizes, *more]) == 0
         printed = capsys.readouterr().out
         return printed, yaml.safe_load(printed.partition("write into the run file\n")[2])
     return run
@@ -92,15 +92,15 @@ def test_the_rows_of_the_table_differ_and_say_batch_rows(fitted, monkeypatch):
     (("--from", "runs/run"), "it ran without GPUs, where memory is not measured")])
 def test_what_cannot_be_is_refused(fitted, capsys, arguments, says):
     ran("run", [0.0, 0.0])
-    assert main(["fit", "grpo", "--cluster", "cluster.yaml", *arguments]) == 2
+    assert main(["plan", "--fit", "grpo", "--cluster", "cluster.yaml", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [("fit",), ("plan", "mixed")])
-def test_without_a_cluster_file_it_says_how_to_get_one(verb: tuple[str, ...], tmp_path: Path,
+@pytest.mark.parametrize("option", ["--fit", "--place"])
+def test_without_a_cluster_file_it_says_how_to_get_one(option: str, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*verb, "grpo"]) == 2
+    assert main(["plan", "grpo", option]) == 2
     said = capsys.readouterr().err
     assert "  distflow probe --out cluster.yaml\nThen add to this command:  --cluster cluster.yaml\n" in said

@@ -1,4 +1,4 @@
-"""The commands of `distflow plan`, and the spellings from before there were commands."""
+"""`distflow plan` of runs on this machine and on others, and arguments that verbs do not take."""
 
 from __future__ import annotations
 
@@ -11,55 +11,17 @@ import pytest
 
 from distflow.cli import main
 from distflow.cli.common import table
-from distflow.cli.plan import with_command
-
-
-@pytest.mark.parametrize(("words", "found"), [
-    ("", "show"), ("grpo --ranks 2", "show grpo --ranks 2"), ("--json grpo", "show --json grpo"),
-    ("show grpo", "show grpo"), ("mixed grpo --cluster h200", "mixed grpo --cluster h200"), ("--help", "--help"),
-])
-def test_show_is_the_command_where_none_is_named(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_command(words.split()) == found.split()
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("old", "new"), [
-    ("grpo --cluster h200 --solver ilp --out=x.yaml", "mixed grpo --cluster h200 --solver ilp --out=x.yaml"),
-    ("--from runs/a runs/b --explain", "mixed --from runs/a runs/b --explain"),
-    ("grpo --plan x.yaml --explain", "explain grpo --plan x.yaml"),
-    ("--from runs/a --replan --out x.yaml", "replan runs/a --out x.yaml"),
-    ("grpo --from runs/a --replan", "replan --dag grpo runs/a"),
-])
-def test_an_old_spelling_is_understood_and_named(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_command(old.split()) == new.split()
-    assert capsys.readouterr().err == f"note: this is now  distflow plan {new}\n"
-
-
-def test_an_old_spelling_works(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["plan", "grpo", "--cluster", "h200", "--solver", "hybrid", "--within", "0.99", "--out",
-            f"{tmp_path}/x.yaml"]
-    assert main(line) == 0
-    said = capsys.readouterr()
-    assert said.err.startswith("note: this is now  distflow plan mixed grpo --cluster h200")
-    assert said.out.startswith("grpo on h200, mode sync, solver hybrid")
-    assert main(["plan", "grpo", "--cluster", "h200", "--plan", f"{tmp_path}/x.yaml"]) == 0
-    assert "what bounds each task" in capsys.readouterr().out
 
 
 def test_what_this_machine_lacks_is_no_mistake_in_a_plan_of_others(tmp_path, capsys: pytest.CaptureFixture[str],
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.config.models.installed", lambda engine: False)
     planned = ["--cluster", "h200", "--set", "roles.actor.rollout=vllm", "--set", "data.train=/cluster/train.jsonl"]
-    written = tmp_path / "plan.yaml"
-    assert main(["plan", "mixed", "grpo", *planned, "--within", "0.99", "--runnable", "--out", str(written)]) == 0, \
+    written = str(tmp_path / "placed.yaml")
+    assert main(["plan", "grpo", *planned, "--place", "--within", "0.99", "--out", written]) == 0, \
         capsys.readouterr().err
-    assert main(["plan", "explain", "grpo", *planned, "--plan", str(written)]) == 0, capsys.readouterr().err
-    assert "can be run: yes" in capsys.readouterr().out
-
-
-def test_a_command_that_is_not_there_is_taken_for_a_dag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "shwo"]) == 2
-    assert "shwo" in capsys.readouterr().err
+    assert main(["plan", "grpo", "--run", written]) == 0, capsys.readouterr().err
+    assert "there is no data `/cluster/train.jsonl`: a run on this machine" in capsys.readouterr().out
 
 
 ROWS = [("rollout → update", "responses, rollout_logprobs, versions, completions, rewards, reward_parts", "[1.0] MiB"),
@@ -128,8 +90,7 @@ links: {zone: {gb_s: 1, latency_us: 50}}
         said = capsys.readouterr().out
         return all(said.count(f"\nnote: {note}") == 1 for note in notes)
 
-    assert noted("mixed", *words, "--runnable", "--out", "plan.yaml")
-    assert noted("explain", *words, "--plan", "plan.yaml")
+    assert noted(*words, "--place", "--out", "placed.yaml")
 
 
 def test_keys_and_environments_of_other_machines_are_notes_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

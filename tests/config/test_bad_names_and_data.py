@@ -140,19 +140,6 @@ def test_a_run_file_with_the_name_of_a_shipped_dag_is_to_be_renamed(tmp_path: Pa
     assert str(caught.value).endswith("mv dpo.yaml dpo_run.yaml\nand then:  distflow validate dpo --run my.yaml")
 
 
-def test_a_plan_is_no_run_file_whatever_it_is_called(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    plan = "made_for: {dag: a, cluster: b}\nsolver: exact\nmode: sync\ngroups: []\n"
-    Path("sft.yaml").write_text(plan)
-    Path("other.yaml").write_text(plan)
-    with command_line.called_as("plan"), pytest.raises(InvalidInput) as caught:
-        load("sft")
-    assert "sft.yaml:1: this is a plan, given as the DAG: it has `made_for`" in str(caught.value)
-    assert str(caught.value).endswith("Rename it:  mv sft.yaml sft_plan.yaml\nand give it as  --plan sft_plan.yaml")
-    with pytest.raises(InvalidInput, match="(?s)this is a plan, given as the run file.*Give it as  --plan other.yaml"):
-        load("dpo", "other.yaml")
-
-
 def test_mistakes_in_data_stop_after_ten(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("question: 1 + 1?\n" * 3000)
     with pytest.raises(InvalidInput) as caught:

@@ -20,7 +20,7 @@ from distflow.errors import InvalidInput
 from planners.heterogeneous.efficiency import BETWEEN, OF_KINDS
 from planners.heterogeneous.exact import Options, Proof, prove
 from planners.heterogeneous.layouts import CostedProblem
-from planners.heterogeneous.plan_file import ranks_of
+from planners.heterogeneous.placed_plan import ranks_of
 from planners.heterogeneous.problem import ASYNC, SYNC, Edge, Freedom, Placement, Problem, Replicas
 from planners.heterogeneous.search import Progress, allowed, groupings, sampled_groupings, search
 from planners.heterogeneous.workload import problem_of

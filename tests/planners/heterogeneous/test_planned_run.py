@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from benchmarks.heterogeneous import Cell, best_of, stream_rl, that_run
-from distflow.cli.mixed_plan import _can_run
 from distflow.config.load import load
 from distflow.config.spec import Spec
-from distflow.config.yaml_source import dump, read
+from distflow.config.yaml_source import dump
 from distflow.errors import InvalidInput
 from distflow.plan import SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, Plan
-from distflow.plan_file import PlacedPlan
-from planners import apply_plan_file, plan
-from planners.heterogeneous.explain import duration
+from planners import plan
 from planners.heterogeneous.layouts import CostedProblem, cut_of
-from planners.heterogeneous.plan_file import digests_of, ranks_of, written
+from planners.heterogeneous.placed_plan import PlacedPlan, ranks_of, written
+from planners.heterogeneous.planned_run import machines_in_order, planned_run
 from planners.heterogeneous.problem import Placement, Replicas, Strategy
 from planners.heterogeneous.runnable import (
     ByRanks,
@@ -53,19 +52,20 @@ def spec_of(tmp_path: Path) -> Callable[..., Spec]:
     return lambda *more, dag="grpo": load(dag, None, [*MODEL, *more], str(tmp_path / "cluster.yaml"))
 
 
+def placed_plan(said: dict) -> PlacedPlan:
+    return TypeAdapter(PlacedPlan).validate_python(said)
+
+
 @pytest.fixture
-def obey(spec_of: Callable, tmp_path: Path) -> Callable[..., tuple[Plan, str]]:
-    """`obey(*settings, change=…, ranks=4)`: the chain by the best runnable plan, which `change` may spoil."""
-    def run(*more: str, change: Callable[[dict], Any] = lambda said: None, ranks: int = 4, dag: str = "grpo",
-            later: tuple[str, ...] = ()) -> Plan:
+def obey(spec_of: Callable) -> Callable[..., tuple[Plan, str]]:
+    """`obey(*settings, change=…)`: the chain by the best runnable plan, which `change` may spoil."""
+    def run(*more: str, change: Callable[[dict], Any] = lambda said: None, dag: str = "grpo") -> Plan:
         spec = spec_of(*more, dag=dag)
         costed = CostedProblem(problem_of(spec))
         found = runnable(spec, costed)
-        said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
+        said = asdict(written(costed.problem, found))
         change(said)
-        (tmp_path / "plan.yaml").write_text(dump(said))
-        own = apply_plan_file(spec_of(*more, *later, dag=dag), read(tmp_path / "plan.yaml", "plan.yaml"), ranks)
-        return plan(own, ranks)
+        return plan(own := planned_run(spec, placed_plan(said)), own.run.ranks)
 
     return run
 
@@ -118,15 +118,13 @@ def test_micro_batches_are_as_large_as_the_plan_says(spec_of: Callable, tmp_path
     problem = problem_of(spec)
     costed = CostedProblem(problem)
     found = runnable(spec, costed)
-    said = written(problem, found, digests_of(spec, problem), "runnable", 0.0).model_dump(mode="json")
+    said = asdict(written(problem, found))
     update, longest = problem.tasks[-1], problem.tasks[-1].tokens
     best = said["tasks"]["update"]["micro_rows"]
     for rows, tokens in ((2, 2 * longest), (best, update.micro_tokens)):
         said["tasks"]["update"]["micro_rows"] = rows
-        (tmp_path / "plan.yaml").write_text(dump(said))
-        own = apply_plan_file(spec, read(tmp_path / "plan.yaml", "plan.yaml"), 4)
+        own = planned_run(spec, placed_plan(said))
         assert own.run.roles["actor"].micro_batch_tokens == tokens
-        assert digests_of(own, problem_of(own)).work == said["made_for"]["work"], "it may be resumed by the same plan"
 
 
 def two_by_two(said: dict) -> None:
@@ -186,8 +184,6 @@ def test_a_model_that_is_only_read_has_the_ranks_of_its_group(obey: Callable) ->
     assert [(group.name, group.ranks) for group in made.groups] == [
         ("trainer", range(1)), ("rollout", range(1, 2)), ("inference reference", range(2, 4))]
     assert (made.groups[2].replicas, layouts(made.groups[2].plan)["reference"].dp) == (1, 2), "sharded, as it is costed"
-    with pytest.raises(InvalidInput, match="in this order of machines:  1 slow, 1 quick"):
-        obey("mode=async", change=three_groups, ranks=3)
 
 
 def unequal(said: dict) -> None:
@@ -294,7 +290,7 @@ def test_what_a_search_finds_counts_if_ranks_can_run_it(spec_of: Callable) -> No
     costed = CostedProblem(problem_of(spec))
     enumerated = runnable(spec, costed)
     answers = [each.placement for each in search(costed.problem, 0, 2000, costed=costed) if each.placement]
-    made = [written(costed.problem, each, digests_of(spec, costed.problem), "hybrid", 0.0) for each in answers]
+    made = [written(costed.problem, each) for each in answers]
     able = [each for each, plan_file in zip(answers, made) if not refusal(spec, plan_file)]
     assert 0 < len(able) < len(answers)
     faster, slower = (replace(able[-1], seconds=enumerated.seconds * times) for times in (0.9, 1.1))
@@ -327,7 +323,7 @@ def test_a_search_among_the_groups_and_splits_that_runs_have_finds_what_ranks_ca
     assert [{tp for tp, _ in cuts} for cuts in freedom.cuts] == [{1}, *[{1, 2, 4}] * 4]
     assert 1 < len(freedom.groupings) < len(groupings(problem))
     answers = {each.placement for each in search(replace(problem, freedom=freedom), 0, 3000) if each.placement}
-    why = [refusal(spec, written(problem, each, digests_of(spec, problem), "runnable", 0.0)) for each in answers]
+    why = [refusal(spec, written(problem, each)) for each in answers]
     assert None in why
     costed = CostedProblem(problem)
     assert all(as_ranks_run(spec, costed, each).seconds == each.seconds for each in answers), "as it is predicted"
@@ -536,17 +532,7 @@ def test_frozen_models_behind_rollouts_are_whole_and_on_the_first_device_of_each
     tight = CostedProblem(replace(costed.problem, hardware=replace(costed.problem.hardware, device_groups=small)))
     assert tight.costs.layout(0, *found.layouts[0][:2]) is not None
     assert as_ranks_run(spec, tight, found) is None, "there is no room for both"
-    assert not refusal(spec, written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0))
-
-
-def test_a_plan_that_can_be_run_says_what_it_takes_with_idle_devices(spec_of: Callable) -> None:
-    spec = spec_of(dag="ppo")
-    for values, says in ((Replicas((0,), 2),), False), (SOME, True):
-        costed, found = ppo_on_some(spec, values)
-        plan_file = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0)
-        said = "\n".join(_can_run(spec, costed, found, plan_file))
-        assert "can be run: yes" in said
-        assert (f"it takes {duration(as_ranks_run(spec, costed, found).seconds)}" in said) == says
+    assert not refusal(spec, written(costed.problem, found))
 
 
 def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, tmp_path: Path) -> None:
@@ -562,7 +548,7 @@ def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, t
             said["tasks"][name] |= {"dp": count, "tp": 1, "shares": [{"count": count, "rows": 384 // count,
                                                                       "stages": ["quick"]}]}
 
-    made = obey("mode=async", change=divided, ranks=16)
+    made = obey("mode=async", change=divided)
     assert [group.ranks for group in made.groups] == [range(1), range(1, 15), range(15, 16)]
 
     def split(said: dict) -> None:
@@ -570,7 +556,7 @@ def test_a_machine_may_be_divided_where_groups_meet(obey: Callable, vllm: str, t
         said["tasks"]["rollout"] |= {"dp": 7, "tp": 2, "shares": [{"count": 7, "rows": 55, "stages": ["quick"]}]}
 
     with pytest.raises(InvalidInput, match="`rollout` has shares whose stages are not at ranks that follow each other"):
-        obey("mode=async", vllm, change=split, ranks=16)
+        obey("mode=async", vllm, change=split)
 
 
 def test_a_plan_whose_tasks_all_take_turns_runs_in_mode_sync(obey: Callable) -> None:
@@ -609,12 +595,14 @@ def test_a_group_may_sample_and_train_beside_one_that_infers(obey: Callable) -> 
     assert [(group.name, len(group.ranks)) for group in made.groups] == [("trainer", 2), ("inference reference", 2)]
 
 
-def test_a_run_by_a_plan_can_be_resumed_without_it(obey: Callable, spec_of: Callable, tmp_path: Path) -> None:
-    """What the plan says is in the configuration that the run leaves."""
-    first = obey()
-    own = apply_plan_file(spec_of(), read(tmp_path / "plan.yaml"), 4)
+def test_what_a_plan_says_is_a_run_file(spec_of: Callable, tmp_path: Path) -> None:
+    spec = spec_of()
+    costed = CostedProblem(problem_of(spec))
+    own = planned_run(spec, written(costed.problem, runnable(spec, costed)))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(own.resolved()["run"]))
-    assert plan(load("grpo", str(tmp_path / "run.yaml")), 4).digest == first.digest
+    again = load("grpo", str(tmp_path / "run.yaml"))
+    assert again.run.ranks == 4
+    assert plan(again, 4).digest == plan(own, 4).digest
 
 
 def apart(said: dict) -> None:
@@ -645,23 +633,18 @@ def by_stages(said: dict) -> None:
                                            for machine in ("quick", "slow")]}
 
 
-@pytest.mark.parametrize(("change", "key", "says"), [
-    (apart, "groups:", "in this mode one samples and trains, and each of the others has all tasks of one trained "
+@pytest.mark.parametrize(("change", "says"), [
+    (apart, "in this mode one samples and trains, and each of the others has all tasks of one trained "
      "role, of frozen roles, or of both"),
-    (left_out, "ranks:", "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
-    (without_a_task, "tasks:", "the plan's tasks are not the nodes that run models: rollout, reference, update"),
-    (staged([2, 2], ["slow", "quick"]), "shares:", "shares whose stages are not at ranks that follow each other"),
-    (by_stages, "pp:", "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
+    (left_out, "the plan uses 1 of the 2 devices of a machine `slow`, and all of a machine take part"),
+    (without_a_task, "the plan's tasks are not the nodes that run models: rollout, reference, update"),
+    (staged([2, 2], ["slow", "quick"]), "shares whose stages are not at ranks that follow each other"),
+    (by_stages, "node `reference` wants pp 2 of `engine: fsdp`, which it cannot do"),
 ])
-def test_what_ranks_cannot_do_is_refused_at_its_line(obey: Callable, tmp_path: Path, change: Callable, key: str,
-                                                     says: str) -> None:
+def test_what_ranks_cannot_do_is_refused(obey: Callable, change: Callable, says: str) -> None:
     with pytest.raises(InvalidInput) as error:
         obey(change=change)
-    mistakes = [mistake for mistake in error.value.mistakes if says in mistake.what]
-    assert mistakes, str(error.value)
-    assert mistakes[0].where.file == "plan.yaml"
-    assert key in mistakes[0].where.text
-    assert mistakes[0].hint
+    assert [mistake for mistake in error.value.mistakes if says in mistake.what], str(error.value)
 
 
 @pytest.mark.parametrize(("stages", "order", "layers"), [
@@ -683,7 +666,14 @@ def test_a_pipeline_may_have_a_stage_or_a_share_on_each_machine(
     assert found["advantage"].rows == found["rollout"].rows
 
 
-def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey: Callable) -> None:
+def order_of(spec: Spec, change: Callable[[dict], Any]) -> str:
+    costed = CostedProblem(problem_of(spec))
+    said = asdict(written(costed.problem, runnable(spec, costed)))
+    change(said)
+    return machines_in_order(costed.problem, placed_plan(said))
+
+
+def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey: Callable, spec_of: Callable) -> None:
     """Ranks 0 and 1 are those of `slow`, the second machine."""
     def on_the_slow(said: dict) -> None:
         apart(said)
@@ -692,11 +682,10 @@ def test_machines_that_train_come_first_wherever_the_cluster_file_has_them(obey:
 
     trainer, rollout = obey("mode=async", change=on_the_slow).groups
     assert (trainer.ranks, rollout.ranks) == (range(2), range(2, 4))
-    with pytest.raises(InvalidInput, match="in this order of machines:  1 slow, 1 quick"):
-        obey("mode=async", change=on_the_slow, ranks=2)
+    assert order_of(spec_of("mode=async"), on_the_slow) == "1 slow, 1 quick"
 
 
-def test_the_order_of_machines_names_one_that_stands_between_others(obey: Callable, tmp_path: Path) -> None:
+def test_the_order_of_machines_names_one_that_stands_between_others(spec_of: Callable, tmp_path: Path) -> None:
     """Two of eight alike machines train; the rest follows in the order of the cluster file."""
     machines = {"slow": {"device": "old", "devices": 2}, "quick": {"device": "new", "devices": 2, "count": 8}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"machines": machines}, sort_keys=False))
@@ -705,8 +694,7 @@ def test_the_order_of_machines_names_one_that_stands_between_others(obey: Callab
         said["groups"] = [{"tasks": ["reference", "update"], "devices": {"quick": 4}, "ranks": [2, 3, 4, 5]},
                           {"tasks": ["rollout"], "devices": {"slow": 2, "quick": 12}, "ranks": [0, 1, *range(6, 18)]}]
 
-    with pytest.raises(InvalidInput, match="in this order of machines:  2 quick, 1 slow, 6 quick"):
-        obey("mode=async", change=between, ranks=2)
+    assert order_of(spec_of("mode=async"), between) == "2 quick, 1 slow, 6 quick"
 
 
 def test_ranks_of_a_machine_follow_each_other(obey: Callable) -> None:
@@ -734,12 +722,9 @@ def test_machines_that_a_plan_leaves_out_have_no_ranks(obey: Callable) -> None:
         for task in said["tasks"].values():
             task |= {"dp": 2, "shares": [{"count": 2, "rows": 192, "stages": ["slow"]}]}
 
-    found = obey(change=without_the_quick, ranks=2)
+    found = obey(change=without_the_quick)
     assert found.ranks == 2
     assert {layout.dp for layout in layouts(found).values()} == {2}
-    with pytest.raises(InvalidInput, match="is for 2 of the 4 devices of cluster `mixed`, and 4 ranks are") as error:
-        obey(change=without_the_quick)
-    assert "in this order of machines:  1 slow" in str(error.value)
 
 
 def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: Path) -> None:
@@ -752,14 +737,6 @@ def test_the_best_plan_leaves_out_what_is_too_far(spec_of: Callable, tmp_path: P
     found = runnable(spec, costed)
     assert found.subsets == ((2, 0),)
     assert ranks_of(costed.problem, found.subsets) == [[0, 1]]
-
-
-def test_other_ranks_and_other_layouts_are_refused(obey: Callable) -> None:
-    with pytest.raises(InvalidInput) as error:
-        obey(ranks=2, later=("layouts.update.dp=2",))
-    text = str(error.value)
-    assert "the plan is for the 4 devices of cluster `mixed`, and 2 ranks are started" in text
-    assert "`layouts` says how nodes are split, and so does the plan" in text
 
 
 def test_a_hand_written_run_may_say_rows_too() -> None:
@@ -783,10 +760,8 @@ def test_shipped_clusters_have_a_plan_that_runs(tmp_path: Path, dag: str, mode: 
     spec = load(dag, None, [f"mode={mode}", "data.batch=512"], name)
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
-    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
-    (tmp_path / "plan.yaml").write_text(dump(said))
     ranks = sum(map(sum, found.subsets))
-    own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
+    own = planned_run(spec, written(costed.problem, found))
     assert plan(own, ranks).ranks == ranks
 
 
@@ -797,8 +772,6 @@ def test_every_shipped_dag_has_a_plan_that_runs(tmp_path: Path, dag: str) -> Non
     spec = load(dag, str(own_run) if own_run.exists() else None, [], str(tmp_path / "cluster.yaml"))
     costed = CostedProblem(problem_of(spec))
     found = runnable(spec, costed)
-    said = written(costed.problem, found, digests_of(spec, costed.problem), "hybrid", 0.0).model_dump(mode="json")
-    (tmp_path / "plan.yaml").write_text(dump(said))
     ranks = sum(map(sum, found.subsets))
-    own = apply_plan_file(spec, read(tmp_path / "plan.yaml"), ranks)
+    own = planned_run(spec, written(costed.problem, found))
     assert plan(own, ranks).ranks == ranks

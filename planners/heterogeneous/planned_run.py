@@ -1,4 +1,4 @@
-"""Applies a plan for mixed hardware to a run: its shares become the rows of `layouts`, its groups `groups`.
+"""Turns a placement on mixed hardware into a run: its shares become the rows of `layouts`, its groups `groups`.
 
 Solvers may choose more than ranks can do: ranks run one chain together; or they train on the first of them, sample on
 the next, which may compute frozen roles too, and on the others infer with frozen roles, or train one role, perhaps
@@ -18,30 +18,26 @@ from typing import Any
 
 from distflow.config.run import Parallel, RoleRun
 from distflow.config.spec import Spec
-from distflow.config.yaml_source import YamlSource
 from distflow.errors import Diagnostic, InvalidInput
 from distflow.plan import ROLLOUT, SHARES_OUTERMOST, STAGES_OUTERMOST, Layout, RankOrder
-from distflow.plan_file import PlacedPlan, PlacedTask, read_plan_file
-from planners.heterogeneous.plan_file import digests_of
+from planners.heterogeneous.placed_plan import PlacedPlan, PlacedTask
 from planners.heterogeneous.problem import GENERATE, INFER, SYNC, TRAIN, ModelTask, Problem
 from planners.heterogeneous.workload import problem_of
 
-AGAIN = "Plan for what ranks can do:  distflow plan mixed DAG --cluster FILE --runnable --out FILE"
 
-
-def apply_plan_file(spec: Spec, source: YamlSource, ranks: int) -> Spec:
-    """Return the run with a plan file's layouts and groups. Raises InvalidInput if ranks cannot run that."""
+def planned_run(spec: Spec, plan: PlacedPlan) -> Spec:
+    """Return the run with a placement's layouts, groups and number of ranks. Raises InvalidInput if ranks cannot run
+    that."""
     problem = problem_of(spec)
-    plan = read_plan_file(source, digests_of(spec, problem))
-    mistakes = list(_check(spec, problem, plan, source, ranks))
+    mistakes = list(_check(spec, problem, plan))
     if mistakes:
         raise InvalidInput(mistakes)
     assignment = RankAssignment(problem, plan)
     mode = SYNC if assignment.together else spec.run.mode
-    run = spec.run.model_copy(update={"layouts": _layouts(spec, assignment), "ranks": ranks, "mode": mode,
+    run = spec.run.model_copy(update={"layouts": _layouts(spec, assignment), "ranks": len(plan.ranks), "mode": mode,
                                       "groups": spec.run.groups.model_copy(update=_groups(assignment)),
                                       "roles": spec.run.roles | _micro_batches(spec, assignment)})
-    return replace(spec, run=run, run_source=_overlaid(spec.run_source, source))
+    return replace(spec, run=run)
 
 
 def machines_in_order(problem: Problem, plan: PlacedPlan) -> str:
@@ -229,38 +225,26 @@ def _are_together(groups: Sequence[_Group]) -> bool:
     return groups[0].samples or not any(group.samples for group in groups)
 
 
-def _check(spec: Spec, problem: Problem, plan: PlacedPlan, source: YamlSource, ranks: int) -> Iterator[Diagnostic]:
+def _check(spec: Spec, problem: Problem, plan: PlacedPlan) -> Iterator[Diagnostic]:
     names = [task.name for task in problem.tasks]
     if sorted(plan.tasks) != sorted(names) or sorted(name for group in plan.groups for name in group.tasks) \
             != sorted(names):
-        yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group",
-                         source.location(("tasks",), key=True), AGAIN)
+        yield Diagnostic(f"the plan's tasks are not the nodes that run models: {', '.join(names)}, each in one group")
         return
     assignment = RankAssignment(problem, plan)
-    devices, idle = len(plan.ranks), sum(problem.hardware.all) - len(plan.ranks)
-    if ranks != devices:
-        those = f"{devices} of the {devices + idle} devices" if idle else f"the {devices} devices"
-        yield Diagnostic(f"the plan is for {those} of cluster `{spec.cluster.name}`, and {ranks} "
-                         f"rank{'s are' if ranks > 1 else ' is'} started", source.location(("groups",), key=True),
-                         f"Start {devices} ranks, one for each device{' that it uses' if idle else ''}, in this order "
-                         f"of machines:  {machines_in_order(problem, plan)}")
-    if spec.run.layouts:
-        yield Diagnostic("`layouts` says how nodes are split, and so does the plan",
-                         spec.run_source.location(("layouts",), key=True),
-                         "Leave it out of the run file, or start without  --plan")
-    found = list(_check_groups(assignment, source, spec.run.mode))
+    found = list(_check_groups(assignment, spec.run.mode))
     yield from found
     for task in problem.tasks if not found else ():
-        yield from _check_task(assignment, task, source)
+        yield from _check_task(assignment, task)
 
 
-def _check_groups(assignment: RankAssignment, source: YamlSource, mode: str) -> Iterator[Diagnostic]:
-    plan, where = assignment.plan, source.location(("groups",), key=True)
+def _check_groups(assignment: RankAssignment, mode: str) -> Iterator[Diagnostic]:
+    plan = assignment.plan
     for machine, devices in assignment.machines:
         part = sum(device in devices for device in plan.ranks)
         if 0 < part < len(devices):
             yield Diagnostic(f"the plan uses {part} of the {len(devices)} devices of a machine `{machine}`, and all of "
-                             "a machine take part or none", source.location(("groups", 0, "ranks"), key=True), AGAIN)
+                             "a machine take part or none")
     if len(plan.groups) == 1:
         return
     if not _are_of_a_run(assignment.groups, mode):
@@ -271,34 +255,33 @@ def _check_groups(assignment: RankAssignment, source: YamlSource, mode: str) -> 
             more = ", perhaps with all tasks of frozen roles" if mode == "async" else ""
             can = f"one trains, {sampling} samples{more}, and each of the others {whole}; or {can}"
         yield Diagnostic(f"the plan's groups are {', '.join(' + '.join(group.tasks) for group in plan.groups)}, and in "
-                         f"this mode {can}", where, AGAIN)
+                         f"this mode {can}")
         return
     for machine, at in assignment.torn:
         yield Diagnostic(f"the first ranks train and the next sample, so that those of a machine `{machine}` would be "
-                         f"{_listed(at)}, and ranks of a machine follow each other", where, AGAIN)
+                         f"{_listed(at)}, and ranks of a machine follow each other")
 
 
-def _check_task(assignment: RankAssignment, task: ModelTask, source: YamlSource) -> Iterator[Diagnostic]:
-    placed, path = assignment.plan.tasks[task.name], ("tasks", task.name)
+def _check_task(assignment: RankAssignment, task: ModelTask) -> Iterator[Diagnostic]:
+    placed = assignment.plan.tasks[task.name]
     width, ranks, group = placed.tp * placed.pp, assignment.ranks[task.name], assignment.group_of[task.name]
     apart = ranks.start > 0 and not group.trains_one
     beside = apart and task.kind == INFER and group.samples
     if beside and width > 1:
         yield Diagnostic(f"node `{task.name}` splits its model over {width} ranks, and each rank that samples has its "
-                         "whole model", source.location(path, key=True), AGAIN)
+                         "whole model")
         return
     if apart and task.kind == GENERATE and placed.pp > 1:
         yield Diagnostic(f"node `{task.name}` has its layers in {placed.pp} stages, and in this mode each rank that "
-                         "samples has all of them", source.location(path, key=True), AGAIN)
+                         "samples has all of them")
         return
     if apart and width == 1 and (task.kind != INFER or beside):
         return  # the others take prompts as they get free, whatever shares were expected
     if len(ranks) % width:
         yield Diagnostic(f"node `{task.name}` takes {placed.dp} × {width} of {len(ranks)} ranks, which {width} does "
-                         "not divide", source.location(path, key=True), AGAIN)
+                         "not divide")
     elif assignment.rows(task, ranks) is None:
-        yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other",
-                         source.location((*path, "shares"), key=True), AGAIN)
+        yield Diagnostic(f"node `{task.name}` has shares whose stages are not at ranks that follow each other")
 
 
 def _groups(assignment: RankAssignment) -> dict[str, Any]:
@@ -367,15 +350,6 @@ def _by_rank(split: Parallel) -> list[int]:
     layout = Layout(len(split.rows), tp=split.tp, pp=split.pp, order=split.order)
     shares = [layout.share(rank) for rank in range(layout.dp * layout.width)]
     return [int(split.rows[share]) for share in shares if share is not None]
-
-
-def _overlaid(run: YamlSource, plan: YamlSource) -> YamlSource:
-    def moved(spots: dict) -> dict:
-        found = {("layouts", *path[1:]): spot for path, spot in spots.items() if path[:1] == ("tasks",)}
-        found |= {(*path[:-1], "rows"): spot for path, spot in found.items() if path[2:] == ("shares",)}
-        return found | {("groups", name): spots[("groups",)] for name in ("rollout", "inference", "trainers")}
-
-    return replace(run, keys=run.keys | moved(plan.keys), values=run.values | moved(plan.values))
 
 
 def _listed(numbers: Collection[int]) -> str:
